@@ -1,0 +1,1 @@
+"""Every contract of phalanx, and the way of a batch through them."""

@@ -1,0 +1,106 @@
+"""The tree of exceptions.
+
+    PhalanxError                        exit code 1
+    ├── ConfigurationError (ValueError)         78   an argument that breaks a rule; raised before any process starts
+    │   └── UnknownNameError (KeyError)         78   a name that is in no table; carries the closest known one
+    ├── CheckpointError                         65   a checkpoint that is refused: missing, damaged, or of another model
+    ├── StorageError (OSError)                  74   a directory that cannot be written
+    ├── Preempted                               75   stopped from outside after saving: run the same command again
+    ├── StalledError                            76   a section exceeded its time limit
+    ├── DataError                                1   a loader that yields nothing, or not what it promised
+    ├── LoopError                                1   a step method that returns the wrong thing
+    ├── MetricError                              1   a metric that is unknown, or logged differently on another rank
+    ├── NonFiniteError                           1   a loss that is NaN or infinite
+    ├── DesyncError                              1   ranks that are not at the same step
+    └── RankError                                1   a rank of a launched function ended badly
+
+Every message says what was given, the rule, and the next step.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PhalanxError(Exception):
+    """Root of all errors that phalanx raises. ``exit_code`` is what a launched rank ends with."""
+
+    exit_code: int = 1
+
+
+class ConfigurationError(PhalanxError, ValueError):
+    """An argument breaks a rule."""
+
+    exit_code = 78
+
+
+class UnknownNameError(ConfigurationError, KeyError):
+    """A name that is in no table."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument; a sentence should read as one.
+        return str(self.args[0]) if self.args else ""
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint is refused."""
+
+    exit_code = 65
+
+
+class StorageError(PhalanxError, OSError):
+    """A directory or file cannot be written."""
+
+    exit_code = 74
+
+
+class Preempted(PhalanxError):
+    """The run was asked to end from outside and has saved its state."""
+
+    exit_code = 75
+
+
+class StalledError(PhalanxError):
+    """A section of the run exceeded its time limit."""
+
+    exit_code = 76
+
+
+class DataError(PhalanxError):
+    """A loader yields nothing, or not what it promised."""
+
+
+class LoopError(PhalanxError):
+    """A step method returned something the loop cannot use."""
+
+
+class MetricError(PhalanxError, KeyError):
+    """A metric is unknown, or differs between ranks."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class NonFiniteError(PhalanxError):
+    """A loss is NaN or infinite."""
+
+
+class DesyncError(PhalanxError):
+    """Ranks are not at the same step."""
+
+
+class RankError(PhalanxError):
+    """A rank of a launched function ended badly."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the known name closest to ``given``, or an empty string."""
+    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def unknown(what: str, given: str, known: Iterable[str]) -> UnknownNameError:
+    """Build the error for a name that is in no table: closest match first, then the list."""
+    names = sorted(known)
+    return UnknownNameError(f"{what}={given!r} is not known.{did_you_mean(given, names)} Known: {', '.join(names)}.")

@@ -1,0 +1,98 @@
+"""Names to plug-ins: a table ``name -> "module:attribute"`` whose module loads when the name is first used.
+
+Third-party packages add names through entry points of the groups ``phalanx.strategies``, ``phalanx.loggers`` and
+``phalanx.callbacks``. A name of phalanx's own cannot be taken over by a package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from .errors import ConfigurationError, unknown
+
+_PACKAGE = __name__.rpartition(".framework")[0]
+
+
+class Registry:
+    """One table of names. ``what`` is how messages call an entry, ``group`` the entry points that extend it."""
+
+    def __init__(self, what: str, group: str, table: dict[str, str], aliases: dict[str, str] | None = None) -> None:
+        self.what = what
+        self.group = group
+        self._table = table
+        self._aliases = aliases or {}
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._table
+        yield from (point.name for point in entry_points(group=self.group) if point.name not in self._table)
+
+    def register(self, name: str, target: str) -> None:
+        """Add ``name`` for ``target``, written ``"module:attribute"`` with the module's full name.
+
+        Raises:
+            ConfigurationError: the name is taken, or the target is not of that form.
+        """
+        if name in self._table or name in self._aliases:
+            raise ConfigurationError(f"{self.what} {name!r} is registered already; choose another name.")
+        if target.count(":") != 1:
+            raise ConfigurationError(f"{self.what} {name!r} needs a target 'module:attribute', got {target!r}.")
+        self._table[name] = target
+
+    def canonical(self, name: str) -> str:
+        """Return the name that ``name`` stands for.
+
+        Raises:
+            UnknownNameError: no table holds it; the message gives the closest name first.
+        """
+        name = self._aliases.get(name, name)
+        if name not in self._table and name not in set(self):
+            raise unknown(self.what, name, self)
+        return name
+
+    def load(self, name: str) -> Any:
+        """Return the object that ``name`` stands for, importing its module when it is first asked for."""
+        name = self.canonical(name)
+        target = self._table.get(name)
+        if target is None:
+            return next(point for point in entry_points(group=self.group) if point.name == name).load()
+        module, _, attribute = target.partition(":")
+        return getattr(import_module(module, _PACKAGE), attribute)
+
+
+STRATEGIES = Registry(
+    "strategy",
+    "phalanx.strategies",
+    {
+        "single": ".strategies.single:SingleDeviceStrategy",
+        "ddp": ".strategies.ddp:DDPStrategy",
+        "ddp_find_unused_parameters_true": ".strategies.ddp:find_unused_parameters",
+    },
+)
+
+LOGGERS = Registry(
+    "logger",
+    "phalanx.loggers",
+    {
+        "csv": ".loggers.csv_file:CSVLogger",
+        "tensorboard": ".loggers.tensorboard:TensorBoardLogger",
+    },
+)
+
+CALLBACKS = Registry(
+    "callback",
+    "phalanx.callbacks",
+    {
+        "early_stopping": ".callbacks.early_stopping:EarlyStopping",
+        "model_checkpoint": ".callbacks.model_checkpoint:ModelCheckpoint",
+        "gradient_accumulation_scheduler": ".callbacks.accumulation:GradientAccumulationScheduler",
+        "learning_rate_monitor": ".callbacks.learning_rate:LearningRateMonitor",
+        "timer": ".callbacks.timer:Timer",
+        "model_summary": ".callbacks.summary:ModelSummary",
+        "progress_bar": ".callbacks.progress:ProgressBar",
+        "rich_progress_bar": ".callbacks.progress:RichProgressBar",
+        "lambda": ".callbacks.lambda_callback:LambdaCallback",
+    },
+)
