@@ -1,0 +1,175 @@
+"""``LoggerFanout``: what is logged goes to every logger, and none of them can end or slow the training."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from .logger import Logger
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .callback import Callback
+
+# How often a writer looks for figures. It is not woken for each of them: waking a thread costs more than logging.
+_PERIOD_SECONDS = 0.25
+# Beyond this many waiting calls a logger is so slow that keeping more would only fill the memory.
+_CAPACITY = 100_000
+# How long the end of a run waits for a logger that hangs, and when it says so.
+_FINALIZE_SECONDS = 30.0
+_PATIENCE_SECONDS = 3.0
+
+
+class LoggerFanout:
+    """Pass figures on to several loggers.
+
+    Each logger is written by a thread of its own, which starts with the first figure and ends with ``finalize``. The
+    training thread only appends to a queue (below a microsecond): a logger that waits for a network or a stuck disk
+    can be anybody's, its wait would be every rank's, and no limit can be put on a call that is made in the training
+    thread. So a step costs the same whatever the loggers do, and the import of a heavy one is not waited for either.
+
+    A logger that raises is reported once and left out from then on; the others go on. Reports are made by the thread
+    that calls these methods.
+
+    Args:
+        loggers: where figures go, in order.
+        note: called with one sentence for the person at the screen.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], note: Callable[[str], None]) -> None:
+        self._note = note
+        self._writers = [_Writer(logger) for logger in loggers]
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers that still take part."""
+        return [writer.logger for writer in self._writers]
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record figures, plain numbers by now, at an optimizer step."""
+        self._send("log_metrics", dict(metrics), step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self._send("log_hyperparams", dict(params))
+
+    def log_graph(self, model: nn.Module) -> None:
+        """Record the model's graph; in the calling thread, since it may run the model."""
+        for writer in self._writers:
+            if type(writer.logger).log_graph is not Logger.log_graph:
+                writer.call("log_graph", model)
+        self._leave_out_failed()
+
+    def after_save_checkpoint(self, callback: Callback) -> None:
+        for writer in self._writers:
+            if type(writer.logger).after_save_checkpoint is not Logger.after_save_checkpoint:
+                writer.put("after_save_checkpoint", callback)
+
+    def save(self) -> None:
+        """Have every logger write what it keeps, soon."""
+        self._send("save")
+
+    def finalize(self, status: str) -> None:
+        """Write everything, end every logger and the threads; what comes later starts them again."""
+        self._send("finalize", status)
+        for writer in self._writers:
+            writer.finish()
+        began = time.monotonic()
+        self._wait_until(began + _PATIENCE_SECONDS)
+        busy = [writer for writer in self._writers if writer.is_busy()]
+        if busy:
+            names = ", ".join(writer.name for writer in busy)
+            self._note(f"Waiting for {names} to finish writing, at most {_FINALIZE_SECONDS:.0f} s.")
+            self._wait_until(began + _FINALIZE_SECONDS)
+        self._report_lost()
+        self._leave_out_failed()
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        failed = False
+        for writer in self._writers:
+            writer.put(method, *arguments)
+            failed = failed or writer.error is not None
+        if failed:
+            self._leave_out_failed()
+
+    def _wait_until(self, deadline: float) -> None:
+        for writer in self._writers:
+            writer.join(max(0.0, deadline - time.monotonic()))
+
+    def _report_lost(self) -> None:
+        for writer in self._writers:
+            if writer.is_busy() and writer.error is None:
+                writer.error = TimeoutError(f"it did not finish in {_FINALIZE_SECONDS:.0f} s")
+            if writer.lost:
+                self._note(f"{writer.name} was too slow: {writer.lost} calls were left out.")
+                writer.lost = 0
+
+    def _leave_out_failed(self) -> None:
+        failed = [writer for writer in self._writers if writer.error is not None]
+        self._writers = [writer for writer in self._writers if writer.error is None]
+        for writer in failed:
+            self._note(
+                f"{writer.name} failed ({type(writer.error).__name__}: {writer.error}): "
+                "it is left out from now on; training and the other loggers go on."
+            )
+
+
+class _Writer:
+    """One logger, the calls that wait for it, and the thread that makes them."""
+
+    def __init__(self, logger: Logger) -> None:
+        self.logger = logger
+        self.name = type(logger).__name__
+        self.error: BaseException | None = None
+        self.lost = 0
+        self._calls: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._finishing = Event()
+        self._thread: Thread | None = None
+
+    def put(self, method: str, *arguments: Any) -> None:
+        if len(self._calls) >= _CAPACITY:
+            self.lost += 1
+            return
+        self._calls.append((method, arguments))
+        if self._thread is None:
+            self._start()
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Make a call in this thread."""
+        if self.error is None:
+            try:
+                getattr(self.logger, method)(*arguments)
+            except Exception as error:
+                self.error = error
+
+    def finish(self) -> None:
+        self._finishing.set()
+
+    def join(self, seconds: float) -> None:
+        if self._thread is None:
+            return
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            self._thread = None
+
+    def is_busy(self) -> bool:
+        return self._thread is not None
+
+    def _start(self) -> None:
+        self._finishing.clear()
+        # A daemon: one that hangs for ever must not keep the process from ending.
+        self._thread = Thread(target=self._run, name=f"phalanx-{self.name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self.error is None:
+            finishing = self._finishing.wait(_PERIOD_SECONDS)
+            while self._calls and self.error is None:
+                method, arguments = self._calls.popleft()
+                self.call(method, *arguments)
+            if finishing:
+                return
+        self._calls.clear()

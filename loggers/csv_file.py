@@ -1,0 +1,135 @@
+"""``CSVLogger``: figures as rows of ``metrics.csv``."""
+
+from __future__ import annotations
+
+import csv
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from ..framework.errors import ConfigurationError
+from .file_logger import FileLogger, plain_number
+from .hyperparameters import as_mapping
+
+_METRICS_FILE = "metrics.csv"
+# Somebody who follows the file of a slow run should not wait for a hundred steps.
+_FLUSH_SECONDS = 15.0
+
+
+class CSVLogger(FileLogger):
+    """Write figures to ``metrics.csv`` and hyperparameters to ``hparams.yaml``.
+
+    The file has one column for each key, in alphabetical order, and one row for each call; a cell is empty where a
+    call had no such key. Rows are kept in memory and appended every ``flush_logs_every_n_steps`` steps, or after some
+    seconds; only a new column rewrites the file. The rows of a resumed run follow those written before.
+
+    Args:
+        save_dir: root of the files; default: the run's.
+        name: the experiment's name; ``""`` for no directory of that level; default: the run's.
+        version: a number, or the directory's name; default: the run's, or the next free one.
+        prefix: put before every metric's key, with ``-`` between.
+        flush_logs_every_n_steps: how many steps may lie between two writes.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        if flush_logs_every_n_steps < 1:
+            raise ConfigurationError(f"flush_logs_every_n_steps={flush_logs_every_n_steps}: give 1 or more.")
+        self._flush_every = flush_logs_every_n_steps
+        self._rows: list[dict[str, Any]] = []
+        self._next_step = 0
+        self._flushed_step = 0
+        self._flushed_at = time.monotonic()
+        self._table: _Table | None = None
+        # Figures come from the writer thread; a user may call from the training thread as well.
+        self._lock = Lock()
+
+    @property
+    def experiment(self) -> CSVLogger:
+        return self
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add one row; ``step`` defaults to one more than the last."""
+        step = self._next_step if step is None else step
+        row = {self._with_prefix(key): plain_number(value) for key, value in metrics.items()}
+        row["step"] = step
+        now = time.monotonic()
+        with self._lock:
+            self._rows.append(row)
+            self._next_step = step + 1
+            due = step + 1 - self._flushed_step >= self._flush_every or now - self._flushed_at >= _FLUSH_SECONDS
+        if due:
+            self.save()
+
+    def log_hyperparams(self, params: Any) -> None:
+        self._write_hparams(as_mapping(params))
+
+    def save(self) -> None:
+        with self._lock:
+            self._flushed_step = self._next_step
+            self._flushed_at = time.monotonic()
+            if not self._rows:
+                return
+            if self._table is None:
+                self._table = _Table(self._make_log_dir() / _METRICS_FILE)
+            rows, self._rows = self._rows, []
+            self._table.append(rows)
+
+    def finalize(self, status: str) -> None:
+        self.save()
+        # A later run of this object may be attached to another directory.
+        self._table = None
+
+
+class _Table:
+    """A CSV file that grows by rows and, seldom, by columns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns = _repaired_header(path)
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        new = {key for row in rows for key in row} - set(self._columns)
+        if new:
+            self._rewrite(sorted({*self._columns, *new}))
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns).writerows(rows)
+
+    def _rewrite(self, columns: list[str]) -> None:
+        # Into a sibling first: a run that is killed here keeps the figures it had.
+        sibling = self._path.with_name(self._path.name + ".new")
+        with sibling.open("w", newline="", encoding="utf-8") as target:
+            writer = csv.DictWriter(target, columns)
+            writer.writeheader()
+            if self._columns:
+                with self._path.open(newline="", encoding="utf-8") as source:
+                    writer.writerows(_complete(csv.DictReader(source)))
+        os.replace(sibling, self._path)
+        self._columns = columns
+
+
+def _complete(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    # A row cut off by a kill has None for what is missing.
+    return ({key: value or "" for key, value in row.items() if key is not None} for row in rows)
+
+
+def _repaired_header(path: Path) -> list[str]:
+    """Return the columns of an existing file, whose last row is ended if a kill cut it off; empty for no file."""
+    if not path.exists() or path.stat().st_size == 0:
+        return []
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\r\n")
+    with path.open(newline="", encoding="utf-8") as text:
+        return next(csv.reader(text), [])

@@ -1,0 +1,135 @@
+"""``FileLogger``: what loggers that write into the run's directory have in common."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..framework.errors import ConfigurationError, StorageError
+from ..framework.logger import Logger
+from .hyperparameters import as_yaml
+
+_DEFAULT_NAME = "phalanx_logs"
+_HPARAMS_FILE = "hparams.yaml"
+# Holds the path of the run that a directory outside that run's own belongs to.
+_OWNER_FILE = ".run"
+
+
+class FileLogger(Logger):
+    """Base of the loggers that keep files under ``save_dir/name/version_<n>``.
+
+    Each of the three parts is the user's where given, otherwise the run's (``attach``); without a run it is the working
+    directory, ``phalanx_logs`` and the next free version. A directory that the files of another run lie in is never
+    written into: the next free version is taken.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        if isinstance(version, bool) or not isinstance(version, int | str | None):
+            raise ConfigurationError(f"version={version!r}: give a number, a directory's name, or None.")
+        if not isinstance(prefix, str):
+            raise ConfigurationError(f"prefix={prefix!r}: give a string.")
+        self._fixed_save_dir = None if save_dir is None else os.path.expanduser(os.fspath(save_dir))
+        self._fixed_name = name
+        self._fixed_version = version
+        self._prefix = prefix
+        self._run: tuple[Path, str, int] | None = None
+        self._version: int | str | None = version
+        self._hparams: dict[str, Any] = {}
+
+    def attach(self, root: Path, name: str, version: int) -> None:
+        self._run = (root, name, version)
+        self._version = self._fixed_version
+
+    @property
+    def name(self) -> str:
+        if self._fixed_name is not None:
+            return self._fixed_name
+        return self._run[1] if self._run else _DEFAULT_NAME
+
+    @property
+    def save_dir(self) -> str:
+        if self._fixed_save_dir is not None:
+            return self._fixed_save_dir
+        return str(self._run[0]) if self._run else os.curdir
+
+    @property
+    def root_dir(self) -> str:
+        """The directory that all versions of this experiment lie in."""
+        return os.path.join(self.save_dir, self.name)
+
+    @property
+    def version(self) -> int | str:
+        if self._version is None:
+            self._version = self._choose_version()
+        return self._version
+
+    @property
+    def log_dir(self) -> str:
+        version = self.version
+        return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
+
+    def _choose_version(self) -> int:
+        if self._run and self._fixed_save_dir is None and self._fixed_name is None:
+            return self._run[2]
+        taken = _versions(Path(self.root_dir))
+        for version, directory in taken.items():
+            if self._run and _owner(directory) == self._run_path():
+                return version
+        if self._run and self._run[2] not in taken:
+            return self._run[2]
+        return max(taken, default=-1) + 1
+
+    def _run_path(self) -> str:
+        assert self._run is not None
+        root, name, version = self._run
+        return os.path.abspath(root / name / f"version_{version}")
+
+    def _make_log_dir(self) -> Path:
+        """Create the directory, mark whose it is, and return it.
+
+        Raises:
+            StorageError: it cannot be created.
+        """
+        directory = Path(self.log_dir)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if self._run and self._fixed_version is None and os.path.abspath(directory) != self._run_path():
+                (directory / _OWNER_FILE).write_text(self._run_path(), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"The log directory {str(directory)!r} cannot be created: {error}.") from error
+        return directory
+
+    def _write_hparams(self, params: Mapping[str, Any]) -> None:
+        self._hparams.update(params)
+        (self._make_log_dir() / _HPARAMS_FILE).write_text(as_yaml(self._hparams), encoding="utf-8")
+
+    def _with_prefix(self, key: str) -> str:
+        return f"{self._prefix}-{key}" if self._prefix else key
+
+
+def _versions(root: Path) -> dict[int, Path]:
+    if not root.is_dir():
+        return {}
+    found = ((re.fullmatch(r"version_(\d+)", entry.name), entry) for entry in sorted(root.iterdir()))
+    return {int(match[1]): entry for match, entry in found if match and entry.is_dir()}
+
+
+def _owner(directory: Path) -> str | None:
+    try:
+        return (directory / _OWNER_FILE).read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def plain_number(value: Any) -> Any:
+    """Return the Python number in a 0-d tensor or array; other values as they are."""
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,70 @@
+"""Hyperparameters as plain values: what a YAML file and TensorBoard's table can hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+# Words that YAML 1.1 reads as a boolean or as null when they stand without quotes.
+_RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
+
+
+def as_mapping(params: Any) -> dict[str, Any]:
+    """Return the hyperparameters in a mapping, a ``Namespace`` or a dataclass as a dict; None is empty."""
+    if params is None:
+        return {}
+    if isinstance(params, Namespace):
+        return vars(params)
+    if is_dataclass(params) and not isinstance(params, type):
+        return asdict(params)
+    return {str(key): value for key, value in dict(params).items()}
+
+
+def flattened(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Return nested hyperparameters as one level, with ``/`` between the names; what is no scalar becomes text."""
+    flat: dict[str, bool | int | float | str] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping | Namespace):
+            flat.update(flattened(as_mapping(value), f"{prefix}{key}/"))
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
+
+
+def as_yaml(params: Mapping[str, Any]) -> str:
+    """Return YAML with one line for each hyperparameter; what YAML cannot hold is written as its ``str``."""
+    return "".join(f"{_key(str(key))}: {_flow(value)}\n" for key, value in params.items()) or "{}\n"
+
+
+def _key(key: str) -> str:
+    plain = re.fullmatch(r"[A-Za-z_][\w./-]*", key) and key.lower() not in _RESERVED
+    return key if plain else json.dumps(key, ensure_ascii=False)
+
+
+def _flow(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float):
+        return _float(float(value))
+    if isinstance(value, Mapping | Namespace):
+        return "{" + ", ".join(f"{_key(str(k))}: {_flow(v)}" for k, v in as_mapping(value).items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return json.dumps(str(value), ensure_ascii=False)
+
+
+def _float(value: float) -> str:
+    if math.isnan(value):
+        return ".nan"
+    if math.isinf(value):
+        return ".inf" if value > 0 else "-.inf"
+    text = repr(value)
+    # YAML 1.1 takes "1e-05" for a string; a number needs the point.
+    return text.replace("e", ".0e") if "e" in text and "." not in text else text

@@ -1,0 +1,138 @@
+"""``TensorBoardLogger``: figures as event files that TensorBoard shows."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .file_logger import FileLogger, plain_number
+from .hyperparameters import as_mapping, flattened
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardLogger(FileLogger):
+    """Write figures, hyperparameters and the model's graph as TensorBoard event files.
+
+    ``experiment`` is torch's ``SummaryWriter``, for histograms, images and all else. TensorBoard is imported when the
+    first figure arrives.
+
+    Args:
+        save_dir: root of the files; default: the run's.
+        name: the experiment's name; ``""`` for no directory of that level; default: the run's.
+        version: a number, or the directory's name; default: the run's, or the next free one.
+        log_graph: whether ``log_graph`` records the graph; it needs the module's ``example_input_array``.
+        default_hp_metric: record the placeholder ``hp_metric`` with hyperparameters that come without a metric;
+            without one TensorBoard's table does not show them.
+        prefix: put before every metric's key, with ``-`` between.
+        sub_dir: a directory below the version's, for these files alone.
+        kwargs: further arguments of ``SummaryWriter``, such as ``max_queue`` and ``flush_secs``.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        self._log_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._sub_dir = None if sub_dir is None else os.fspath(sub_dir)
+        self._kwargs = kwargs
+        self._writer: SummaryWriter | None = None
+        self._next_step = 0
+        # Figures come from the writer thread; a user's histogram may be what opens the file.
+        self._lock = Lock()
+
+    @property
+    def log_dir(self) -> str:
+        return os.path.join(super().log_dir, self._sub_dir) if self._sub_dir else super().log_dir
+
+    @property
+    def experiment(self) -> SummaryWriter:
+        with self._lock:
+            if self._writer is None:
+                # Costs a tenth of a second, which only who logs to TensorBoard should pay.
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(str(self._make_log_dir()), **self._kwargs)
+            return self._writer
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record figures; a mapping as value becomes one chart of several lines. ``step`` counts up where None."""
+        step = self._next_step if step is None else step
+        self._next_step = step + 1
+        writer = self.experiment
+        for key, value in metrics.items():
+            if isinstance(value, Mapping):
+                writer.add_scalars(self._with_prefix(key), dict(value), step)
+            else:
+                writer.add_scalar(self._with_prefix(key), plain_number(value), step)
+
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, float] | float | None = None, step: int | None = None
+    ) -> None:
+        """Record hyperparameters, and the metrics by which TensorBoard's table compares runs."""
+        params = as_mapping(params)
+        self._write_hparams(params)
+        if metrics is None:
+            metrics = {"hp_metric": -1.0} if self._default_hp_metric else {}
+        elif not isinstance(metrics, Mapping):
+            metrics = {"hp_metric": float(metrics)}
+        if not metrics:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        for key, value in metrics.items():
+            self.experiment.add_scalar(self._with_prefix(key), plain_number(value), step or 0)
+        files = self.experiment._get_file_writer()
+        for summary in hparams(flattened(params), {self._with_prefix(key): None for key in metrics}):
+            files.add_summary(summary, step or 0)
+
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Record the graph of ``model`` on ``input_array`` or its ``example_input_array``, if asked for at all."""
+        if not self._log_graph:
+            return
+        example = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if not isinstance(example, torch.Tensor | tuple):
+            warnings.warn(
+                f"The graph is not recorded: example_input_array is {type(example).__name__}; "
+                "set it to a tensor, or to a tuple of forward's arguments.",
+                stacklevel=2,
+            )
+            return
+        with torch.no_grad():
+            self.experiment.add_graph(model, _on_device_of(model, example))
+
+    def save(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finalize(self, status: str) -> None:
+        with self._lock:
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.flush()
+            writer.close()
+
+
+def _on_device_of(model: nn.Module, example: Any) -> Any:
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        return example
+    if isinstance(example, torch.Tensor):
+        return example.to(parameter.device)
+    return tuple(item.to(parameter.device) if isinstance(item, torch.Tensor) else item for item in example)

@@ -1,0 +1,151 @@
+"""``LoggerFanout``: what one logger does to the training and to the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import nn
+
+from phalanx.framework import log_fanout
+from phalanx.framework.callback import Callback
+from phalanx.framework.log_fanout import LoggerFanout
+from phalanx.loggers import Logger
+
+
+class Recorder(Logger):
+    name = "recorder"  # type: ignore[assignment]
+    version = 0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.calls.append(("metrics", dict(metrics), step))
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self.calls.append(("hyperparams", dict(params)))
+
+    def after_save_checkpoint(self, callback: Callback) -> None:
+        self.calls.append(("checkpoint", callback))
+
+    def finalize(self, status: str) -> None:
+        self.calls.append(("finalize", status))
+
+
+class Failing(Recorder):
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        raise OSError("disk full")
+
+
+class Hanging(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.entered.set()
+        self.go_on.wait(30)
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("phalanx-")]
+
+
+def test_all_loggers_get_everything_in_order_and_the_threads_end() -> None:
+    first, second = Recorder(), Recorder()
+    fanout = LoggerFanout([first, second], pytest.fail)
+    callback = Callback()
+    metrics = {"loss": 1.0}
+    fanout.log_hyperparams({"lr": 0.1})
+    fanout.log_metrics(metrics, 1)
+    metrics["loss"] = 2.0
+    fanout.log_metrics(metrics, 2)
+    fanout.after_save_checkpoint(callback)
+    fanout.save()
+    fanout.finalize("success")
+    assert first.calls == second.calls
+    assert first.calls == [
+        ("hyperparams", {"lr": 0.1}),
+        ("metrics", {"loss": 1.0}, 1),
+        ("metrics", {"loss": 2.0}, 2),
+        ("checkpoint", callback),
+        ("finalize", "success"),
+    ]
+    assert not our_threads()
+
+
+def test_what_is_logged_after_the_end_starts_it_again() -> None:
+    logger = Recorder()
+    fanout = LoggerFanout([logger], pytest.fail)
+    for step in range(3):
+        fanout.log_metrics({}, step)
+        fanout.finalize("success")
+    assert [call[0] for call in logger.calls] == ["metrics", "finalize"] * 3
+    assert not our_threads()
+
+
+def test_a_logger_that_raises_is_reported_once_and_left_out() -> None:
+    notes: list[str] = []
+    good, bad = Recorder(), Failing()
+    fanout = LoggerFanout([bad, good], notes.append)
+    for step in range(5):
+        fanout.log_metrics({}, step)
+    fanout.finalize("success")
+    fanout.log_metrics({}, 5)
+    fanout.finalize("success")
+    assert notes == [
+        "Failing failed (OSError: disk full): it is left out from now on; training and the other loggers go on."
+    ]
+    assert fanout.loggers == [good]
+    assert [call[2] for call in good.calls if call[0] == "metrics"] == list(range(6))
+    assert bad.calls == []
+    assert not our_threads()
+
+
+def test_a_logger_that_hangs_neither_stops_the_steps_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_fanout, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(log_fanout, "_FINALIZE_SECONDS", 0.2)
+    monkeypatch.setattr(log_fanout, "_CAPACITY", 10)
+    notes: list[str] = []
+    good, hanging = Recorder(), Hanging()
+    fanout = LoggerFanout([hanging, good], notes.append)
+    fanout.log_metrics({}, 0)
+    assert hanging.entered.wait(10)
+    for step in range(1, 9):
+        fanout.log_metrics({}, step)
+    for _ in range(5):
+        fanout._writers[0].put("save")
+    fanout.finalize("success")
+    hanging.go_on.set()
+    assert [call[2] for call in good.calls if call[0] == "metrics"] == list(range(9))
+    assert good.calls[-1] == ("finalize", "success")
+    assert [note.split(" (")[0].split(" to ")[0] for note in notes] == [
+        "Waiting for Hanging",
+        "Hanging was too slow: 4 calls were left out.",
+        "Hanging failed",
+    ]
+    assert fanout.loggers == [good]
+
+
+def test_the_graph_is_recorded_in_the_calling_thread() -> None:
+    seen: list[str] = []
+
+    class Graph(Recorder):
+        def log_graph(self, model: nn.Module) -> None:
+            seen.append(threading.current_thread().name)
+
+    class NoGraph(Recorder):
+        def log_graph(self, model: nn.Module) -> None:
+            raise RuntimeError("cannot trace")
+
+    notes: list[str] = []
+    fanout = LoggerFanout([Graph(), NoGraph()], notes.append)
+    fanout.log_graph(nn.Linear(1, 1))
+    assert seen == [threading.current_thread().name]
+    assert len(notes) == 1
+    assert notes[0].startswith("NoGraph failed (RuntimeError: cannot trace)")
+    fanout.finalize("success")

@@ -1,0 +1,76 @@
+"""``TensorBoardLogger``: read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.loggers import TensorBoardLogger
+
+
+def events(directory: str) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(directory)
+    accumulator.Reload()
+    return accumulator
+
+
+def test_figures_are_read_back(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, "exp", prefix="p", sub_dir="train")
+    logger.log_metrics({"loss": 0.5, "acc": torch.tensor(0.25)}, 10)
+    logger.log_metrics({"loss": 0.75})
+    logger.experiment.add_histogram("weights", torch.ones(4), 1)
+    logger.finalize("success")
+    assert logger.log_dir == str(tmp_path / "exp" / "version_0" / "train")
+    read = events(logger.log_dir)
+    assert [(event.step, event.value) for event in read.Scalars("p-loss")] == [(10, 0.5), (11, 0.75)]
+    assert read.Scalars("p-acc")[0].value == 0.25
+    assert read.Tags()["histograms"] == ["weights"]
+
+
+def test_hyperparameters_reach_the_table_with_their_metrics(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_hyperparams({"lr": 0.1, "model": {"depth": 2, "kind": None}}, {"val_acc": 0.5})
+    logger.finalize("success")
+    read = events(logger.log_dir)
+    assert read.Scalars("val_acc")[0].value == 0.5
+    start = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    for text in (b"lr", b"model/depth", b"model/kind"):
+        assert text in start
+    assert (Path(logger.log_dir) / "hparams.yaml").read_text() == "lr: 0.1\nmodel: {depth: 2, kind: null}\n"
+
+
+@pytest.mark.parametrize(("default", "shown"), [(True, ["hp_metric"]), (False, [])])
+def test_the_placeholder_metric_can_be_turned_off(tmp_path: Path, default: bool, shown: list[str]) -> None:
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=default)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.finalize("success")
+    assert events(logger.log_dir).Tags()["scalars"] == shown
+
+
+def test_the_graph_is_recorded_where_asked_for(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    with pytest.warns(UserWarning, match="example_input_array is NoneType"):
+        logger.log_graph(model)
+    logger.log_graph(model, torch.ones(1, 2))
+    logger.finalize("success")
+    assert events(logger.log_dir).Tags()["graph"]
+    TensorBoardLogger(tmp_path / "none").log_graph(model, torch.ones(1, 2))
+    assert not (tmp_path / "none").exists()
+
+
+def test_nothing_heavy_is_imported_before_the_first_figure() -> None:
+    program = (
+        "import sys, phalanx.loggers as l; l.CSVLogger; l.TensorBoardLogger('x');"
+        "print(any(name.startswith('tensorboard') for name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
