@@ -1,0 +1,218 @@
+"""``Placement``: where a process stands among the ranks, as plain data, read from what its launcher left for it.
+
+Pure functions over a mapping of environment variables; ``world.py`` hands them the real one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import ConfigurationError
+
+Launcher = Literal["phalanx", "torchrun", "slurm", "mpi"]
+LOOPBACK = "127.0.0.1"
+# Marks a rank that phalanx started, and names the directory where it records why it failed.
+ERROR_DIR = "PHALANX_ERROR_DIR"
+
+_TITLES = {"phalanx": "phalanx", "torchrun": "torchrun", "slurm": "SLURM", "mpi": "mpirun"}
+_HOW_TO_START = {
+    "torchrun": "--nproc-per-node={}",
+    "slurm": "srun --ntasks-per-node={}",
+    "mpi": "mpirun with {} processes on each node",
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The place of one process. ``launcher`` is None where nothing started more than this process."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    launcher: Launcher | None = None
+
+
+def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placement:
+    """Return the place that ``variables`` describe: those of torchrun or phalanx, of SLURM, or of Open MPI.
+
+    ``num_nodes`` only serves where the launcher does not tell how the ranks lie on the nodes.
+
+    Raises:
+        ConfigurationError: the variables contradict one another, or one that is needed is missing.
+    """
+    read = _Reader(variables)
+    if read.text("RANK") is not None or read.text("WORLD_SIZE") is not None:
+        return _from_torchrun(read, num_nodes)
+    if read.is_slurm_step():
+        return _from_slurm(read)
+    if read.text("OMPI_COMM_WORLD_SIZE") is not None:
+        return _from_mpi(read)
+    return Placement()
+
+
+def check_devices(requested: int, placement: Placement, num_nodes: int = 1) -> None:
+    """Raise unless ``requested`` devices on each of ``num_nodes`` nodes is what the launcher started.
+
+    Raises:
+        ConfigurationError: the numbers differ.
+    """
+    if placement.launcher is None and placement.size == 1:
+        return
+    launcher = _TITLES.get(placement.launcher or "", "the process group")
+    if requested != placement.local_size:
+        processes = "process" if placement.local_size == 1 else "processes"
+        each = " on this node" if placement.num_nodes > 1 else ""
+        started = "holds" if placement.launcher is None else "started"
+        again = _HOW_TO_START.get(placement.launcher or "")
+        raise ConfigurationError(
+            f"devices={requested} but {launcher} {started} {placement.local_size} {processes}{each}: one process "
+            f"drives one device. Set devices={placement.local_size} or devices='auto'"
+            + (f", or start them with {again.format(requested)}." if again else ".")
+        )
+    if num_nodes != placement.num_nodes:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes} but {launcher} runs on {placement.num_nodes}: set num_nodes={placement.num_nodes}."
+        )
+
+
+class _Reader:
+    """Typed access to the variables. An empty variable counts as one that is not set."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
+
+    def text(self, *names: str) -> str | None:
+        return next((value for name in names if (value := self._variables.get(name))), None)
+
+    def number(self, *names: str) -> int | None:
+        for name in names:
+            if value := self._variables.get(name):
+                if not value.isdecimal():
+                    raise ConfigurationError(
+                        f"{name}={value!r} in the environment: a whole number is needed, 0 or more."
+                    )
+                return int(value)
+        return None
+
+    def is_slurm_step(self) -> bool:
+        # A batch script outside srun, and an interactive shell, see the tasks of the job but are only one process.
+        started_by_srun = self.text("SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID") is not None
+        interactive = self.text("SLURM_JOB_NAME") in {"bash", "interactive"}
+        return started_by_srun and not interactive and self.number("SLURM_NTASKS") is not None
+
+
+def _from_torchrun(read: _Reader, num_nodes: int) -> Placement:
+    rank, size = read.number("RANK"), read.number("WORLD_SIZE")
+    if rank is None or size is None:
+        given, missing = ("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")
+        raise ConfigurationError(
+            f"{given}={read.text(given)} is in the environment but {missing} is not. A launcher such as torchrun sets "
+            f"both; set {missing} too, or unset {given} to run one process."
+        )
+    nodes = read.number("GROUP_WORLD_SIZE") or num_nodes
+    local_size = read.number("LOCAL_WORLD_SIZE") or max(1, size // nodes)
+    local_rank = read.number("LOCAL_RANK")
+    node_rank = read.number("GROUP_RANK", "NODE_RANK")
+    launched_by_us = read.text(ERROR_DIR) is not None
+    return _checked(
+        Placement(
+            rank=rank,
+            size=size,
+            local_rank=rank % local_size if local_rank is None else local_rank,
+            local_size=local_size,
+            node_rank=rank // local_size if node_rank is None else node_rank,
+            num_nodes=read.number("GROUP_WORLD_SIZE") or max(1, size // local_size),
+            master_addr=read.text("MASTER_ADDR"),
+            master_port=read.number("MASTER_PORT"),
+            launcher="phalanx" if launched_by_us else "torchrun",
+        )
+    )
+
+
+def _from_slurm(read: _Reader) -> Placement:
+    size = read.number("SLURM_NTASKS") or 1
+    rank = read.number("SLURM_PROCID") or 0
+    node_rank = read.number("SLURM_NODEID") or 0
+    nodes = read.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1
+    tasks = _tasks_per_node(read.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or "")
+    local_size = tasks[node_rank] if node_rank < len(tasks) else max(1, size // nodes)
+    hosts = read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    local_rank = read.number("SLURM_LOCALID")
+    # All tasks must come to the same port without a word between them: it follows from the job's number, below the
+    # range from which the system hands out ports.
+    job = read.number("SLURM_JOB_ID", "SLURM_JOBID") or 0
+    return _checked(
+        Placement(
+            rank=rank,
+            size=size,
+            local_rank=rank % local_size if local_rank is None else local_rank,
+            local_size=local_size,
+            node_rank=node_rank,
+            num_nodes=nodes,
+            master_addr=read.text("MASTER_ADDR") or (first_host(hosts) if hosts else LOOPBACK),
+            master_port=read.number("MASTER_PORT") or 20000 + job % 10000,
+            launcher="slurm",
+        )
+    )
+
+
+def _from_mpi(read: _Reader) -> Placement:
+    size = read.number("OMPI_COMM_WORLD_SIZE") or 1
+    rank = read.number("OMPI_COMM_WORLD_RANK") or 0
+    local_size = read.number("OMPI_COMM_WORLD_LOCAL_SIZE") or size
+    local_rank = read.number("OMPI_COMM_WORLD_LOCAL_RANK")
+    return _checked(
+        Placement(
+            rank=rank,
+            size=size,
+            local_rank=rank % local_size if local_rank is None else local_rank,
+            local_size=local_size,
+            # OMPI_COMM_WORLD_NODE_RANK is the place on the node, not the node's.
+            node_rank=rank // local_size,
+            num_nodes=max(1, size // local_size),
+            master_addr=read.text("MASTER_ADDR") or (LOOPBACK if local_size == size else None),
+            master_port=read.number("MASTER_PORT"),
+            launcher="mpi",
+        )
+    )
+
+
+def _checked(place: Placement) -> Placement:
+    if place.size < 1 or place.rank >= place.size:
+        raise ConfigurationError(
+            f"The environment says rank {place.rank} of {place.size}: a rank lies between 0 and the number of "
+            "processes less one. Check what your launcher sets."
+        )
+    if place.local_rank >= place.local_size:
+        raise ConfigurationError(
+            f"The environment says local rank {place.local_rank} of {place.local_size} on this node: set LOCAL_RANK "
+            "and LOCAL_WORLD_SIZE as torchrun does."
+        )
+    needed = {"MASTER_ADDR": place.master_addr, "MASTER_PORT": place.master_port}
+    missing = [name for name, value in needed.items() if value is None]
+    if place.size > 1 and missing:
+        raise ConfigurationError(
+            f"{place.size} processes were started but {' and '.join(missing)} is not in the environment: they cannot "
+            "meet. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port on it, alike for all of them."
+        )
+    return place
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of SLURM's compact list, such as ``node[03-05,07],login1``."""
+    head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head.group() if head else hosts)
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Read SLURM's ``4(x2),3`` as [4, 4, 3]."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, repeats in found for _ in range(int(repeats or 1))]

@@ -1,0 +1,359 @@
+"""``World``: this process among the ranks, and the collectives between them.
+
+One process is the same class with size 1: its collectives are identities, so nobody asks "are we distributed?".
+This module alone reads and writes environment variables.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+from datetime import timedelta
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import ConfigurationError, unknown
+from .placement import ERROR_DIR, LOOPBACK, Launcher, Placement, check_devices, read_placement
+
+__all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
+
+T = TypeVar("T")
+ReduceName = Literal["sum", "mean", "min", "max"]
+
+# Objects travel in a buffer of this size, so that ranks need not agree on a length first; its head is the true length.
+_BUFFER_BYTES = 16 * 1024
+_HEADER_BYTES = 8
+_STORE_FD = "PHALANX_STORE_FD"
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+class _Done:
+    """The collective of one process: over before it began."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+def placement(num_nodes: int = 1) -> Placement:
+    """Return where this process stands, without side effects.
+
+    A torch.distributed group that exists already is believed first, then the variables of torchrun or phalanx, of SLURM
+    and of Open MPI. ``num_nodes`` only serves where none of them tells how the ranks lie on the nodes.
+
+    Raises:
+        ConfigurationError: the variables contradict one another, or one that is needed is missing.
+    """
+    if not _is_initialized():
+        return read_placement(os.environ, num_nodes)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        read = read_placement(os.environ, num_nodes)
+    except ConfigurationError:
+        read = Placement()
+    if (read.rank, read.size) == (rank, size):
+        return read
+    local_size = max(1, size // num_nodes)
+    return Placement(rank, size, rank % local_size, local_size, rank // local_size, num_nodes)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_for_ranks(num_ranks: int) -> int:
+    """Return how many threads each of ``num_ranks`` on this machine should compute with."""
+    return max(1, usable_cores() // num_ranks)
+
+
+def rank_environment(
+    rank: int, size: int, port: int, store_fd: int | None, error_dir: str, threads: int
+) -> dict[str, str]:
+    """Return the whole environment for a rank that phalanx starts on this machine.
+
+    ``store_fd`` is the listening socket that rank 0 inherits and serves the rendezvous on; None for the others. The
+    user's own OMP_NUM_THREADS stays.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **inherited,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        # Nothing listens beyond this machine.
+        "GLOO_SOCKET_IFNAME": _loopback_interface(),
+        "NCCL_SOCKET_IFNAME": _loopback_interface(),
+        ERROR_DIR: error_dir,
+        _STORE_FD: "" if store_fd is None else str(store_fd),
+    }
+
+
+def adopt_environment(environment: dict[str, str]) -> None:
+    """Make ``environment`` this process's own: for a forked rank, which inherits its parent's."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def error_dir() -> str | None:
+    """Return the directory where a rank that phalanx started records why it failed, or None elsewhere."""
+    return os.environ.get(ERROR_DIR) or None
+
+
+class World:
+    """This process among the ranks.
+
+    Several worlds in one process share torch's default group, which is never destroyed by one of them; each builds a
+    group of its own on the CPU, for control, at its first collective that needs it.
+    """
+
+    def __init__(self, place: Placement, device: torch.device) -> None:
+        self.rank = place.rank
+        self.size = place.size
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
+        self.node_rank = place.node_rank
+        self.num_nodes = place.num_nodes
+        self.placement = place
+        self.device = device
+        self.is_global_zero = place.rank == 0
+        self._control: dist.ProcessGroup | None = None
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> World:
+        """Return the world of one process on ``device``, whatever the environment says."""
+        return cls(Placement(), torch.device(device))
+
+    @classmethod
+    def from_environment(
+        cls,
+        device_type: str = "cpu",
+        num_nodes: int = 1,
+        backend: str | None = None,
+        timeout_seconds: float | None = None,
+    ) -> World:
+        """Return the world that this process was started in, and meet the other ranks. Collective.
+
+        ``backend`` is gloo on a CPU and "cpu:gloo,cuda:nccl" on CUDA; ``timeout_seconds`` bounds its collectives, with
+        torch's default of 30 minutes where it is None. A default group that exists already is used as it is.
+
+        Raises:
+            ConfigurationError: the launcher's variables contradict one another, or a rank has no device.
+        """
+        place = placement(num_nodes)
+        device = _device(device_type, place)
+        if place.size > 1 and not _is_initialized():
+            backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+            _meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
+        return cls(place, device)
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The group on the CPU for what steers the run, built when it is first asked for. Collective the first time.
+
+        Raises:
+            ConfigurationError: this is the world of one process.
+        """
+        if self._control is None:
+            if self.size == 1:
+                raise ConfigurationError("A world of one process has no control group: its collectives are identities.")
+            self._control = dist.new_group(backend="gloo")
+        return self._control
+
+    def close(self) -> None:
+        """Destroy the control group; torch's default group stays. Safe to be called twice."""
+        control, self._control = self._control, None
+        if control is not None and _is_initialized():
+            dist.destroy_process_group(control)
+
+    def control_reduce(self, vector: Tensor) -> Pending:
+        """Start summing a float64 CPU tensor over all ranks, in place; wait for what is returned. Collective."""
+        if self.size == 1:
+            return _DONE
+        # Straight on the group: torch.distributed.all_reduce costs several times as much in Python.
+        return self.control.allreduce([vector])
+
+    def all_reduce(self, tensor: Tensor, op: ReduceName = "sum") -> Tensor:
+        """Reduce ``tensor`` over all ranks, in place, and return it. Collective.
+
+        Raises:
+            UnknownNameError: ``op`` is none of sum, mean, min, max.
+            ConfigurationError: the mean of a tensor of integers.
+        """
+        if op not in _REDUCTIONS:
+            raise unknown("op", op, _REDUCTIONS)
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigurationError(f"op='mean' does not fit a tensor of {tensor.dtype}: use 'sum', or .float().")
+        if self.size == 1:
+            return tensor
+        dist.all_reduce(tensor, _REDUCTIONS[op], group=self._group_for(tensor))
+        # gloo has no mean of its own.
+        return tensor.div_(self.size) if op == "mean" else tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, [size, *shape]; all have one shape. Collective."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        dist.all_gather(list(gathered.unbind()), tensor.detach().contiguous(), group=self._group_for(tensor))
+        return gathered
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Overwrite ``tensor`` with that of rank ``src``, and return it. Collective."""
+        if self.size > 1:
+            dist.broadcast(tensor, src, group=self._group_for(tensor))
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here. Collective."""
+        if self.size > 1:
+            self.control.barrier().wait()
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Return the object of rank ``src``; pickled, in one collective up to 16 KiB and two above. Collective."""
+        if self.size == 1:
+            return obj
+        payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) if self.rank == src else b""
+        buffer = _framed(payload)
+        dist.broadcast(_as_tensor(buffer), src, group=self.control)
+        length = _length(buffer)
+        data = buffer[_HEADER_BYTES : _HEADER_BYTES + length]
+        if length > _BUFFER_BYTES - _HEADER_BYTES:
+            data = bytearray(payload) if self.rank == src else bytearray(length)
+            dist.broadcast(_as_tensor(data), src, group=self.control)
+        return obj if self.rank == src else pickle.loads(data)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Return the objects of all ranks; pickled, in one collective up to 16 KiB and two above. Collective."""
+        if self.size == 1:
+            return [obj]
+        payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+        frames = self._gather_bytes(_framed(payload))
+        lengths = [_length(frame) for frame in frames]
+        longest = max(lengths)
+        if longest > _BUFFER_BYTES - _HEADER_BYTES:
+            frames = self._gather_bytes(bytearray(payload.ljust(longest, b"\0")))
+            return [pickle.loads(frame[:length]) for frame, length in zip(frames, lengths, strict=True)]
+        end = _HEADER_BYTES
+        return [pickle.loads(frame[end : end + length]) for frame, length in zip(frames, lengths, strict=True)]
+
+    def _gather_bytes(self, source: bytearray) -> list[memoryview]:
+        """Gather buffers of one length in one collective."""
+        gathered = [bytearray(len(source)) for _ in range(self.size)]
+        dist.all_gather([_as_tensor(buffer) for buffer in gathered], _as_tensor(source), group=self.control)
+        return [memoryview(buffer) for buffer in gathered]
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        # Where gradients live elsewhere, tensors on the CPU travel on the control group: a default group that a user
+        # made for NCCL alone has no way to send them.
+        return self.control if tensor.device.type == "cpu" and self.device.type != "cpu" else None
+
+
+_REDUCTIONS: dict[str, Any] = (
+    {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    if dist.is_available()
+    else dict.fromkeys(("sum", "mean", "min", "max"))
+)
+
+
+def _framed(payload: bytes) -> bytearray:
+    """Return the fixed-size buffer of a payload: its length, then as much of it as has room."""
+    room = _BUFFER_BYTES - _HEADER_BYTES
+    buffer = bytearray(_BUFFER_BYTES)
+    buffer[:_HEADER_BYTES] = len(payload).to_bytes(_HEADER_BYTES, "little")
+    if len(payload) <= room:
+        buffer[_HEADER_BYTES : _HEADER_BYTES + len(payload)] = payload
+    return buffer
+
+
+def _length(frame: bytearray | memoryview) -> int:
+    return int.from_bytes(frame[:_HEADER_BYTES], "little")
+
+
+def _as_tensor(buffer: bytearray) -> Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _loopback_interface() -> str:
+    return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+
+
+def _device(device_type: str, place: Placement) -> torch.device:
+    """Return this rank's device, and make it CUDA's current one."""
+    if device_type != "cuda":
+        return torch.device(device_type)
+    count = torch.cuda.device_count()
+    # A scheduler that hands each task one device shows it to the task as number 0.
+    index = 0 if count == 1 and place.launcher in ("slurm", "mpi") else place.local_rank
+    if index >= count:
+        raise ConfigurationError(
+            f"Local rank {place.local_rank} has no CUDA device: this process sees {count} for {place.local_size} ranks "
+            "on the node. Start fewer ranks, or check CUDA_VISIBLE_DEVICES."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
+    """Build torch's default group, and have it destroyed at exit: torch warns about one that is left."""
+    common: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
+    if timeout is not None:
+        common["timeout"] = timeout
+    if place.launcher == "phalanx":
+        dist.init_process_group(backend, store=_loopback_store(place), **common)
+    elif place.launcher == "torchrun":
+        dist.init_process_group(backend, init_method="env://", **common)
+    else:
+        address = f"tcp://{place.master_addr}:{place.master_port}"
+        dist.init_process_group(backend, init_method=address, **common)
+    atexit.unregister(_destroy_default_group)
+    atexit.register(_destroy_default_group)
+
+
+def _loopback_store(place: Placement) -> Any:
+    """Return the TCPStore of ranks that phalanx started; rank 0 serves it on the socket it inherited.
+
+    torch's own would bind a port that was free a moment ago, on all interfaces.
+    """
+    # Taken out: a process that this rank starts must not believe the descriptor is its own.
+    inherited = os.environ.pop(_STORE_FD, "")
+    serving: dict[str, Any] = {"is_master": False}
+    if inherited:
+        os.set_inheritable(int(inherited), False)
+        serving = {"is_master": True, "master_listen_fd": int(inherited)}
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK, place.master_port or 0, place.size, wait_for_workers=False, **serving
+    )
+
+
+def _destroy_default_group() -> None:
+    if _is_initialized():
+        dist.destroy_process_group()
