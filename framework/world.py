@@ -7,6 +7,7 @@ This module alone reads and writes environment variables.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import ConfigurationError, unknown
+from .failures import record_leaving
 from .placement import ERROR_DIR, LOOPBACK, Launcher, Placement, check_devices, read_placement
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
@@ -168,6 +170,7 @@ class World:
         device = _device(device_type, place)
         if place.size > 1 and not _is_initialized():
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+            _share_cores(place)
             _meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
         return cls(place, device)
 
@@ -322,6 +325,13 @@ def _device(device_type: str, place: Placement) -> torch.device:
     return torch.device("cuda", index)
 
 
+def _share_cores(place: Placement) -> None:
+    """Give this rank its share of the cores, where neither the user nor the launcher did."""
+    bound = usable_cores() < (os.cpu_count() or 1)
+    if place.launcher in ("slurm", "mpi") and not bound and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(threads_for_ranks(place.local_size))
+
+
 def _meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     """Build torch's default group, and have it destroyed at exit: torch warns about one that is left."""
     common: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
@@ -334,8 +344,8 @@ def _meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     else:
         address = f"tcp://{place.master_addr}:{place.master_port}"
         dist.init_process_group(backend, init_method=address, **common)
-    atexit.unregister(_destroy_default_group)
-    atexit.register(_destroy_default_group)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
 
 
 def _loopback_store(place: Placement) -> Any:
@@ -354,6 +364,11 @@ def _loopback_store(place: Placement) -> Any:
     )
 
 
-def _destroy_default_group() -> None:
-    if _is_initialized():
-        dist.destroy_process_group()
+def _leave() -> None:
+    """Destroy the default group as this process exits."""
+    if not _is_initialized():
+        return
+    if directory := error_dir():
+        with contextlib.suppress(OSError):
+            record_leaving(directory, dist.get_rank())
+    dist.destroy_process_group()

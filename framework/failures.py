@@ -1,0 +1,81 @@
+"""What a rank leaves behind when it fails: small files in a private directory, read by the process that started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .errors import PhalanxError
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's failure. ``seconds`` is the machine's monotonic clock, so failures of several ranks have an order."""
+
+    rank: int
+    pid: int
+    seconds: float
+    exit_code: int
+    kind: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Describe ``error``, which ends this process."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), type(error).__qualname__, str(error), text)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return what a process ends with when ``error`` is not caught."""
+    if isinstance(error, PhalanxError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 1
+
+
+def record_failure(directory: str, failure: Failure) -> None:
+    """Leave ``failure`` for the process that started this one."""
+    _write(_path(directory, failure.rank), json.dumps(asdict(failure)))
+
+
+def read_failure(directory: str, rank: int) -> Failure | None:
+    """Return what ``rank`` recorded, or None if it recorded nothing."""
+    path = _path(directory, rank)
+    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def record_leaving(directory: str, rank: int) -> None:
+    """Note the moment from which other ranks may fail because ``rank`` leaves them."""
+    _write(_leaving_path(directory, rank), repr(time.monotonic()))
+
+
+def read_leaving(directory: str, rank: int) -> float | None:
+    """Return the monotonic time at which ``rank`` began to leave, or None if it did not."""
+    path = _leaving_path(directory, rank)
+    return float(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write whole or not at all: the file may be read at any moment, and this process may be killed."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+    draft.replace(path)
+
+
+def _leaving_path(directory: str, rank: int) -> Path:
+    return Path(directory) / f"rank_{rank}.leaving"
+
+
+def _path(directory: str, rank: int) -> Path:
+    return Path(directory) / f"rank_{rank}.json"

@@ -1,0 +1,309 @@
+"""``Supervisor``: watches the ranks of one machine, ends them all when one fails, and tells which and why.
+
+Nothing it started outlives it: a rank dies with its supervisor, even with one that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from .errors import Preempted
+from .failures import INTERRUPTED, Failure, read_failure, read_leaving
+
+POLL_SECONDS = 0.02
+# After a rank was seen to fail: how long a crash on another rank, which takes the system longer to end, may still show.
+SETTLE_SECONDS = 0.05
+# A rank that has recorded its failure, or is leaving, has this long to run its exit handlers.
+EXIT_HANDLER_SECONDS = 0.4
+# From SIGTERM to SIGKILL once a rank failed; with the two above it keeps the end of all within 2 s.
+TERMINATE_SECONDS = 0.8
+# How long ranks may save and end by themselves after SIGTERM, or after the first of them was preempted.
+PREEMPT_SECONDS = 30.0
+INTERRUPT_SECONDS = 10.0
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Signals that no rank dies of as a consequence of another's death.
+_CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+
+
+class Process(Protocol):
+    """A child process: ``subprocess.Popen`` is one."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: Process
+    code: int | None = None
+    ended_at: float = 0.0
+    was_signalled: bool = False
+    was_killed: bool = False
+
+    def poll(self) -> None:
+        if self.code is None and (code := self.process.poll()) is not None:
+            self.code, self.ended_at = code, time.monotonic()
+
+    def send(self, signum: int) -> None:
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signum)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.process.pid})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the ranks ended together. ``message`` is empty after success."""
+
+    exit_code: int
+    message: str
+    failed: bool
+
+
+class Supervisor:
+    """The watch over the ranks of one machine. Ranks are handed over as they start, in order.
+
+    With ``adopts_orphans``, what dead ranks leave running becomes a child of this process, and ends after a failure.
+    """
+
+    def __init__(self, error_dir: str, adopts_orphans: bool = False) -> None:
+        self._error_dir = error_dir
+        self._adopts_orphans = adopts_orphans and sys.platform == "linux"
+        self._ranks: list[_Rank] = []
+        self._received: signal.Signals | None = None
+        self._deadline = float("inf")
+        self._stopping = False
+        self._crashed: list[_Rank] = []
+        self._others: set[int] = set()
+        if self._adopts_orphans:
+            self._others = _children()
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def add(self, process: Process) -> None:
+        """Take a rank that was just started under watch."""
+        self._ranks.append(_Rank(len(self._ranks), process))
+        if self._received is signal.SIGTERM:
+            self._ranks[-1].send(signal.SIGTERM)
+
+    def watch(self) -> Verdict:
+        """Return how the ranks ended, once all have; when one fails, the others are ended."""
+        while self._poll():
+            if self._has_failure():
+                self._let_settle()
+                self.stop()
+            elif time.monotonic() >= self._deadline:
+                self.stop()
+            else:
+                time.sleep(POLL_SECONDS)
+        verdict = self._verdict()
+        if verdict.failed and self._adopts_orphans:
+            self._end_leftovers()
+        return verdict
+
+    def stop(self) -> None:
+        """End all ranks: SIGTERM, and soon SIGKILL."""
+        self._stopping = True
+        for signum, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, float("inf"))):
+            for rank in self._ranks:
+                if rank.code is None:
+                    rank.was_signalled, rank.was_killed = True, signum is signal.SIGKILL
+                    rank.send(signum)
+            self._wait(seconds, lambda: False)
+
+    @contextlib.contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Pass what this process is told to the ranks, for as long as the context lasts. In the main thread only."""
+        signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+        handlers = {signum: signal.getsignal(signum) for signum in signals}
+        # A shell that starts a job in the background has it ignore SIGINT, and so it should stay.
+        taken = [signum for signum in signals if handlers[signum] is not signal.SIG_IGN]
+        for signum in taken:
+            signal.signal(signum, self._on_signal)
+        try:
+            yield
+        finally:
+            for signum in taken:
+                signal.signal(signum, handlers[signum])
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if signum == signal.SIGINT:
+            if self._received is signal.SIGINT:
+                self._deadline = now
+                return
+            self._received, self._deadline = signal.SIGINT, now + INTERRUPT_SECONDS
+            if _terminal_signals_us():
+                return
+        elif signum == signal.SIGTERM and self._received is None:
+            self._received, self._deadline = signal.SIGTERM, now + PREEMPT_SECONDS
+        for rank in self._ranks:
+            rank.send(signum)
+
+    def _poll(self) -> bool:
+        """Look at all ranks; return whether any still runs."""
+        for rank in self._ranks:
+            running = rank.code is None
+            rank.poll()
+            if running and rank.code is not None:
+                self._on_end(rank, rank.code)
+        return any(rank.code is None for rank in self._ranks)
+
+    def _on_end(self, rank: _Rank, code: int) -> None:
+        if code == Preempted.exit_code:
+            # All stop at one step; one of them may still be writing the checkpoint.
+            self._deadline = min(self._deadline, time.monotonic() + PREEMPT_SECONDS)
+        if code < 0 and self._is_bad(rank):
+            caused_by_us = rank.was_killed and -code == signal.SIGKILL
+            if not caused_by_us and (not self._stopping or -code in _CRASHES):
+                self._crashed.append(rank)
+
+    def _is_bad(self, rank: _Rank) -> bool:
+        """Whether ``rank`` ended, and in a way that ends the run."""
+        if rank.code is None or rank.code in (0, Preempted.exit_code) or self._received is signal.SIGINT:
+            return False
+        return self._received is None or rank.code not in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+    def _has_failure(self) -> bool:
+        if self._received is signal.SIGINT:
+            return False
+        return any(self._is_bad(rank) for rank in self._ranks) or bool(self._failures())
+
+    def _failures(self) -> list[Failure]:
+        """Return what the ranks recorded, first failure first, without those that were only preempted."""
+        found = [read_failure(self._error_dir, rank.rank) for rank in self._ranks]
+        failures = [failure for failure in found if failure and failure.exit_code != Preempted.exit_code]
+        return sorted(failures, key=lambda failure: failure.seconds)
+
+    def _let_settle(self) -> None:
+        """Wait until it shows who failed first: ranks that run their exit handlers end, and a crash is seen."""
+        self._wait(EXIT_HANDLER_SECONDS, lambda: not any(self._is_ending(rank) for rank in self._ranks))
+        self._wait(SETTLE_SECONDS, lambda: False)
+
+    def _is_ending(self, rank: _Rank) -> bool:
+        if rank.code is not None:
+            return False
+        recorded = read_failure(self._error_dir, rank.rank) is not None
+        return recorded or read_leaving(self._error_dir, rank.rank) is not None
+
+    def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        until = time.monotonic() + seconds
+        while self._poll() and not is_over() and time.monotonic() < until:
+            time.sleep(POLL_SECONDS / 2)
+
+    def _verdict(self) -> Verdict:
+        """Name the rank at fault: a crash beats a traceback, for the others only saw it; then the first failure."""
+        if self._received is signal.SIGINT:
+            return Verdict(INTERRUPTED, "interrupted", failed=True)
+        if self._crashed:
+            rank = min(self._crashed, key=lambda rank: rank.ended_at)
+            signum = -(rank.code or 0)
+            return Verdict(128 + signum, f"{rank} was killed by {_signal_name(signum)}", failed=True)
+        failures = self._failures()
+        silent = self._first_silent({failure.rank for failure in failures})
+        if silent and (not failures or self._left_at(silent) < failures[0].seconds):
+            return Verdict(silent.code or 1, f"{silent} ended with exit code {silent.code}", failed=True)
+        if failures:
+            first = failures[0]
+            text = f"rank {first.rank} (pid {first.pid}) failed:\n{first.traceback.rstrip()}"
+            return Verdict(first.exit_code, text, failed=True)
+        return self._verdict_without_failure()
+
+    def _first_silent(self, recorded: set[int]) -> _Rank | None:
+        """Return the first rank that ended by itself with an exit code of its own, and no exception."""
+        ended = [r for r in self._ranks if self._is_bad(r) and not r.was_signalled and r.rank not in recorded]
+        return min(ended, key=lambda rank: (self._left_at(rank), rank.ended_at), default=None)
+
+    def _left_at(self, rank: _Rank) -> float:
+        """Return when ``rank`` began to leave; before all else if it did not say so, as after ``os._exit``."""
+        return read_leaving(self._error_dir, rank.rank) or 0.0
+
+    def _verdict_without_failure(self) -> Verdict:
+        late = [str(rank) for rank in self._ranks if rank.was_signalled]
+        overdue = f"; {', '.join(late)} did not end in time and had to be killed" if late else ""
+        if any(rank.code == Preempted.exit_code for rank in self._ranks):
+            found = [read_failure(self._error_dir, rank.rank) for rank in self._ranks]
+            message = next((failure.message for failure in found if failure and failure.message), "preempted")
+            return Verdict(Preempted.exit_code, message + overdue, failed=True)
+        if any(rank.code != 0 for rank in self._ranks):
+            return Verdict(128 + signal.SIGTERM, "ended by SIGTERM" + overdue, failed=True)
+        return Verdict(0, "", failed=False)
+
+    def _end_leftovers(self) -> None:
+        """Kill what failed ranks left running, such as a loader's workers."""
+        for _ in range(50):
+            # A rank's own children come to us once it is gone, theirs once they are.
+            left = _children() - self._others
+            if not left:
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in left:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+
+def die_with_parent() -> Callable[[], None]:
+    """Return a function that a new child calls: from then on the system kills it when this process ends.
+
+    Linux only; elsewhere the function does nothing. The library is loaded here, because hardly anything is safe to do
+    in a child between fork and exec.
+    """
+    if sys.platform != "linux":
+        return lambda: None
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
+
+    def arm() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            # The parent was gone before the request was in place.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return arm
+
+
+def _children() -> set[int]:
+    """Return the pids of this process's children, where the system tells."""
+    pids: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            pids.update(int(pid) for pid in path.read_text().split())
+    return pids
+
+
+def _terminal_signals_us() -> bool:
+    """Whether a SIGINT comes from Ctrl-C on the terminal, which tells it to the ranks too."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
