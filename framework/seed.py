@@ -1,0 +1,104 @@
+"""Seeding, and a snapshot of every random generator of this process."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from .errors import ConfigurationError
+from .world import placement
+
+_MAX_SEED = 2**32 - 1
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:
+    """Seed Python, torch on every device and, where it is loaded, numpy; alike on all ranks. Return the seed.
+
+    ``seed`` is 0 where it is None. ``workers`` is accepted for the sake of calls written for Lightning: the workers of
+    a loader are seeded in any case. ``verbose`` prints the seed on rank 0.
+
+    Raises:
+        ConfigurationError: the seed is no whole number from 0 to 2**32 - 1.
+    """
+    seed = 0 if seed is None else seed
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= _MAX_SEED:
+        raise ConfigurationError(f"seed={seed!r} is not allowed: give a whole number from 0 to {_MAX_SEED}.")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+    if verbose and placement().rank == 0:
+        print(f"seed set to {seed}", flush=True)
+    return seed
+
+
+def capture() -> dict[str, Any]:
+    """Return the state of every random generator of this process, as tensors and JSON values.
+
+    Python's, torch's on the CPU, numpy's where it is loaded, and those of all CUDA devices where CUDA is in use.
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        legacy = numpy.random.get_state(legacy=False)
+        state["numpy"] = {
+            "bit_generator": legacy["bit_generator"],
+            "key": torch.tensor(legacy["state"]["key"].tolist(), dtype=torch.int64),
+            "position": int(legacy["state"]["pos"]),
+            "has_gauss": int(legacy["has_gauss"]),
+            "gauss": float(legacy["gauss"]),
+        }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put the generators back to what ``capture`` returned.
+
+    Devices that this process does not have are left out, and so is what was not captured.
+    """
+    python = state["python"]
+    random.setstate((int(python["version"]), tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if "numpy" in state:
+        _restore_numpy(state["numpy"])
+    if "cuda" in state:
+        devices = range(min(len(state["cuda"]), torch.cuda.device_count()))
+        for index in devices:
+            torch.cuda.set_rng_state(state["cuda"][index].cpu(), index)
+
+
+def _restore_numpy(saved: dict[str, Any]) -> None:
+    # Imported even if nothing else did yet: a script may import it later and go on drawing from it.
+    import numpy
+
+    key = numpy.array(saved["key"].tolist(), dtype=numpy.uint32)
+    numpy.random.set_state(
+        {
+            "bit_generator": saved["bit_generator"],
+            "state": {"key": key, "pos": saved["position"]},
+            "has_gauss": saved["has_gauss"],
+            "gauss": saved["gauss"],
+        }
+    )
+
+
+class RandomState:
+    """The generators of this process as one entry of a run's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all generators; see ``capture``."""
+        return capture()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put all generators back; see ``restore``."""
+        restore(state)
