@@ -1,0 +1,55 @@
+# Two commands matter: `make demo` and `make test`. Each works first on a fresh clone, whatever its folder is called.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+
+# The environment holds absolute paths, so its stamps carry the folder's name: a renamed clone installs anew.
+HERE := $(subst /,_,$(subst $() ,_,$(CURDIR)))
+DEV := $(VENV)/dev.$(HERE)
+BENCH := $(VENV)/bench.$(HERE)
+
+.PHONY: help demo test lint types bench format clean
+
+help:
+	@echo "make demo     train a small model on two ranks and say where the results are"
+	@echo "make test     lint, format, types, tests"
+	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
+	@echo "make lint | types | format | clean"
+
+demo: $(DEV)
+	$(PY) examples/digits.py --strategy ddp --devices 2
+
+test: lint types
+	$(PY) -m pytest $(ARGS)
+
+lint: $(DEV)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+# A type checker takes a package's name from its folder and refuses one such as `phalanx-main`. Seen through a link
+# called `phalanx`, a clone under any name is the package.
+types: $(DEV)
+	@mkdir -p $(VENV)/types && ln -sfn "$(CURDIR)" $(VENV)/types/phalanx
+	MYPYPATH=$(VENV)/types $(PY) -m mypy -p phalanx
+	MYPYPATH=$(VENV)/types $(PY) -m mypy --exclude '^$$' $(wildcard tests examples benchmarks)
+
+bench: $(BENCH)
+	$(PY) -m benchmarks $(ARGS)
+
+format: $(DEV)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(DEV): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "phalanx needs Python 3.10 or newer; set PYTHON=")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH): $(DEV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@touch $@

@@ -1,0 +1,184 @@
+"""Who may import whom, read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import phalanx
+
+ROOT = Path(phalanx.__file__).parent
+PLUGINS = ("strategies", "callbacks", "loggers")
+FOLDERS = ("framework", *PLUGINS)
+
+Import = tuple[str, int, bool]
+"""The dotted name below ``phalanx`` that is imported, the line, and whether it stands inside a function."""
+
+
+def package_sources(root: Path = ROOT) -> dict[str, str]:
+    """Return the source of every module of the package by its dotted name below ``phalanx``."""
+    paths = [root / "__init__.py", *(path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))]
+    return {module_name(path.relative_to(root)): path.read_text() for path in paths}
+
+
+def module_name(path: Path) -> str:
+    """Return ``framework.world`` for ``framework/world.py`` and ``framework.__init__`` for a folder's own file."""
+    return ".".join(path.with_suffix("").parts)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(name: str, source: str) -> Iterator[Import]:
+    """Yield the imports of phalanx's own modules that run, those for type checkers alone left out."""
+
+    def walk(node: ast.AST, inside: bool) -> Iterator[Import]:
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.ImportFrom):
+            for target in targets(name, node):
+                yield target, node.lineno, inside
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "phalanx":
+                    yield alias.name.partition(".")[2], node.lineno, inside
+        children = node.orelse if isinstance(node, ast.If) and is_type_checking(node) else ast.iter_child_nodes(node)
+        for child in children:
+            yield from walk(child, inside)
+
+    yield from walk(ast.parse(source), False)
+
+
+def targets(name: str, node: ast.ImportFrom) -> list[str]:
+    """Return what an import statement may load: ``from .a import b`` names ``a.b``, module or not."""
+    module = node.module.split(".") if node.module else []
+    if node.level:
+        stem = [*name.split(".")[: -node.level], *module]
+    elif module[0] == "phalanx":
+        stem = module[1:]
+    else:
+        return []
+    return [".".join([*stem, alias.name]) for alias in node.names]
+
+
+def layer_breaches(sources: Mapping[str, str]) -> list[str]:
+    """A plug-in's folder imports from framework and itself, framework from itself, and nobody imports the face."""
+    found = []
+    for name, source in sources.items():
+        folder = name.split(".")[0]
+        allowed = {"framework", folder}
+        for target, line, _ in imports(name, source):
+            if name != "__init__" and target.split(".")[0] not in allowed:
+                found.append(f"{name}:{line} imports {target}")
+    return found
+
+
+def graph(sources: Mapping[str, str], folder: str) -> dict[str, set[str]]:
+    """Return which modules of a folder each of them imports."""
+    modules = {name for name in sources if name.startswith(f"{folder}.")}
+    edges: dict[str, set[str]] = {}
+    for name in modules:
+        edges[name] = set()
+        for target, _, _ in imports(name, sources[name]):
+            for candidate in (target, target.rpartition(".")[0]):
+                if candidate in modules and candidate != name:
+                    edges[name].add(candidate)
+                    break
+    return edges
+
+
+def circle(edges: Mapping[str, set[str]]) -> list[str]:
+    """Return the modules of one import circle in order, or an empty list."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for target in sorted(edges.get(name, ())):
+            if found := visit(target, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    for start in sorted(edges):
+        if found := visit(start, []):
+            return found
+    return []
+
+
+def hidden_imports(sources: Mapping[str, str]) -> list[str]:
+    """Imports of phalanx's own modules inside a function, where they would hide a circle."""
+    return [
+        f"{name}:{line} imports {target} inside a function"
+        for name, source in sources.items()
+        for target, line, inside in imports(name, source)
+        if inside
+    ]
+
+
+def test_plugins_import_framework_only_and_framework_no_plugin() -> None:
+    assert not layer_breaches(package_sources())
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_has_no_import_circle(folder: str) -> None:
+    found = circle(graph(package_sources(), folder))
+    assert not found, " -> ".join(found)
+
+
+def test_no_own_import_hides_inside_a_function() -> None:
+    assert not hidden_imports(package_sources())
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("callbacks.timer", "from ..strategies.ddp import DDPStrategy"),
+        ("callbacks.timer", "from phalanx.loggers import CSVLogger"),
+        ("loggers.csv_file", "import phalanx.callbacks.timer"),
+        ("strategies.ddp", "from .. import Trainer"),
+        ("framework.trainer", "def f():\n    from ..callbacks import Timer"),
+        ("framework.trainer", "try:\n    from ..callbacks import Timer\nexcept ImportError: ..."),
+    ],
+)
+def test_a_planted_breach_of_the_layers_is_found(name: str, source: str) -> None:
+    assert layer_breaches({name: source})
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("callbacks.__init__", "from .timer import Timer"),
+        ("callbacks.timer", "from ..framework.callback import Callback"),
+        ("loggers.csv_file", "from .file_logger import FileLogger"),
+        ("framework.trainer", "from .world import World"),
+        ("framework.a", "if TYPE_CHECKING:\n    from ..callbacks.timer import Timer"),
+        ("loggers.tensorboard", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
+    ],
+)
+def test_what_the_layers_allow_is_not_reported(name: str, source: str) -> None:
+    assert not layer_breaches({name: source})
+    assert not hidden_imports({name: source})
+
+
+def test_a_planted_circle_is_found() -> None:
+    sources = {
+        "framework.a": "from .b import B",
+        "framework.b": "from . import c",
+        "framework.c": "def f():\n    from .a import A",
+    }
+    assert circle(graph(sources, "framework")) == ["framework.a", "framework.b", "framework.c", "framework.a"]
+
+
+def test_a_circle_for_type_checkers_alone_is_none() -> None:
+    sources = {"framework.a": "from .b import B", "framework.b": "if TYPE_CHECKING:\n    from .a import A"}
+    assert not circle(graph(sources, "framework"))
+
+
+def test_a_planted_hidden_import_is_found() -> None:
+    assert hidden_imports({"framework.a": "class A:\n    def f(self):\n        from .b import B"})

@@ -1,0 +1,111 @@
+"""The package as users get it: one copy in memory, every file in the wheel, nothing heavy on import."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+import phalanx
+
+ROOT = Path(phalanx.__file__).parent
+HEAVY = {"deepspeed", "tensorboard", "torchmetrics", "rich", "lightning", "pytorch_lightning", "accelerate"}
+
+
+def copies(files: Mapping[str, str | None], root: Path) -> dict[str, list[str]]:
+    """Return the files of the package that are loaded under more than one name."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, file in files.items():
+        path = Path(file).resolve() if file else None
+        if path is not None and path.is_relative_to(root) and name != "__main__":
+            names[path.relative_to(root).as_posix()].append(name)
+    return {file: found for file, found in names.items() if len(found) > 1 and ".venv" not in file}
+
+
+def sources(root: Path) -> list[str]:
+    """Return the files of the working tree that git tracks or would track, or all of them without git."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=False
+    )
+    if listed.returncode == 0:
+        return [name for name in listed.stdout.splitlines() if (root / name).is_file()]
+    return [
+        path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file() and ".venv" not in path.parts
+    ]
+
+
+def belongs_in_wheel(files: Iterable[str]) -> set[str]:
+    """Return what a wheel must hold: the python files of the root and of every folder that is a package."""
+    files = set(files)
+    packages = {name.split("/")[0] for name in files if name.count("/") == 1 and name.endswith("/__init__.py")}
+    inside = {name for name in files if name.endswith(".py") and ("/" not in name or name.split("/")[0] in packages)}
+    return {f"phalanx/{name}" for name in inside | {"py.typed"}}
+
+
+def loaded_by(statement: str, before: str = "") -> set[str]:
+    """Run a statement in a fresh interpreter; return the top-level modules that it adds to those of ``before``."""
+    show = "import json; print(json.dumps(sorted(set(sys.modules) - old)))"
+    script = f"import sys\n{before}\nold = set(sys.modules)\n{statement}\n{show}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+
+
+def test_one_copy_of_the_package_is_loaded() -> None:
+    assert not copies({name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}, ROOT)
+
+
+def test_the_tests_run_the_checkout_they_stand_in() -> None:
+    assert Path(__file__).resolve().parents[2] == ROOT.resolve()
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_no_other(tmp_path: Path) -> None:
+    files = sources(ROOT)
+    for name in files:  # a copy, so that building leaves nothing in the checkout and finds nothing stale there
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / "tree" / name)
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
+    subprocess.run([*wheel, "-w", str(tmp_path), str(tmp_path / "tree")], check=True, timeout=100)
+    held = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    assert {name for name in held if ".dist-info/" not in name} == belongs_in_wheel(files)
+    assert any(name.endswith("licenses/LICENSE") for name in held)
+
+
+def test_import_phalanx_loads_only_itself_and_the_standard_library() -> None:
+    foreign = loaded_by("import phalanx") - sys.stdlib_module_names
+    assert foreign == {"phalanx"}
+
+
+def test_the_trainer_loads_nothing_heavy_beside_torch() -> None:
+    added = loaded_by("import phalanx; phalanx.Trainer, phalanx.TrainModule, phalanx.Fabric", before="import torch")
+    assert not added & HEAVY
+
+
+def test_a_planted_second_copy_is_found(tmp_path: Path) -> None:
+    file = str(tmp_path / "framework" / "world.py")
+    both = {"phalanx.framework.world": file, "main.framework.world": file, "torch": "/elsewhere/torch.py", "sys": None}
+    assert copies(both, tmp_path) == {"framework/world.py": ["phalanx.framework.world", "main.framework.world"]}
+
+
+def test_a_folder_missing_from_the_package_list_would_be_found() -> None:
+    files = [
+        "__init__.py",
+        "README.md",
+        "framework/__init__.py",
+        "framework/a.py",
+        "new/__init__.py",
+        "tests/test_a.py",
+    ]
+    expected = {"__init__.py", "py.typed", "framework/__init__.py", "framework/a.py", "new/__init__.py"}
+    assert belongs_in_wheel(files) == {f"phalanx/{name}" for name in expected}
+
+
+@pytest.mark.parametrize("module", ["rich", "torchmetrics"])
+def test_a_planted_heavy_import_is_found(module: str) -> None:
+    assert module in loaded_by(f"import phalanx, {module}", before="import torch") & HEAVY
