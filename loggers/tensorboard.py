@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .file_logger import FileLogger, plain_number
-from .hyperparameters import as_mapping, flattened
+from ..framework.file_logger import FileLogger, plain_number
+from ..framework.plain_hparams import as_mapping, flattened
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -98,8 +98,9 @@ class TensorBoardLogger(FileLogger):
 
         for key, value in metrics.items():
             self.experiment.add_scalar(self._with_prefix(key), plain_number(value), step or 0)
-        files = self.experiment._get_file_writer()
-        for summary in hparams(flattened(params), {self._with_prefix(key): None for key in metrics}):
+        files = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
+        columns = hparams(flattened(params), dict.fromkeys(map(self._with_prefix, metrics)))  # type: ignore[no-untyped-call]
+        for summary in columns:
             files.add_summary(summary, step or 0)
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:

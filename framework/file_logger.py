@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..framework.errors import ConfigurationError, StorageError
-from ..framework.logger import Logger
-from .hyperparameters import as_yaml
+from .errors import ConfigurationError, StorageError
+from .logger import Logger
+from .plain_hparams import as_yaml
 
 _DEFAULT_NAME = "phalanx_logs"
 _HPARAMS_FILE = "hparams.yaml"
