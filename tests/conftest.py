@@ -1,0 +1,112 @@
+"""What holds for every test: it leaves the process, the machine and the generators as it found them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import close_pools, lasting_threads, pool_pids, seed_alike
+
+# pytest's own; and the folder of multiprocessing, which goes when the process does.
+_IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST"}
+_IGNORED_FILES = ("pymp-",)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_temp_dir() -> Iterator[None]:
+    """Give the session a temporary directory of its own, so that what is left there was left by a test."""
+    outside = tempfile.gettempdir()
+    # pytest keeps the directories of tests for whoever looks into a failure.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", outside)
+    tempfile.tempdir = tempfile.mkdtemp(prefix="phalanx-tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir
+    yield
+    close_pools()
+    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+    tempfile.tempdir = outside
+    os.environ["TMPDIR"] = outside
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(_private_temp_dir: None) -> Iterator[None]:
+    """Seed before a test, and fail one that leaves something behind."""
+    seed_alike()
+    threads = set(threading.enumerate())
+    children = _children()
+    variables = dict(os.environ)
+    files = set(os.listdir(tempfile.gettempdir()))
+    yield
+    left: dict[str, Sequence[object]] = {
+        "threads": lasting_threads(threads) if set(threading.enumerate()) - threads else [],
+        "child processes": _lasting_children(children),
+        "environment variables": _put_back(variables),
+        "temporary files": _lasting_files(files),
+        "process groups": _groups(),
+    }
+    told = "; ".join(f"{what} {sorted(map(str, items))}" for what, items in left.items() if items)
+    assert not told, f"the test left behind: {told}"
+
+
+def _children() -> set[int]:
+    """Return the pids of this process's children; empty where the system does not tell."""
+    pids: set[int] = set()
+    for task in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else []:
+        with contextlib.suppress(OSError):
+            pids.update(int(pid) for pid in Path(f"/proc/self/task/{task}/children").read_text().split())
+    return pids
+
+
+def _lasting_children(known: set[int], seconds: float = 2.0) -> list[int]:
+    until = time.monotonic() + seconds
+    while left := [pid for pid in _children() - known - pool_pids() if _is_alive(pid) and not _is_tracker(pid)]:
+        # The workers of a loader end with its iterator, which may sit in a reference circle.
+        gc.collect()
+        if time.monotonic() >= until:
+            break
+        time.sleep(0.01)
+    return left
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def _is_tracker(pid: int) -> bool:
+    """Whether it is the process in which Python keeps account of shared memory: one for the whole session."""
+    with contextlib.suppress(OSError):
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _put_back(variables: dict[str, str]) -> list[str]:
+    changed = {name for name, _ in variables.items() ^ dict(os.environ).items()} - _IGNORED_VARIABLES
+    for name in changed:
+        if name in variables:
+            os.environ[name] = variables[name]
+        else:
+            del os.environ[name]
+    return sorted(changed)
+
+
+def _lasting_files(known: set[str]) -> list[str]:
+    left = [name for name in os.listdir(tempfile.gettempdir()) if name not in known]
+    return [name for name in left if not name.startswith(_IGNORED_FILES)]
+
+
+def _groups() -> list[str]:
+    """Name torch's default group if a test left one, and destroy it: a test after it would take it for its own."""
+    if not dist.is_initialized():
+        return []
+    dist.destroy_process_group()
+    return ["torch.distributed's default group"]

@@ -1,0 +1,387 @@
+"""Running test functions on real ranks, and scripts as a user would.
+
+    run_on_ranks    on two or three processes that are kept warm for the whole session: milliseconds for each call
+    run_script      a script in a process of its own, with everything it starts, for what the launcher does
+
+A rank finds a function of a test file by the file's path and the function's name, because tests/ is no package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from phalanx.framework.supervisor import die_with_parent
+
+TESTS = Path(__file__).parent
+# How long ranks that wait for one that failed are given to notice.
+NOTICE_SECONDS = 2.0
+START_SECONDS = 60.0
+
+
+def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call ``function(*args)`` on each of ``num_ranks`` warm ranks; return what each returned, in rank order.
+
+    The ranks form a gloo group on the CPU, so ``World.from_environment("cpu")`` finds them. Generators are seeded alike
+    before each call.
+
+    Raises:
+        AssertionError: a rank raised, died, left threads or variables behind, or all took longer than ``timeout``
+            seconds. The message holds the ranks' tracebacks and what they printed.
+    """
+    pool = _POOLS.get(num_ranks)
+    if pool is None:
+        pool = _POOLS[num_ranks] = _Pool(num_ranks)
+    try:
+        return pool.call(function, args, timeout)
+    except BaseException:
+        # Ranks that did not all finish are at different places: the next test gets fresh ones.
+        del _POOLS[num_ranks]
+        pool.kill()
+        raise
+
+
+def close_pools() -> None:
+    """End all warm ranks."""
+    while _POOLS:
+        _POOLS.popitem()[1].kill()
+
+
+def pool_pids() -> set[int]:
+    """Return the processes of the warm ranks."""
+    return {process.pid for pool in _POOLS.values() for process in pool.processes}
+
+
+class _Pool:
+    """Processes that wait for calls on a pipe of their own each; idle ones sleep."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        # Files without a name: nothing to remove, whatever happens.
+        self._outputs = [tempfile.TemporaryFile() for _ in range(num_ranks)]  # noqa: SIM115
+        listener = socket.create_server(("127.0.0.1", 0))
+        try:
+            for rank in range(num_ranks):
+                self._start(rank, num_ranks, listener)
+        finally:
+            listener.close()
+        self._collect(START_SECONDS, "start")
+
+    def _start(self, rank: int, num_ranks: int, listener: socket.socket) -> None:
+        ours, theirs = socket.socketpair()
+        store_fd = listener.fileno() if rank == 0 else -1
+        port = listener.getsockname()[1]
+        serve = f"serve({rank}, {num_ranks}, {port}, {store_fd}, {theirs.fileno()})"
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r}); import ranks; ranks.{serve}"],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            pass_fds=[theirs.fileno(), *([store_fd] if rank == 0 else [])],
+            stdin=subprocess.DEVNULL,
+            stdout=self._outputs[rank],
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent(),
+        )
+        self.processes.append(process)
+        self._pipes.append(Connection(ours.detach()))
+        theirs.close()
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        module = sys.modules[function.__module__]
+        call = (module.__name__, module.__file__, function.__qualname__, pickle.dumps(args))
+        for output in self._outputs:
+            output.seek(0)
+            output.truncate()
+        for pipe in self._pipes:
+            # A rank that died since the last call is told of below.
+            with contextlib.suppress(OSError):
+                pipe.send(call)
+        return self._collect(timeout, function.__qualname__)
+
+    def _collect(self, timeout: float, what: str) -> list[Any]:
+        """Return the answer of each rank, or raise with all that is known of those that failed."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) + len(failures) < len(self._pipes):
+            waiting = [rank for rank in range(len(self._pipes)) if rank not in answers and rank not in failures]
+            ready = wait([self._pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
+                try:
+                    good, value = pickle.loads(self._pipes[rank].recv_bytes())
+                except (EOFError, OSError):
+                    good, value = False, f"died: {self._death(rank)}"
+                (answers if good else failures)[rank] = value
+                if not good:
+                    deadline = min(deadline, time.monotonic() + NOTICE_SECONDS)
+        if len(answers) == len(self._pipes):
+            return [answers[rank] for rank in range(len(self._pipes))]
+        raise AssertionError(self._describe(what, timeout, answers, failures))
+
+    def _describe(self, what: str, timeout: float, answers: Mapping[int, Any], failures: Mapping[int, str]) -> str:
+        silent = [rank for rank in range(len(self._pipes)) if rank not in answers and rank not in failures]
+        parts = [f"{what} on {len(self._pipes)} ranks failed"]
+        parts += [f"--- rank {rank} {text}" for rank, text in failures.items()]
+        if silent:
+            for rank in silent:
+                with contextlib.suppress(OSError):
+                    self.processes[rank].send_signal(signal.SIGUSR1)
+            time.sleep(0.2)
+            when = f"gave no answer within {timeout:g} s" if not failures else "was still at it"
+            parts += [f"--- rank {rank} {when}" for rank in silent]
+        for rank, output in enumerate(self._outputs):
+            output.seek(0)
+            if text := output.read().decode(errors="replace").strip():
+                parts.append(f"--- rank {rank} printed:\n{text[-6000:]}")
+        return "\n".join(parts)
+
+    def _death(self, rank: int) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.processes[rank].wait(NOTICE_SECONDS)
+            return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "closed its pipe"
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+        for pipe, output in zip(self._pipes, self._outputs, strict=True):
+            pipe.close()
+            output.close()
+
+
+_POOLS: dict[int, _Pool] = {}
+
+
+def serve(rank: int, num_ranks: int, port: int, store_fd: int, pipe_fd: int) -> None:
+    """Be a warm rank: answer calls until the pipe closes."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    pipe = Connection(pipe_fd)
+    # What every test file needs, loaded while no call's time runs.
+    importlib.import_module("pytest")
+    _join_group(rank, num_ranks, port, store_fd)
+    _send(pipe, True, None)
+    while True:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            # No collective at the end: the others may be gone.
+            os._exit(0)
+        try:
+            good, value = True, _answer(*call)
+        except BaseException:
+            good, value = False, f"raised:\n{traceback.format_exc()}"
+        _send(pipe, good, value)
+
+
+def _send(pipe: Connection, good: bool, value: Any) -> None:
+    try:
+        payload = pickle.dumps((good, value))
+    except Exception:
+        payload = pickle.dumps((False, f"returned what cannot be pickled:\n{traceback.format_exc()}"))
+    sys.stdout.flush()
+    pipe.send_bytes(payload)
+
+
+def _join_group(rank: int, num_ranks: int, port: int, store_fd: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"master_listen_fd": store_fd} if rank == 0 else {}
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, num_ranks, is_master=rank == 0, wait_for_workers=False, **options
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+
+
+def _answer(module_name: str, path: str, name: str, pickled_args: bytes) -> Any:
+    import torch.distributed as dist
+
+    function: Any = _load(module_name, path)
+    for part in name.split("."):
+        function = getattr(function, part)
+    args = pickle.loads(pickled_args)
+    threads, variables, directory = set(threading.enumerate()), dict(os.environ), Path.cwd()
+    seed_alike()
+    value = function(*args)
+    dist.barrier()
+    _destroy_other_groups()
+    left = lasting_threads(threads)
+    assert not left, f"the function left threads behind: {left}"
+    changed = {key for key, _ in variables.items() ^ dict(os.environ).items()}
+    assert not changed, f"the function left environment variables changed: {sorted(changed)}"
+    os.chdir(directory)
+    return value
+
+
+def _load(module_name: str, path: str) -> ModuleType:
+    """Return the test file as the module of the name it has in the main process, so that its classes pickle."""
+    module = sys.modules.get(module_name)
+    if module is None or getattr(module, "__file__", None) != path:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+def _destroy_other_groups() -> None:
+    """Destroy the groups that the function left: each holds native threads and sockets, and calls are many."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def seed_alike() -> None:
+    """Seed the generators that a test may draw from."""
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+
+
+def lasting_threads(known: set[threading.Thread], seconds: float = 2.0) -> list[str]:
+    """Return the names of threads beyond ``known`` that do not end within ``seconds``."""
+    until = time.monotonic() + seconds
+    while left := [thread for thread in threading.enumerate() if thread not in known and thread.is_alive()]:
+        # Threads of a loader end with the iterator, which may sit in a reference circle.
+        gc.collect()
+        if time.monotonic() >= until:
+            break
+        time.sleep(0.01)
+    return [thread.name for thread in left]
+
+
+@contextlib.contextmanager
+def started_script(
+    script: str | Path, *args: str, env: Mapping[str, str] | None = None, flags: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a script, given as a path or as its source, in a directory of its own; end all it started at the end.
+
+    Its standard output and error are one stream, ``process.stdout``.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="script-"))
+    if isinstance(script, str):
+        path = directory / "script.py"
+        path.write_text(script)
+    else:
+        path = script.resolve()
+    process = subprocess.Popen(
+        [sys.executable, *flags, str(path), *args],
+        env={**os.environ, **(env or {})},
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A session of its own, so that all of it can be found and ended.
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        end_session(process.pid)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run_script(
+    script: str | Path,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+    flags: Sequence[str] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end; ``stdout`` holds both its streams, in order.
+
+    Raises:
+        AssertionError: it took longer than ``timeout`` seconds; all it started was killed.
+    """
+    with started_script(script, *args, env=env, flags=flags) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            end_session(process.pid)
+            output, _ = process.communicate()
+            raise AssertionError(f"the script did not end within {timeout:g} s; it printed:\n{output}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def session_pids(session: int) -> set[int]:
+    """Return the live processes of a session; zombies are not alive."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name before it may hold anything but a closing bracket that is not the last.
+            state, _, _, owner = path.read_text().rpartition(")")[2].split()[:4]
+            if int(owner) == session and state not in "ZX":
+                found.add(int(path.parent.name))
+    return found
+
+
+def end_session(session: int) -> None:
+    """Kill every process of a session."""
+    while pids := session_pids(session):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for ``condition`` to hold.
+
+    Raises:
+        AssertionError: it did not, within ``seconds``.
+    """
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"{condition} did not come true within {seconds:g} s"
+        time.sleep(0.01)
+
+
+__all__ = [
+    "close_pools",
+    "lasting_threads",
+    "pool_pids",
+    "run_on_ranks",
+    "run_script",
+    "seed_alike",
+    "session_pids",
+    "started_script",
+    "wait_until",
+]
