@@ -1,0 +1,436 @@
+"""Writing a checkpoint: a hidden sibling is filled and synced by all ranks, the manifest last, then it is renamed.
+
+    begin    Collective: who writes what is agreed, the hidden directory is made
+    write    each rank alone, no collective: the part of this rank is written and synced
+    finish   Collective: outcomes are gathered, rank 0 writes the manifest and publishes
+
+A failure on one rank is gathered with everything else and raised on all of them; nobody waits for a rank that gave up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import manifest as format_
+from .atomic import (
+    hidden_sibling,
+    make_directory,
+    remove_tree,
+    replace_directory,
+    storage_error,
+    sync_directory,
+    write_synced,
+)
+from .codec import JSON
+from .errors import ConfigurationError, PhalanxError, StorageError
+from .manifest import MANIFEST, SECTION_NAME, Manifest, Part, TensorRecord, coverage_problem, is_flat
+from .tensor_file import RESERVED_NAME, FileRecord, Segment, code_of, size_of, write_tensor_file
+from .world import World
+
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's piece of a global tensor: the box at ``offsets`` of a tensor of ``shape``.
+
+    With one offset where ``shape`` has not one dim, the piece is 1-d: a range of the flattened (row-major) tensor, as
+    ZeRO partitions are. Build it with ``whole`` or ``flat``, or directly.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Shard:
+        """Return a tensor that is not split."""
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    @classmethod
+    def flat(cls, tensor: Tensor, shape: tuple[int, ...], start: int) -> Shard:
+        """Return the elements from ``start`` on of the flattened tensor of ``shape``; ``tensor`` is 1-d."""
+        return cls(tensor, tuple(shape), (start,))
+
+
+@dataclass
+class Snapshot:
+    """What this rank has to save.
+
+    ``sections`` maps a section (``"model"``, ``"optimizer"``, ``"state"``) to tensors by name. ``document`` is that of
+    rank 0; ``rank_document`` is each rank's own, kept as a list in order of rank. Both are strict JSON (``codec.encode``).
+    """
+
+    sections: dict[str, dict[str, Shard]]
+    document: JSON = field(default_factory=dict)
+    rank_document: JSON = None
+
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What a rank tells the others of a shard."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+    tied_to: str | None
+
+
+@dataclass
+class _Written:
+    """What a rank tells rank 0 after writing: for each section its file and what lies in it."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    segments: dict[str, dict[str, Segment]] = field(default_factory=dict)
+    nonfinite: str | None = None
+
+
+_Plan: TypeAlias = "dict[str, dict[str, _Piece]]"
+# For each section and name: the name it is tied to, or who writes which box of it.
+_Agreed: TypeAlias = "dict[str, dict[str, str | list[tuple[int, Box]]]]"
+
+
+def save(path: str | os.PathLike[str], snapshot: Snapshot, world: World, sharded: bool = False) -> Path:
+    """Write a checkpoint and publish it as ``path``, replacing one that is there. Collective.
+
+    With ``sharded`` every rank writes the shards that it holds (a piece that several hold is written by one of them);
+    else rank 0 writes its own snapshot, which must be whole, and of the others only ``rank_document`` is kept. The
+    directory must be visible to every rank that writes.
+
+    Raises:
+        ConfigurationError: on all ranks; a snapshot cannot be kept, or ``path`` is something else than a checkpoint.
+        StorageError: on all ranks; a rank could not write. What was at ``path`` is still there.
+    """
+    pending = Save(path, snapshot, world, sharded)
+    try:
+        pending.begin()
+        pending.write()
+        return pending.finish()
+    except BaseException:
+        # An interrupt is no failure that is gathered, yet leaves nothing behind either.
+        pending.discard()
+        raise
+
+
+class Save:
+    """One save in three steps. Between ``begin`` and ``finish`` the tensors of the snapshot may not change.
+
+    ``write`` takes part in no collective, so it may run on a thread of its own while training uses other tensors.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], snapshot: Snapshot, world: World, sharded: bool = False) -> None:
+        # Not resolved: a link at the end of the path is replaced itself, never what it points to.
+        self.path = Path(os.path.abspath(path))
+        self._snapshot = snapshot
+        self._world = world
+        self._sharded = sharded
+        self._temporary: Path | None = None
+        self._plans: list[_Plan] = []
+        self._agreed: _Agreed = {}
+        self._rank_documents: list[JSON] = []
+        self._written = _Written()
+        self._failure: Exception | None = None
+
+    def begin(self) -> None:
+        """Agree on who writes what and make the hidden directory. Collective. Raises as ``save``."""
+        failure: Exception | None = None
+        plan: _Plan = {}
+        try:
+            if self._world.is_global_zero:
+                self._temporary = _make_temporary(self.path)
+            if self._sharded or self._world.is_global_zero:
+                plan = _plan(self._snapshot)
+        except Exception as error:
+            failure = error
+        gathered = self._agree(failure, (self._temporary, plan, self._snapshot.rank_document))
+        self._temporary = gathered[0][0]
+        self._plans = [plan for _, plan, _ in gathered]
+        self._rank_documents = [document for _, _, document in gathered]
+        # Every rank computes the same from the same plans, so a refusal here is everyone's as well.
+        try:
+            self._agreed = _assign(self._plans)
+        except ConfigurationError:
+            self.discard()
+            raise
+
+    def write(self) -> None:
+        """Write and sync this rank's part. A failure is kept and raised by ``finish`` on all ranks."""
+        try:
+            for section, tensors in self._agreed.items():
+                self._write_section(section, tensors)
+        except Exception as error:
+            self._failure = error
+
+    def finish(self) -> Path:
+        """Gather the outcomes, write the manifest and publish. Collective. Raises as ``save``."""
+        written: list[_Written] = self._agree(self._failure, self._written)
+        failure: Exception | None = None
+        if self._world.is_global_zero:
+            try:
+                self._publish(written)
+            except Exception as error:
+                failure = error
+        # Also what all wait at until the checkpoint is there.
+        self._raise_first(self._world.broadcast_object([_told(failure, self.path)]), failure)
+        return self.path
+
+    def _write_section(self, section: str, tensors: Mapping[str, str | list[tuple[int, Box]]]) -> None:
+        shards = self._snapshot.sections.get(section, {})
+        mine = [
+            (name, shards[name].tensor.dtype, box[1])
+            for name, writers in tensors.items()
+            if not isinstance(writers, str)
+            for rank, box in writers
+            if rank == self._world.rank
+        ]
+        # Rank 0 writes a file for a section without tensors too, so that its existence is kept.
+        if not mine and not (self._world.is_global_zero and not tensors):
+            return
+
+        def fetch(name: str) -> Tensor:
+            tensor = shards[name].tensor
+            if section == MODEL and self._written.nonfinite is None and not is_finite(tensor):
+                self._written.nonfinite = name
+            return tensor
+
+        assert self._temporary is not None
+        path = self._temporary / f"{section}-{self._world.rank:05d}.safetensors"
+        try:
+            record, segments = write_tensor_file(path, mine, fetch)
+        except OSError as error:
+            needed = sum(size_of(shape, dtype) for _, dtype, shape in mine)
+            raise storage_error("writing", path, error, needed) from error
+        self._written.files[path.name] = record
+        self._written.segments[section] = segments
+
+    def _publish(self, written: list[_Written]) -> None:
+        assert self._temporary is not None
+        manifest = self._manifest(written)
+        try:
+            data = format_.dump(manifest)
+            strict = format_.parse(data).document == manifest.document
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"a document is not strict JSON ({error}); pass it through codec.encode."
+            ) from error
+        if not strict:
+            raise ConfigurationError("the document has keys that are no strings; pass it through codec.encode.")
+        try:
+            write_synced(self._temporary / MANIFEST, data)
+            # A file whose rank saw another disk would be missing only later, when it is needed.
+            for name, record in manifest.files.items():
+                if (self._temporary / name).stat().st_size != record.size:
+                    raise StorageError(f"{name} is not {record.size:,} bytes long any more; was it changed meanwhile?")
+        except OSError as error:
+            raise storage_error("writing", self.path, error, len(data)) from error
+        replace_directory(self._temporary, self.path)
+
+    def _manifest(self, written: list[_Written]) -> Manifest:
+        sections: dict[str, dict[str, TensorRecord | str]] = {}
+        for section, tensors in self._agreed.items():
+            records = sections.setdefault(section, {})
+            for name, writers in tensors.items():
+                records[name] = writers if isinstance(writers, str) else self._record(section, name, writers, written)
+        return Manifest(
+            sections=sections,
+            files={name: record for outcome in written for name, record in outcome.files.items()},
+            document=self._snapshot.document,
+            rank_documents=self._rank_documents,
+            nonfinite=next((one.nonfinite for one in written if one.nonfinite is not None), None),
+            sharded=self._sharded,
+            world_size=self._world.size,
+            saved_at=time.time(),
+            phalanx=_version(),
+        )
+
+    def _record(self, section: str, name: str, writers: list[tuple[int, Box]], written: list[_Written]) -> TensorRecord:
+        piece = self._plans[writers[0][0]][section][name]
+        parts = []
+        for rank, (offsets, shape) in writers:
+            segment = written[rank].segments[section][name]
+            file = f"{section}-{rank:05d}.safetensors"
+            parts.append(Part(file, segment.start, offsets, shape, segment.xxh3_64))
+        return TensorRecord(code_of(piece.dtype, name), piece.shape, tuple(parts))
+
+    def _agree(self, failure: Exception | None, payload: Any) -> list[Any]:
+        """Gather each rank's outcome; raise on all ranks if one failed."""
+        gathered = self._world.all_gather_object((_told(failure, self.path), payload))
+        self._raise_first([told for told, _ in gathered], failure)
+        return [payload for _, payload in gathered]
+
+    def _raise_first(self, told: list[tuple[bool, str] | None], own: Exception | None) -> None:
+        for rank, outcome in enumerate(told):
+            if outcome is None:
+                continue
+            self.discard()
+            is_configuration, message = outcome
+            where = f"rank {rank}: " if self._world.size > 1 else ""
+            kind: type[PhalanxError] = ConfigurationError if is_configuration else StorageError
+            raise kind(f"checkpoint {str(self.path)!r} was not saved: {where}{message}") from own
+
+    def discard(self) -> None:
+        """Delete what was written so far, on rank 0. A failure is left to ``clean_leftovers``."""
+        if self._world.is_global_zero and self._temporary is not None and self._temporary.is_dir():
+            # What led here matters more.
+            with contextlib.suppress(StorageError):
+                remove_tree(self._temporary)
+
+
+def _version() -> str:
+    try:
+        return version("phalanx")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
+    # One pass without a copy. A finite sum has finite terms; an infinite one may have overflowed, so look again.
+    total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+def has_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the first name whose tensor holds a NaN or an infinity, or None."""
+    return next((name for name, tensor in tensors.items() if not is_finite(tensor.detach())), None)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory holds nothing but what a checkpoint holds, damaged or not; so that deleting it is safe."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = os.listdir(path)
+    return all(name == MANIFEST or format_.FILE_NAME.fullmatch(name) for name in names)
+
+
+def _make_temporary(target: Path) -> Path:
+    if os.path.lexists(target) and not (target.is_symlink() or is_ours(target)):
+        raise ConfigurationError(
+            f"{str(target)!r} exists and is not a checkpoint of phalanx; it is not replaced. Choose another name."
+        )
+    temporary = hidden_sibling(target, "tmp")
+    try:
+        make_directory(target.parent)
+        temporary.mkdir()
+        sync_directory(target.parent)
+    except OSError as error:
+        raise storage_error("making", temporary, error) from error
+    return temporary
+
+
+def _told(failure: Exception | None, path: Path) -> tuple[bool, str] | None:
+    """Return what the other ranks are to know of a failure: whether it is one of configuration, and the message."""
+    if failure is None:
+        return None
+    if isinstance(failure, OSError) and not isinstance(failure, PhalanxError):
+        failure = storage_error("writing", path, failure)
+    if isinstance(failure, PhalanxError):
+        return isinstance(failure, ConfigurationError), str(failure)
+    return False, f"{type(failure).__name__}: {failure}"
+
+
+def _plan(snapshot: Snapshot) -> _Plan:
+    """Check this rank's shards and describe them."""
+    plan: _Plan = {}
+    for section, shards in snapshot.sections.items():
+        if SECTION_NAME.fullmatch(section) is None:
+            raise ConfigurationError(f"section {section!r} must consist of lower-case letters, digits and underscores.")
+        pieces = plan.setdefault(section, {})
+        seen: dict[tuple[Any, ...], str] = {}
+        for name, shard in shards.items():
+            _check_shard(section, name, shard)
+            box = (tuple(shard.offsets), tuple(shard.tensor.shape))
+            tied_to = seen.setdefault(_memory(shard, name), name)
+            tied = None if tied_to == name else tied_to
+            pieces[name] = _Piece(shard.tensor.dtype, tuple(shard.shape), box, tied)
+    return plan
+
+
+def _check_shard(section: str, name: str, shard: Shard) -> None:
+    tensor, where = shard.tensor, f"{section} tensor {name!r}"
+    if type(name) is not str or name == RESERVED_NAME:
+        raise ConfigurationError(f"{where} needs another name: a string, and not {RESERVED_NAME!r}.")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = f"layout {tensor.layout}, device {tensor.device}"
+        raise ConfigurationError(f"{where} is not a dense tensor with data ({kind}); materialise it first.")
+    code_of(tensor.dtype, name)
+    fits = is_flat(shard.shape, shard.offsets) or len(shard.shape) == len(shard.offsets)
+    dims = 1 if is_flat(shard.shape, shard.offsets) else len(shard.shape)
+    if not fits or tensor.dim() != dims or any(size < 0 for size in (*shard.shape, *shard.offsets)):
+        raise ConfigurationError(
+            f"{where}: a piece of shape {list(tensor.shape)} at {list(shard.offsets)} does not fit {list(shard.shape)}."
+        )
+
+
+def _memory(shard: Shard, name: str) -> tuple[Any, ...]:
+    """Return what two tied tensors share: the same elements of the same storage, as the same piece."""
+    tensor = shard.tensor
+    if tensor.numel() == 0:
+        return (name,)
+    pointer = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride())
+    return (*pointer, tensor.dtype, tuple(tensor.shape), tensor.is_conj(), tensor.is_neg(), shard.shape, shard.offsets)
+
+
+def _assign(plans: list[_Plan]) -> _Agreed:
+    """Decide who writes what: the same answer on every rank, as it depends on the gathered plans alone."""
+    agreed: _Agreed = {}
+    load = [0] * len(plans)
+    for section in dict.fromkeys(section for plan in plans for section in plan):
+        held: dict[str, list[tuple[int, _Piece]]] = {}
+        for rank, plan in enumerate(plans):
+            for name, piece in plan.get(section, {}).items():
+                held.setdefault(name, []).append((rank, piece))
+        tensors = agreed.setdefault(section, {})
+        for name, pieces in held.items():
+            tied = _tied(pieces)
+            tensors[name] = tied if tied is not None else _writers(section, name, pieces, load)
+    return agreed
+
+
+def _tied(pieces: list[tuple[int, _Piece]]) -> str | None:
+    """Return the name that all ranks with data of this tensor found it tied to, or None."""
+    owners = {piece.tied_to for _, piece in pieces if prod(piece.box[1])}
+    return owners.pop() if len(owners) == 1 else None
+
+
+def _writers(section: str, name: str, pieces: list[tuple[int, _Piece]], load: list[int]) -> list[tuple[int, Box]]:
+    """Return which rank writes which box; of several holders of one box the one that has least to write so far."""
+    first = pieces[0][1]
+    holders: dict[Box, list[int]] = {}
+    for rank, piece in pieces:
+        if (piece.dtype, piece.shape) != (first.dtype, first.shape):
+            given = f"{piece.dtype} {list(piece.shape)} on rank {rank}, {first.dtype} {list(first.shape)} elsewhere"
+            raise ConfigurationError(f"{section} tensor {name!r} differs between ranks: {given}.")
+        if prod(piece.box[1]) or not prod(first.shape):
+            holders.setdefault(piece.box, []).append(rank)
+    if not prod(first.shape):
+        holders = dict(list(holders.items())[:1])
+    problem = coverage_problem(first.shape, holders)
+    if problem is not None:
+        raise ConfigurationError(f"{section} tensor {name!r} is not covered exactly once by its shards: {problem}.")
+    writers = []
+    for box in sorted(holders):
+        rank = min(holders[box], key=lambda one: load[one])
+        load[rank] += size_of(box[1], first.dtype)
+        writers.append((rank, box))
+    return writers
