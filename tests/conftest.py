@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import close_pools, lasting_threads, pool_pids, seed_alike
+from ranks import changed_variables, close_pools, lasting_threads, pool_pids, seed_alike
 
-# pytest's own; and the folder of multiprocessing, which goes when the process does.
-_IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST"}
-_IGNORED_FILES = ("pymp-",)
+# The folder of multiprocessing goes when the process does; that of torch's compiler also comes with its profiler.
+_IGNORED_FILES = ("pymp-", "torchinductor_")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,13 +89,13 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _put_back(variables: dict[str, str]) -> list[str]:
-    changed = {name for name, _ in variables.items() ^ dict(os.environ).items()} - _IGNORED_VARIABLES
+    changed = changed_variables(variables)
     for name in changed:
         if name in variables:
             os.environ[name] = variables[name]
         else:
             del os.environ[name]
-    return sorted(changed)
+    return changed
 
 
 def _lasting_files(known: set[str]) -> list[str]:

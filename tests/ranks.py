@@ -37,6 +37,8 @@ TESTS = Path(__file__).parent
 # How long ranks that wait for one that failed are given to notice.
 NOTICE_SECONDS = 2.0
 START_SECONDS = 60.0
+# pytest's own, and one that torch sets when its profiler or compiler is first used.
+_FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -233,8 +235,8 @@ def _answer(module_name: str, path: str, name: str, pickled_args: bytes) -> Any:
     _destroy_other_groups()
     left = lasting_threads(threads)
     assert not left, f"the function left threads behind: {left}"
-    changed = {key for key, _ in variables.items() ^ dict(os.environ).items()}
-    assert not changed, f"the function left environment variables changed: {sorted(changed)}"
+    changed = changed_variables(variables)
+    assert not changed, f"the function left environment variables changed: {changed}"
     os.chdir(directory)
     return value
 
@@ -270,6 +272,12 @@ def seed_alike() -> None:
     torch.manual_seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
+
+
+def changed_variables(known: Mapping[str, str]) -> list[str]:
+    """Return the names of environment variables that differ from ``known``, but for those nobody can help."""
+    names = {name for name, _ in known.items() ^ dict(os.environ).items()}
+    return sorted(names - _FOREIGN_VARIABLES)
 
 
 def lasting_threads(known: set[threading.Thread], seconds: float = 2.0) -> list[str]:
@@ -375,6 +383,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 
 __all__ = [
+    "changed_variables",
     "close_pools",
     "lasting_threads",
     "pool_pids",
