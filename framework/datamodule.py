@@ -1,0 +1,107 @@
+"""``DataModule``: the loaders of an experiment and how they come about, apart from the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
+
+from .hparams import HyperparametersMixin
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .trainer import Trainer
+
+
+class DataModule(HyperparametersMixin):
+    """Base class of data modules; override the loaders you have, and what else is needed.
+
+    ``prepare_data`` runs on one rank of each node, then ``setup`` on all ranks, then the loaders are asked for.
+    """
+
+    trainer: Trainer | None = None
+
+    def prepare_data(self) -> None:
+        """Download or write data; called on one rank of each node. Keep no state here: other ranks would lack it."""
+
+    def setup(self, stage: str) -> None:
+        """Make the datasets; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader: any loader that ``fit`` takes."""
+
+    def val_dataloader(self) -> Any:
+        """Return one validation loader or several."""
+
+    def test_dataloader(self) -> Any:
+        """Return one test loader or several."""
+
+    def predict_dataloader(self) -> Any:
+        """Return one prediction loader or several."""
+
+    def teardown(self, stage: str) -> None:
+        """Undo ``setup``; called on all ranks at the end of a stage."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch to transfer."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch on the device; override for batches that are no collections of tensors."""
+        return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf, batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch that the step gets."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: JSON values, tensors, and lists or dicts of them."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+
+    def provides(self, hook: str) -> bool:
+        """Whether ``hook``, a loader for instance, is overridden in the class or set on this object."""
+        return hook in vars(self) or getattr(type(self), hook, None) is not getattr(DataModule, hook, None)
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> Self:
+        """Return a data module over datasets, each one dataset, or a list, tuple or dict of them.
+
+        The training set is shuffled where it is map-style. ``kwargs`` go to the constructor.
+        """
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        loaders = {
+            f"{stage}_dataloader": _maker(datasets, batch_size, num_workers, shuffle=stage == "train")
+            for stage, datasets in given.items()
+            if datasets is not None
+        }
+        # A class of its own: whether a loader is overridden is then asked in one way for all data modules.
+        return type(cls.__name__, (cls,), loaders)(**kwargs)
+
+
+def _maker(datasets: Any, batch_size: int, num_workers: int, *, shuffle: bool) -> Callable[[DataModule], Any]:
+    def make(dataset: Any) -> DataLoader[Any]:
+        shuffled = shuffle and not isinstance(dataset, IterableDataset)
+        return DataLoader(dataset, batch_size=batch_size, shuffle=shuffled, num_workers=num_workers)
+
+    def loaders(module: DataModule) -> Any:
+        if isinstance(datasets, Mapping):
+            return {name: make(dataset) for name, dataset in datasets.items()}
+        return [make(each) for each in datasets] if type(datasets) in (list, tuple) else make(datasets)
+
+    return loaders

@@ -1,0 +1,148 @@
+"""The user's evaluation loader, read by one rank of many so that every sample is seen exactly once.
+
+Batch i of the one-process order goes whole to rank ``i % size``. No batch is split, padded or dropped, so the sums over
+ranks are those of one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from .loader_parts import (
+    Passes,
+    check_loader,
+    distributed_samplers,
+    is_map_style,
+    iterate_copy,
+    order_of,
+    private_copy,
+    seed_of,
+    tell_epoch,
+)
+from .randomness import mix_seed
+from .sampling import EvaluationSampler, NaturalOrder, length_of
+
+NumberedBatches = Iterator[tuple[int, Any]]
+
+
+class EvaluationSource(ABC):
+    """What the evaluation loop reads. Batches and limits are counted in the one-process order."""
+
+    name: str
+    rank: int
+    size: int
+
+    @abstractmethod
+    def len_batches(self) -> int | None:
+        """Return the number of batches of all ranks together, or None where it is unknown."""
+
+    def len_local(self, limit: int | None = None) -> int | None:
+        """Return the number of this rank's batches among the first ``limit``.
+
+        Where the length is unknown that is the most there can be, or None without a limit.
+        """
+        known = [count for count in (self.len_batches(), limit) if count is not None]
+        return len(range(self.rank, min(known), self.size)) if known else None
+
+    def start(self, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
+        """Yield (number in the one-process order, batch) for this rank's batches among the first ``limit``."""
+        return self.start_from(self.rank, epoch=epoch, limit=limit)
+
+    @abstractmethod
+    def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
+        """Yield every ``size``-th batch from batch ``first`` on, whatever the rank."""
+
+
+class MapEvaluation(EvaluationSource):
+    """A ``DataLoader`` over a map-style dataset: only this rank's batches are loaded."""
+
+    def __init__(self, loader: DataLoader[Any], *, rank: int, size: int, seed: int, name: str) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self._given = loader
+        self._seed = seed_of(loader, seed)
+        order, width, whole, drop_last = order_of(loader, self._seed)
+        for sampler in distributed_samplers(loader):
+            # It would pad or drop to even the ranks out; what it shares out is the dataset.
+            order = NaturalOrder(sampler.dataset, self._seed, shuffle=sampler.shuffle)
+        self._sampler = EvaluationSampler(
+            loader.sampler if loader.batch_sampler is None else loader.batch_sampler,
+            order,
+            width,
+            drop_last=drop_last,
+            whole=whole,
+            seed=self._seed,
+            seeded=loader.num_workers > 0,
+        )
+        self._loader = private_copy(loader, self._sampler, name)
+
+    def len_batches(self) -> int | None:
+        return self._sampler.length()
+
+    def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
+        tell_epoch(self._given, epoch)
+        self._sampler.first, self._sampler.step, self._sampler.stop = first, self.size, limit
+        batches = iterate_copy(self._loader, self._sampler, mix_seed(self._seed, 0), self.name)
+        return zip(itertools.count(first, self.size), batches)
+
+
+class IterableEvaluation(EvaluationSource):
+    """Any other iterable of batches: it is read up to this rank's batches, and the others are let go."""
+
+    def __init__(self, loader: Any, *, rank: int, size: int, seed: int, name: str) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self._given = loader
+        self._seed = seed_of(loader, seed)
+        self._loader = private_copy(loader, None, name) if isinstance(loader, DataLoader) else loader
+        self._passes = Passes(self._loader, name)
+
+    def len_batches(self) -> int | None:
+        return length_of(self._loader)
+
+    def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
+        tell_epoch(self._given, epoch)
+        if isinstance(self._loader, DataLoader) and self._loader.generator is not None:
+            self._loader.generator.manual_seed(mix_seed(self._seed, 0))
+        return itertools.islice(enumerate(self._passes.begin()), first, limit, self.size)
+
+
+class UserSharded(EvaluationSource):
+    """A loader that the user shards: all its batches are this rank's, numbered ``rank``, ``rank + size`` and so on.
+
+    Whether every sample is seen once is then up to the user.
+    """
+
+    def __init__(self, whole: EvaluationSource, *, rank: int, size: int) -> None:
+        """``whole`` reads the loader as one rank of one."""
+        self.name, self.rank, self.size = whole.name, rank, size
+        self._whole = whole
+
+    def len_batches(self) -> int | None:
+        own = self._whole.len_batches()
+        return None if own is None else own * self.size
+
+    def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
+        own_limit = None if limit is None else len(range(self.rank, limit, self.size))
+        for number, batch in self._whole.start(epoch=epoch, limit=own_limit):
+            yield number * self.size + self.rank, batch
+
+
+def evaluation_source(
+    loader: Any, *, rank: int, size: int, seed: int = 0, shard: bool = True, name: str
+) -> EvaluationSource:
+    """Return the source that reads one evaluation loader; see ``prepare_evaluation``."""
+    check_loader(loader, name)
+    kind = MapEvaluation if is_map_style(loader) else IterableEvaluation
+    if shard and not (is_map_style(loader) and _shares_out_by_itself(loader)):
+        return kind(loader, rank=rank, size=size, seed=seed, name=name)
+    return UserSharded(IterableEvaluation(loader, rank=0, size=1, seed=seed, name=name), rank=rank, size=size)
+
+
+def _shares_out_by_itself(loader: DataLoader[Any]) -> bool:
+    # A plain DistributedSampler under plain batches is known to the last detail, and is replaced; any other is kept.
+    plain = type(loader.batch_sampler) in (BatchSampler, type(None))
+    return any(not plain or type(sampler) is not DistributedSampler for sampler in distributed_samplers(loader))

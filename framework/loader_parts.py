@@ -1,0 +1,170 @@
+"""What is read of a user's loader, the private copy that is made of a ``DataLoader``, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from .errors import ConfigurationError, DataError
+from .randomness import SeededDataset
+from .sampling import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
+
+
+def skip(batches: Iterator[Any], count: int) -> None:
+    """Read ``count`` batches and let go of each."""
+    for _ in itertools.islice(batches, count):
+        pass
+
+
+class Passes:
+    """Passes over an iterable that may be an iterator, which can be read only once."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self._loader = loader
+        self._name = name
+        self._begun = False
+
+    def begin(self) -> Iterator[Any]:
+        """Return an iterator for one more pass.
+
+        Raises:
+            DataError: the iterable was read before and cannot start anew.
+        """
+        batches: Iterator[Any] = iter(self._loader)
+        again, self._begun = self._begun, True
+        if not again or batches is not self._loader:
+            return batches
+        # A class whose own ``__iter__`` returns itself may start anew there; a generator cannot.
+        for first in batches if isinstance(type(batches).__iter__, types.FunctionType) else ():
+            return itertools.chain([first], batches)
+        raise DataError(
+            f"{self._name} is an iterator ({type(self._loader).__name__}), which can be read only once, and a second "
+            "pass was asked for: give an object whose __iter__ starts anew, such as a DataLoader or a list."
+        )
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of the loader, its dataset and its samplers, each where it has one."""
+    batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    told: list[Any] = []
+    for each in (loader, getattr(loader, "dataset", None), *samplers_of(batch_sampler), *samplers_of(sampler)):
+        set_epoch = getattr(each, "set_epoch", None)
+        if callable(set_epoch) and not any(each is known for known in told):
+            told.append(each)
+            set_epoch(epoch)
+
+
+def private_copy(loader: DataLoader[Any], sampler: IndexSampler | None, name: str) -> DataLoader[Any]:
+    """Return a shallow copy of a loader with its own generator and, where one is given, another sampler.
+
+    Raises:
+        ConfigurationError: the class does not let its sampler be replaced.
+    """
+    twin = copy.copy(loader)
+    fields = vars(twin)
+    # A generator of its own: creating an iterator draws a seed, by default from the global state.
+    fields["generator"] = torch.Generator()
+    fields["_iterator"] = None
+    if sampler is None:
+        return twin
+    slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    fields[slot] = sampler
+    if loader.num_workers > 0:
+        fields["dataset"] = SeededDataset(loader.dataset)
+    if getattr(twin, slot) is not sampler:
+        raise ConfigurationError(
+            f"{name} is a {type(loader).__name__} that computes its own {slot}, which phalanx must replace to shard "
+            f"and to resume: make {slot} a plain attribute of the loader."
+        )
+    return twin
+
+
+def iterate_copy(twin: DataLoader[Any], sampler: IndexSampler, seed: int, name: str) -> Iterator[Any]:
+    """Return an iterator over a private copy, which must read its sampler."""
+    if twin.generator is not None:
+        twin.generator.manual_seed(seed)
+    sampler.begun = False
+    batches = iter(twin)
+    return batches if sampler.begun else _checked(batches, sampler, type(twin).__name__, name)
+
+
+def _checked(batches: Iterator[Any], sampler: IndexSampler, kind: str, name: str) -> Iterator[Any]:
+    # A subclass whose ``__iter__`` is a generator reads its sampler at the first batch only.
+    for batch in batches:
+        if not sampler.begun:
+            raise DataError(
+                f"{name} is a {kind} whose __iter__ does not read its sampler, so it can be neither sharded nor "
+                "resumed as a DataLoader: derive it from no DataLoader, and its batches are dealt out as they come."
+            )
+        yield batch
+
+
+def seed_of(loader: Any, seed: int) -> int:
+    """Return the seed of a loader's own generator where it has one, else ``seed``."""
+    own = getattr(loader, "generator", None)
+    return own.initial_seed() if isinstance(own, torch.Generator) else seed
+
+
+def distributed_samplers(loader: Any) -> list[DistributedSampler[Any]]:
+    """Return the ``DistributedSampler`` objects among a loader's samplers."""
+    chain = [*samplers_of(loader.batch_sampler), *samplers_of(loader.sampler)]
+    return [each for each in chain if isinstance(each, DistributedSampler)]
+
+
+def order_of(loader: DataLoader[Any], seed: int, sequential: bool = False) -> tuple[Order, int, bool, bool]:
+    """Return a map-style loader's order, the items of a batch, whether an item is a batch by itself, and drop_last."""
+    batches: Any = loader.batch_sampler
+    if type(batches) is BatchSampler:
+        return _order_of_samples(batches.sampler, seed, sequential), batches.batch_size, False, batches.drop_last
+    if batches is not None:
+        return SamplerOrder(batches, seed), 1, True, False
+    return _order_of_samples(loader.sampler, seed, sequential), 1, True, False
+
+
+def _order_of_samples(sampler: Any, seed: int, sequential: bool) -> Order:
+    if type(sampler) is SequentialSampler:
+        return NaturalOrder(sampler.data_source, seed, shuffle=False)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        own = sampler.generator
+        seed = seed if own is None else own.initial_seed()
+        return NaturalOrder(sampler.data_source, seed, shuffle=not sequential)
+    return SamplerOrder(sampler, seed)
+
+
+def is_map_style(loader: Any) -> bool:
+    """Whether this is a ``DataLoader`` whose samples are fetched by index."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def check_loader(loader: Any, name: str) -> None:
+    """Refuse what is no loader.
+
+    Raises:
+        ConfigurationError: with what was given, the rule and the next step.
+    """
+    given = f"{name} is a {type(loader).__name__}"
+    rule = "a loader is a DataLoader or any other iterable of batches"
+    if isinstance(loader, DataLoader):
+        return
+    if isinstance(loader, Dataset):
+        size = "batch_size=None or a number" if isinstance(loader, IterableDataset) else "batch_size=..."
+        raise ConfigurationError(f"{given}, a dataset; {rule}: wrap it, DataLoader(dataset, {size}).")
+    if isinstance(loader, str | bytes | torch.Tensor | Mapping):
+        raise ConfigurationError(f"{given}; {rule}: wrap your data in a DataLoader.")
+    if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+        hint = "call it and give what it returns" if callable(loader) else "give it an __iter__ that yields batches"
+        raise ConfigurationError(f"{given}, which cannot be iterated; {rule}: {hint}.")

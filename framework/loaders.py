@@ -1,0 +1,248 @@
+"""The user's training loader, read by one rank of many and from any position.
+
+A loader is used as it is. Of a ``DataLoader`` a shallow copy is made, in which only the sampler and the generator are
+replaced; any other iterable is iterated. What cannot be handled is refused with a sentence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Final, final
+
+from torch.utils.data import DataLoader
+
+from .errors import CheckpointError, ConfigurationError
+from .loader_parts import (
+    Passes,
+    check_loader,
+    distributed_samplers,
+    is_map_style,
+    iterate_copy,
+    order_of,
+    private_copy,
+    seed_of,
+    skip,
+    tell_epoch,
+)
+from .randomness import mix_seed
+from .sampling import TrainingSampler, ceil_div, length_of
+
+Position = dict[str, Any]
+"""How much of an epoch is consumed, in JSON values."""
+
+
+@final
+class NoBatch:
+    """The type of ``NO_BATCH``."""
+
+    def __repr__(self) -> str:
+        return "NO_BATCH"
+
+
+NO_BATCH: Final = NoBatch()
+"""What a source yields where other ranks have a part of the global micro-batch and this one has none."""
+
+
+class TrainingSource(ABC):
+    """What the training loop reads. Batches are counted as global micro-batches: one on every rank.
+
+    An epoch that is resumed on another number of ranks, or with another batch size, continues at the same sample. Its
+    batches are then counted from ``batches_before(position)`` on, in the present layout.
+    """
+
+    name: str
+    _began_at: Position | None = None
+
+    @abstractmethod
+    def len_batches(self, position: Position | None = None) -> int | None:
+        """Return the batches of an epoch, those before ``position`` included, or None where it is unknown."""
+
+    @abstractmethod
+    def batches_before(self, position: Position | None) -> int:
+        """Return the number of batches that ``position`` counts as consumed."""
+
+    @abstractmethod
+    def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
+        """Do what ``start`` says."""
+
+    @abstractmethod
+    def position_from(self, began_at: Position | None, batches: int) -> Position:
+        """Return the position at ``batches`` of an epoch that was started at ``began_at``."""
+
+    def start(self, epoch: int, position: Position | None = None) -> Iterator[Any]:
+        """Yield this rank's batches, and ``NO_BATCH`` where it has none, from ``position`` on.
+
+        What must be read to get to the position is read before this returns.
+        """
+        self._began_at = position
+        return self.open(epoch, position)
+
+    def position_after(self, batches: int) -> Position:
+        """Return the position once ``batches`` of the epoch that was started last are consumed."""
+        return self.position_from(self._began_at, batches)
+
+
+class CountedSource(TrainingSource):
+    """A source whose position is one number: consumed items of the one-process order."""
+
+    def __init__(self, name: str, unit: str, span: int) -> None:
+        """``unit``: what an item is, "samples" or "batches"; ``span``: items of a global micro-batch."""
+        self.name = name
+        self.unit = unit
+        self.span = span
+
+    def batches_before(self, position: Position | None) -> int:
+        return self.items_before(position) // self.span
+
+    def items_before(self, position: Position | None) -> int:
+        """Return the items that ``position`` counts as consumed.
+
+        Raises:
+            CheckpointError: the position counts something else.
+        """
+        if position is None:
+            return 0
+        if self.unit not in position:
+            raise CheckpointError(
+                f"{self.name} was checkpointed at {position}, but the loader given now counts {self.unit}: "
+                "a run resumes on the kind of loader it was started with; give such a loader."
+            )
+        return int(position[self.unit])
+
+    def position_from(self, began_at: Position | None, batches: int) -> Position:
+        first = self.items_before(began_at)
+        items = first + (batches - first // self.span) * self.span
+        total = self.total_items()
+        return {self.unit: items if total is None else min(items, max(total, first))}
+
+    def total_items(self) -> int | None:
+        """Return the items of an epoch, where they are known exactly."""
+        return None
+
+
+class MapSource(CountedSource):
+    """A ``DataLoader`` over a map-style dataset: this rank's part of every global micro-batch."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: TrainingSampler, *, world: int, seed: int, name: str) -> None:
+        """``world``: the number of ranks, also where the user shards and the sampler knows of one rank only."""
+        super().__init__(name, "batches" if sampler.whole else "samples", sampler.width * world)
+        self._given = loader
+        self._sampler = sampler
+        self._seed = seed
+        self._shares = world // sampler.size
+        self._loader = private_copy(loader, sampler, name)
+
+    def len_batches(self, position: Position | None = None) -> int | None:
+        items = self.items_before(position)
+        left = self._sampler.length(items // self._shares)
+        return None if left is None else items // self.span + left
+
+    def total_items(self) -> int | None:
+        total = self._sampler.order.length()
+        return None if total is None else total * self._shares
+
+    def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
+        self._sampler.start = self.items_before(position) // self._shares
+        self._sampler.epoch = epoch
+        tell_epoch(self._given, epoch)
+        batches = iterate_copy(self._loader, self._sampler, mix_seed(self._seed, epoch), self.name)
+        return itertools.chain(batches, self._rest()) if self._sampler.size > 1 else batches
+
+    def _rest(self) -> Iterator[Any]:
+        # Runs once the loader is exhausted, when the sampler knows whether this rank was left out of the last batch.
+        if self._sampler.left_out:
+            yield NO_BATCH
+
+
+class IterableSource(CountedSource):
+    """Any other iterable of batches: batch i belongs to rank ``i % size``, or all to each rank where not sharded."""
+
+    def __init__(self, loader: Any, *, rank: int, size: int, seed: int, shard: bool, name: str) -> None:
+        super().__init__(name, "batches", size)
+        self._given = loader
+        self._seed = seed_of(loader, seed)
+        self._rank, self._size = (rank, size) if shard else (0, 1)
+        self._shares = size // self._size
+        self._loader = private_copy(loader, None, name) if isinstance(loader, DataLoader) else loader
+        self._passes = Passes(self._loader, name)
+
+    def len_batches(self, position: Position | None = None) -> int | None:
+        total = length_of(self._loader)
+        if total is None:
+            return None
+        items = self.items_before(position)
+        left = max(total - items // self._shares, 0)
+        return items // self.span + ceil_div(left, self._size)
+
+    def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
+        tell_epoch(self._given, epoch)
+        if isinstance(self._loader, DataLoader) and self._loader.generator is not None:
+            self._loader.generator.manual_seed(mix_seed(self._seed, epoch))
+        batches = self._passes.begin()
+        skip(batches, self.items_before(position) // self._shares)
+        return batches if self._size == 1 else every(batches, self._rank, self._size)
+
+
+def every(batches: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
+    """Yield every ``size``-th batch from ``rank`` on, and ``NO_BATCH`` for a last round that ends before it."""
+    while True:
+        for place in range(size):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                if 0 < place <= rank:
+                    yield NO_BATCH
+                return
+            if place == rank:
+                yield batch
+            del batch
+
+
+def training_source(
+    loader: Any, *, rank: int, size: int, seed: int, shard: bool = True, sequential: bool = False, name: str
+) -> TrainingSource:
+    """Return the source that reads one training loader; see ``prepare_training``."""
+    check_loader(loader, name)
+    source: TrainingSource
+    if is_map_style(loader):
+        source = _map_source(loader, rank=rank, size=size, seed=seed, shard=shard, sequential=sequential, name=name)
+    else:
+        source = IterableSource(loader, rank=rank, size=size, seed=seed, shard=shard, name=name)
+    if source.len_batches() == 0:
+        raise ConfigurationError(
+            f"{name} yields no batch on {size} rank(s)"
+            + (", and its drop_last drops a short global batch" if getattr(loader, "drop_last", False) else "")
+            + "; training needs at least one: check the dataset's length and the batch size."
+        )
+    return source
+
+
+def _map_source(
+    loader: DataLoader[Any], *, rank: int, size: int, seed: int, shard: bool, sequential: bool, name: str
+) -> MapSource:
+    seed = seed_of(loader, seed)
+    shared_out = distributed_samplers(loader)
+    for each in shared_out:
+        if each.num_replicas != size:
+            raise ConfigurationError(
+                f"{name} has a DistributedSampler with num_replicas={each.num_replicas}, but there are {size} rank(s): "
+                "leave the sampler out, and phalanx shares the samples out by itself."
+            )
+    shard = shard and not shared_out
+    # Not mixed with the rank: a sampler that shares out by itself needs the same order on all ranks.
+    order, width, whole, drop_last = order_of(loader, seed, sequential)
+    seed = seed if shard else mix_seed(seed, rank)
+    sampler = TrainingSampler(
+        loader.sampler if loader.batch_sampler is None else loader.batch_sampler,
+        order,
+        width,
+        rank=rank if shard else 0,
+        size=size if shard else 1,
+        drop_last=drop_last,
+        whole=whole,
+        seed=seed,
+        seeded=loader.num_workers > 0,
+    )
+    return MapSource(loader, sampler, world=size, seed=seed, name=name)

@@ -1,0 +1,279 @@
+"""Which samples a rank reads: functions of (seed, epoch, position, rank, size) and of nothing else.
+
+Words used here. The *order* of an epoch is the sequence of what the user's sampler yields in one process. In training,
+*global micro-batch* k covers ``size * width`` consecutive items of it, of which rank r takes the r-th contiguous part.
+In evaluation, batch i of the one-process order goes whole to rank ``i % size``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .randomness import RandomStream, SeededBatch, SeededIndex, mix_seed
+
+_MOST_KEPT = 1 << 26
+
+
+def length_of(thing: Any) -> int | None:
+    """Return ``len(thing)``, or None where it has no length."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError, OverflowError):
+        return None
+
+
+def ceil_div(count: int, by: int) -> int:
+    """Return ``count / by`` rounded up."""
+    return -(-count // by)
+
+
+def part_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """Return where rank's part of ``count`` items begins and ends: contiguous, as even as possible, maybe empty."""
+    even, rest = divmod(count, size)
+    begin = rank * even + min(rank, rest)
+    return begin, begin + even + (rank < rest)
+
+
+def permutation(count: int, seed: int, epoch: int) -> Sequence[int]:
+    """Return a permutation of ``range(count)`` that is a function of the seed and the epoch."""
+    generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
+    # An array holds 8 bytes an index; a list of ints would hold 36 for as long as the epoch lasts.
+    return array("q", torch.randperm(count, generator=generator).tolist())
+
+
+class Order(Protocol):
+    """What is read in an epoch, in the order of one process."""
+
+    def length(self) -> int | None:
+        """Return the number of items, or None where it is unknown."""
+
+    def items(self, epoch: int) -> Sequence[Any] | LazyItems:
+        """Return the items of an epoch."""
+
+
+class NaturalOrder:
+    """All samples of a dataset, once each: shuffled, or as they stand."""
+
+    def __init__(self, data: Any, seed: int, shuffle: bool) -> None:
+        self._data = data
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def length(self) -> int | None:
+        return len(self._data)
+
+    def items(self, epoch: int) -> Sequence[Any]:
+        count = len(self._data)
+        return permutation(count, self._seed, epoch) if self._shuffle else range(count)
+
+
+class SamplerOrder:
+    """What a sampler or batch sampler of the user's yields, made repeatable by running it on a stream of its own."""
+
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+
+    def length(self) -> int | None:
+        return length_of(self._sampler)
+
+    def items(self, epoch: int) -> Sequence[Any] | LazyItems:
+        stream = RandomStream(mix_seed(self._seed, epoch), own_generators(self._sampler))
+        lazy = LazyItems(self._sampler, stream, self.length())
+        return lazy if lazy.length is None or lazy.length > _MOST_KEPT else lazy.take(lazy.length)
+
+
+class LazyItems:
+    """Items that are drawn from a sampler when they are needed, because they are too many or without end."""
+
+    def __init__(self, sampler: Iterable[Any], stream: RandomStream, length: int | None) -> None:
+        self.length = length
+        self._stream = stream
+        self._items = itertools.islice(_iterate(sampler), length)
+
+    def take(self, count: int) -> list[Any]:
+        """Return the next items, fewer at the end."""
+        with self._stream.entered():
+            return list(itertools.islice(self._items, count))
+
+
+def _iterate(sampler: Iterable[Any]) -> Iterator[Any]:
+    # A generator: ``iter`` too is called when the first item is asked for, on the sampler's own stream.
+    yield from sampler
+
+
+def samplers_of(sampler: Any) -> list[Any]:
+    """Return a sampler and those it wraps, outermost first."""
+    chain: list[Any] = []
+    while sampler is not None and not any(sampler is known for known in chain):
+        chain.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return chain
+
+
+def own_generators(sampler: Any) -> list[torch.Generator]:
+    """Return the torch generators that a sampler and those it wraps draw from, each once."""
+    found = [getattr(each, "generator", None) for each in samplers_of(sampler)]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def chunks(items: Sequence[Any] | LazyItems, start: int, width: int) -> Iterator[Sequence[Any]]:
+    """Yield ``width`` consecutive items at a time from ``start`` on; the last chunk may be shorter."""
+    if isinstance(items, LazyItems):
+        while start > 0:
+            start -= len(items.take(min(start, 65536))) or start
+        yield from iter(lambda: items.take(width), [])
+    else:
+        for begin in range(start, len(items), width):
+            yield items[begin : begin + width]
+
+
+class IndexSampler:
+    """What replaces the sampler of a loader's copy. ``epoch`` is set before ``iter()``; the rest is the original's.
+
+    Attributes:
+        begun: Whether it was iterated at all since ``begun`` was last cleared.
+    """
+
+    def __init__(self, original: Any, order: Order, width: int, *, whole: bool, seed: int, seeded: bool) -> None:
+        """``whole``: an item is a batch by itself, or a sample that is not collated; else ``width`` items make one."""
+        self.order = order
+        self.width = width
+        self.whole = whole
+        self.epoch = 0
+        self.begun = False
+        self._original = original
+        self._seed = seed
+        self._seeded = seeded
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_original" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+    def _pack(self, indices: Sequence[Any], first: int, epoch: int) -> Any:
+        """Return what the loader fetches for the items that begin at position ``first`` of the order."""
+        if not self._seeded:
+            return indices[0] if self.whole else list(indices)
+        seed = mix_seed(self._seed, epoch)
+        if not self.whole:
+            return SeededBatch(indices, seed, first)
+        own = mix_seed(seed, first)
+        return SeededBatch(indices[0], own, 0) if type(indices[0]) is list else SeededIndex(indices[0], own)
+
+
+class TrainingSampler(IndexSampler):
+    """A rank's part of every global micro-batch, from ``start`` items of the order on.
+
+    Attributes:
+        start: Items of the order that are consumed already.
+        left_out: Whether the last global micro-batch of the last iteration held nothing for this rank.
+    """
+
+    def __init__(
+        self,
+        original: Any,
+        order: Order,
+        width: int,
+        *,
+        rank: int,
+        size: int,
+        drop_last: bool,
+        whole: bool,
+        seed: int,
+        seeded: bool,
+    ) -> None:
+        super().__init__(original, order, width, whole=whole, seed=seed, seeded=seeded)
+        self.rank = rank
+        self.size = size
+        self.drop_last = drop_last
+        self.start = 0
+        self.left_out = False
+
+    @property
+    def span(self) -> int:
+        """Items of a global micro-batch."""
+        return self.width * self.size
+
+    def length(self, start: int = 0) -> int | None:
+        """Return the number of global micro-batches from ``start`` items on, or None where it is unknown."""
+        total = self.order.length()
+        if total is None:
+            return None
+        left = max(total - start, 0)
+        return left // self.span if self.drop_last else ceil_div(left, self.span)
+
+    def __len__(self) -> int:
+        length = self.length(self.start)
+        if length is None:
+            raise TypeError(f"object of type {type(self._original).__name__!r} has no len()")
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun = True
+        self.left_out = False
+        # The order is drawn up here, not at the first ``next``: by then another epoch may have been set.
+        return self._batches(self.order.items(self.epoch), self.start, self.epoch)
+
+    def _batches(self, items: Sequence[Any] | LazyItems, start: int, epoch: int) -> Iterator[Any]:
+        span = self.span
+        full = self.rank * self.width, (self.rank + 1) * self.width
+        for chunk in chunks(items, start, span):
+            if len(chunk) == span:
+                begin, end = full
+            elif self.drop_last:
+                return
+            else:
+                begin, end = part_of(len(chunk), self.rank, self.size)
+                if begin == end:
+                    self.left_out = True
+                    return
+            yield self._pack(chunk[begin:end], start + begin, epoch)
+            start += span
+
+
+class EvaluationSampler(IndexSampler):
+    """Every ``step``-th batch of the one-process order from batch ``first`` on, below batch ``stop``."""
+
+    def __init__(
+        self, original: Any, order: Order, width: int, *, drop_last: bool, whole: bool, seed: int, seeded: bool
+    ) -> None:
+        super().__init__(original, order, width, whole=whole, seed=seed, seeded=seeded)
+        self.drop_last = drop_last
+        self.first = 0
+        self.step = 1
+        self.stop: int | None = None
+
+    def length(self) -> int | None:
+        """Return the number of batches of the one-process order, or None where it is unknown."""
+        total = self.order.length()
+        if total is None:
+            return None
+        return total // self.width if self.drop_last else ceil_div(total, self.width)
+
+    def __len__(self) -> int:
+        length = self.length()
+        if length is None:
+            raise TypeError(f"object of type {type(self._original).__name__!r} has no len()")
+        stop = length if self.stop is None else min(length, self.stop)
+        return len(range(self.first, stop, self.step))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun = True
+        # Fixed here as in training: what is drawn up belongs to this iteration.
+        return self._batches(self.order.items(self.epoch), (self.first, self.step, self.stop), self.epoch)
+
+    def _batches(
+        self, items: Sequence[Any] | LazyItems, share: tuple[int, int, int | None], epoch: int
+    ) -> Iterator[Any]:
+        first, step, stop = share
+        numbered = itertools.islice(enumerate(chunks(items, 0, self.width)), first, stop, step)
+        for number, chunk in numbered:
+            if self.drop_last and len(chunk) < self.width:
+                return
+            yield self._pack(chunk, number * self.width, epoch)

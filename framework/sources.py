@@ -1,0 +1,212 @@
+"""What the loops read: a source for a user's loader, or for several of them together."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from .combined import CombinedLoader, Rows, combined_length, cycle_parts, is_collection, merge, separate, side_by_side
+from .errors import CheckpointError, ConfigurationError
+from .evaluation_loaders import EvaluationSource, NumberedBatches, evaluation_source
+from .loaders import NO_BATCH, Position, TrainingSource, training_source
+
+_EPOCHS_APART = 1 << 20
+
+
+def prepare_training(
+    loader: Any,
+    *,
+    rank: int,
+    size: int,
+    seed: int,
+    shard: bool = True,
+    sequential: bool = False,
+    name: str = "train_dataloaders",
+) -> TrainingSource:
+    """Return the source that reads a training loader, or a collection of them as ``max_size_cycle``.
+
+    Args:
+        loader: a ``DataLoader``, any other iterable of batches, a ``CombinedLoader``, or a dict, list or tuple of them.
+        seed: that of the run, the same on all ranks.
+        shard: share the samples out; else the loader is read as it is on each rank.
+        sequential: read a shuffled ``DataLoader`` in the dataset's order, as overfitting on the first batches does.
+        name: what messages call the loader.
+
+    Raises:
+        ConfigurationError: with what was given, the rule and the next step.
+    """
+    options: dict[str, Any] = {"rank": rank, "size": size, "seed": seed, "shard": shard, "sequential": sequential}
+    if not isinstance(loader, CombinedLoader) and not is_collection(loader):
+        return training_source(loader, name=name, **options)
+    mode, loader = (loader.mode, loader.iterables) if isinstance(loader, CombinedLoader) else ("max_size_cycle", loader)
+    if mode == "sequential":
+        raise ConfigurationError(
+            f"{name} is a CombinedLoader(mode='sequential'), which is for evaluation; train with 'min_size', "
+            "'max_size' or 'max_size_cycle', or put the datasets into one ConcatDataset."
+        )
+    unfolded = side_by_side(loader, name)
+    parts = [training_source(part, name=path, **options) for path, part in unfolded.named()]
+    return CombinedTraining(parts, unfolded.spec, mode, name)
+
+
+def prepare_evaluation(
+    loader: Any, *, rank: int, size: int, seed: int = 0, shard: bool = True, name: str = "val_dataloaders"
+) -> EvaluationSource:
+    """Return the source that reads one evaluation loader, or a ``CombinedLoader`` that is not sequential.
+
+    Raises:
+        ConfigurationError: with what was given, the rule and the next step.
+    """
+    if not isinstance(loader, CombinedLoader):
+        return evaluation_source(loader, rank=rank, size=size, seed=seed, shard=shard, name=name)
+    if loader.mode == "sequential":
+        raise ConfigurationError(
+            f"{name} is a CombinedLoader(mode='sequential'), whose loaders are read one after the other: give them "
+            "one by one."
+        )
+    unfolded = side_by_side(loader.iterables, name)
+    parts = [
+        evaluation_source(part, rank=rank, size=size, seed=seed, shard=shard, name=path)
+        for path, part in unfolded.named()
+    ]
+    return CombinedEvaluation(parts, unfolded.spec, loader.mode, name, rank=rank, size=size)
+
+
+def prepare_evaluations(
+    loaders: Any, *, rank: int, size: int, seed: int = 0, shard: bool = True, name: str = "val_dataloaders"
+) -> list[EvaluationSource]:
+    """Return one source for each loader of a list, tuple or dict, in its order; of None, none."""
+    return [
+        prepare_evaluation(loader, rank=rank, size=size, seed=seed, shard=shard, name=path)
+        for path, loader in separate(loaders, name)
+    ]
+
+
+class CombinedTraining(TrainingSource):
+    """Several training sources side by side. Its position holds, of each part, the cycle and the position in it.
+
+    A row is ``NO_BATCH`` where a part of it is.
+    """
+
+    def __init__(self, parts: list[TrainingSource], spec: TreeSpec, mode: str, name: str) -> None:
+        self.name = name
+        self._parts = parts
+        self._spec = spec
+        self._mode = mode
+        # Of each part: at which row its cycles of this epoch began, the first of them where the epoch was resumed.
+        self._begins: list[list[int]] = [[0] for _ in parts]
+        self._first_cycles = [0] * len(parts)
+        self._rows_read = 0
+
+    def len_batches(self, position: Position | None = None) -> int | None:
+        places = self._places(position)
+        left: list[int | None] = []
+        for part, (cycle, place) in zip(self._parts, places, strict=True):
+            total = part.len_batches(place)
+            left.append(None if total is None else 0 if cycle else total - part.batches_before(place))
+        remaining = combined_length(self._mode, left)
+        return None if remaining is None else self.batches_before(position) + remaining
+
+    def batches_before(self, position: Position | None) -> int:
+        if position is None:
+            return 0
+        rows = []
+        for part, (cycle, place) in zip(self._parts, self._places(position), strict=True):
+            length = part.len_batches() if cycle else 0
+            if length is None:
+                # How many rows an earlier cycle took is known only for the layout that it was read with.
+                return int(position["batches"])
+            rows.append(cycle * length + part.batches_before(place))
+        return max(rows)
+
+    def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
+        self._rows_read = self.batches_before(position)
+        self._begins = [[self._rows_read] for _ in self._parts]
+        places = self._places(position)
+        cycles = self._first_cycles = [cycle for cycle, _ in places]
+
+        def reopen(part: int, cycle: int) -> Iterator[Any]:
+            self._begins[part].append(self._rows_read)
+            return self._parts[part].start(epoch + cycle * _EPOCHS_APART)
+
+        opened = [
+            part.start(epoch + cycle * _EPOCHS_APART, place)
+            for part, (cycle, place) in zip(self._parts, places, strict=True)
+        ]
+        cycling = self._mode == "max_size_cycle"
+        return self._fold(cycle_parts(opened, reopen, [*cycles]) if cycling else merge(self._mode, opened, reopen))
+
+    def _fold(self, rows: Rows) -> Iterator[Any]:
+        for row in rows:
+            self._rows_read += 1
+            yield NO_BATCH if any(item is NO_BATCH for item in row) else tree_unflatten(row, self._spec)
+
+    def position_from(self, began_at: Position | None, batches: int) -> Position:
+        places = []
+        for number, part in enumerate(self._parts):
+            begins = self._begins[number]
+            turn = bisect_right(begins, batches) - 1
+            cycle = self._first_cycles[number] + turn
+            began = self._places(began_at)[number][1] if turn == 0 else None
+            place = part.position_from(began, part.batches_before(began) + batches - begins[turn])
+            places.append({"cycle": cycle, "position": place})
+        return {"batches": batches, "parts": places}
+
+    def _places(self, position: Position | None) -> list[tuple[int, Position | None]]:
+        if position is None:
+            return [(0, None)] * len(self._parts)
+        places = position.get("parts", ())
+        if len(places) != len(self._parts):
+            raise CheckpointError(
+                f"{self.name} was checkpointed with {len(places)} loaders side by side, but there are "
+                f"{len(self._parts)} now: a run resumes on the loaders it was started with; give those."
+            )
+        return [(place["cycle"], place["position"]) for place in places]
+
+
+class CombinedEvaluation(EvaluationSource):
+    """Several evaluation sources side by side: row i of the one-process order goes to rank ``i % size``."""
+
+    def __init__(
+        self, parts: list[EvaluationSource], spec: TreeSpec, mode: str, name: str, *, rank: int, size: int
+    ) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self._parts = parts
+        self._spec = spec
+        self._mode = mode
+        if mode == "max_size_cycle" and any(not part.len_batches() for part in parts):
+            raise ConfigurationError(
+                f"{name} is a CombinedLoader(mode='max_size_cycle') with a loader without length; an evaluation shares "
+                "out the batches by number: give each loader a length above 0, or use mode='max_size'."
+            )
+
+    def len_batches(self) -> int | None:
+        return combined_length(self._mode, [part.len_batches() for part in self._parts])
+
+    def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
+        numbers: Iterator[int]
+        rows: Rows
+        if self._mode == "max_size_cycle":
+            stop = min(each for each in (self.len_batches(), limit) if each is not None)
+            numbers = iter(range(first, stop, self.size))
+            rows = zip(*(self._cycle(part, first, epoch) for part in self._parts), strict=False)
+        else:
+            numbers = itertools.count(first, self.size)
+            opened = [self._batches(part.start_from(first, epoch=epoch, limit=limit)) for part in self._parts]
+            rows = merge(self._mode, opened, lambda part, cycle: iter(()))
+        for number, row in zip(numbers, rows, strict=False):
+            yield number, tree_unflatten(row, self._spec)
+
+    def _cycle(self, part: EvaluationSource, first: int, epoch: int) -> Iterator[Any]:
+        length = part.len_batches() or 1
+        for begin in itertools.count(0, length):
+            yield from self._batches(part.start_from((first - begin) % self.size, epoch=epoch))
+
+    @staticmethod
+    def _batches(numbered: NumberedBatches) -> Iterator[Any]:
+        for _, batch in numbered:
+            yield batch
