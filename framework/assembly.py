@@ -1,0 +1,311 @@
+"""From a Trainer's settings and what the user handed over to a run that is ready to loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .callback import Callback
+from .checkpoint import Checkpoint, open_checkpoint
+from .datamodule import DataModule
+from .errors import CheckpointError, ConfigurationError
+from .evaluation import EvaluationPlan
+from .evaluation_loaders import EvaluationSource
+from .loading import Data, require_data
+from .log_fanout import LoggerFanout
+from .manual import ManualStep
+from .model_state import check_model
+from .module import TrainModule
+from .optimization import resolve_optimizers
+from .plugins import check_state_keys
+from .randomness import mix_seed, seed_generators
+from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero
+from .run import Run
+from .settings import Settings
+from .state import load_model, rank_state, restore_run
+from .steps import AutomaticStep, check_closure, is_overridden
+from .training import FitLoop, FitPlan
+from .transfer import batch_transfer
+from .windows import Windows
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@dataclass
+class FitRequest:
+    """What an entry point of the Trainer was handed."""
+
+    module: TrainModule
+    given: dict[str, Any]
+    datamodule: DataModule | None = None
+    ckpt_path: str | Path | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
+    """Build the loop of a fit, restored from a checkpoint where one is asked for. Collective."""
+    settings, module = trainer.settings, request.module
+    run = _begin(trainer, request, "fit")
+    origin = claim_directory(
+        trainer.directory, request.ckpt_path, trainer.callbacks, run.world, trainer.note, trainer.writes
+    )
+    checkpoint = open_checkpoint(origin.checkpoint) if origin.checkpoint is not None else None
+    trainer.seed = _agreed_seed(run, checkpoint)
+    for logger in trainer.loggers:
+        logger.attach(trainer.directory.root, trainer.directory.name, trainer.directory.version)
+    _prepare(run, request, "fit")
+    run.accumulation = trainer.accumulation
+    data = Data(run.world, module, request.datamodule, request.given, trainer.seed, trainer.use_distributed_sampler)
+    loop = _loop(trainer, run, data, request, checkpoint)
+    trainer.attach_loop(loop)
+    _place_model(trainer, run)
+    _configure_optimizers(run, settings)
+    run.optimizers = run.fabric.strategy.setup(module, run.optimizers, training=True)
+    transfer = batch_transfer(run.fabric, module, request.datamodule)
+    train_transfer = None if transfer is None else partial(_transfer_first, transfer)
+    if loop.plan.validation is not None:
+        loop.plan.validation.transfer = transfer
+    if module.automatic_optimization:
+        loop.step = AutomaticStep(run, train_transfer, settings.nonfinite, settings.clipping)
+    else:
+        loop.step = ManualStep(run, train_transfer, settings.nonfinite)
+    if checkpoint is not None:
+        _restore(loop, checkpoint, origin)
+    elif run.world.rank > 0:
+        # Ranks draw different numbers from here on (dropout); rank 0 stays where one process would be.
+        seed_generators(mix_seed(trainer.seed, run.world.rank))
+    return loop
+
+
+def assemble_evaluation(trainer: Trainer, request: FitRequest, stage: str) -> tuple[Run, EvaluationPlan]:
+    """Build what ``validate``, ``test`` or ``predict`` runs. Collective."""
+    run = _begin(trainer, request, stage)
+    trainer.seed = _agreed_seed(run, None)
+    if trainer.loggers and not trainer.directory.claimed:
+        claim_directory(trainer.directory, None, trainer.callbacks, run.world, trainer.note, trainer.writes)
+    for logger in trainer.loggers:
+        logger.attach(trainer.directory.root, trainer.directory.name, trainer.directory.version)
+    _prepare(run, request, stage)
+    data = Data(
+        run.world, request.module, request.datamodule, request.given, trainer.seed, trainer.use_distributed_sampler
+    )
+    sources = data.evaluation(stage)
+    require_data(sources, stage)
+    _place_model(trainer, run)
+    run.fabric.strategy.setup(request.module, [], training=False)
+    if request.ckpt_path is not None:
+        found = on_rank_zero(
+            run.world,
+            lambda: find_checkpoint(
+                request.ckpt_path or "", trainer.directory.root, trainer.directory.name, trainer.callbacks, trainer.note
+            ),
+        )
+        checkpoint = open_checkpoint(found)
+        check_model(request.module, checkpoint, strict=True)
+        load_model(run, checkpoint)
+    plan = _evaluation_plan(trainer, stage, sources)
+    plan.transfer = batch_transfer(run.fabric, request.module, request.datamodule)
+    return run, plan
+
+
+# ---- the parts ----------------------------------------------------------------------------------------------------
+
+
+def _begin(trainer: Trainer, request: FitRequest, stage: str) -> Run:
+    """Make the run and bind module and Trainer to it."""
+    world = trainer.fabric.world
+    brought = request.module.configure_callbacks()
+    callbacks = _with_brought(trainer.callbacks, [brought] if isinstance(brought, Callback) else list(brought))
+    trainer.callbacks = callbacks
+    fanout = LoggerFanout(trainer.loggers if world.is_global_zero else [], trainer.note)
+    run = Run(trainer, trainer.fabric, request.module, callbacks, fanout, stage)
+    request.module.__dict__["_run"] = run
+    request.module.__dict__["_metric_log"] = run.train_log
+    trainer.attach_run(run)
+    return run
+
+
+def _with_brought(callbacks: Sequence[Callback], brought: list[Callback]) -> list[Callback]:
+    """Return the Trainer's callbacks, those of the same class replaced by what the module brings along."""
+    kinds = {type(callback) for callback in brought}
+    merged = [callback for callback in callbacks if type(callback) not in kinds] + brought
+    check_state_keys(merged)
+    return merged
+
+
+def _prepare(run: Run, request: FitRequest, stage: str) -> None:
+    """Run the hooks that get data ready, and ``setup``. Collective."""
+    module, datamodule = run.module, request.datamodule
+    if run.world.local_rank == 0:
+        if datamodule is not None:
+            datamodule.prepare_data()
+        module.prepare_data()
+    run.world.barrier()
+    if datamodule is not None:
+        datamodule.setup(stage)
+    for callback in run.callbacks:
+        callback.setup(run.trainer, module, stage)
+    module.setup(stage)
+
+
+def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
+    """Return the seed that data order derives from: a checkpoint's, or what rank 0's generator was seeded with."""
+    if checkpoint is not None:
+        return int(checkpoint.document.get("seed", 0))
+    return run.world.broadcast_object(torch.initial_seed())
+
+
+def _place_model(trainer: Trainer, run: Run) -> None:
+    """Build what the module left for ``configure_model``, and put it on its device in its dtype."""
+    module, precision = run.module, run.fabric.precision
+    with run.fabric.strategy.building():
+        module.configure_model()
+    if trainer.sync_batchnorm and run.world.size > 1:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    module.to(run.world.device)
+    if precision.converts_inputs:
+        module.to(precision.storage)
+
+
+def _configure_optimizers(run: Run, settings: Settings) -> None:
+    run.optimizers, run.schedulers = resolve_optimizers(run.module.configure_optimizers())
+    if not run.module.automatic_optimization:
+        if run.accumulation.constant != 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={run.accumulation} with automatic_optimization = False: call the optimizer's "
+                "step in training_step when enough gradients have gathered, and leave it out of the Trainer."
+            )
+        return
+    if len(run.optimizers) != 1:
+        found = "none" if not run.optimizers else str(len(run.optimizers))
+        raise ConfigurationError(
+            f"configure_optimizers returned {found} where automatic optimization steps exactly one optimizer. "
+            "Return one, or set automatic_optimization = False and step them in training_step."
+        )
+    check_closure(run.optimizers[0])
+
+
+def _loop(trainer: Trainer, run: Run, data: Data, request: FitRequest, checkpoint: Checkpoint | None) -> FitLoop:
+    settings = trainer.settings
+    position = _position(checkpoint)
+    if checkpoint is not None:
+        run.progress.load_state_dict(checkpoint.document["progress"])
+
+    def sources() -> tuple[Any, int | None, int | None]:
+        source = data.training(settings)
+        full = settings.limit_batches("train", data.agreed_length(source, None))
+        resumed = settings.limit_batches("train", data.agreed_length(source, position)) if position else full
+        return source, full, resumed
+
+    source, full, resumed = sources()
+    windows = Windows(source, run.accumulation, run.progress, full, run.world.size)
+    validation = None
+    if is_overridden("validation_step", run.module):
+        validation = _evaluation_plan(trainer, "validate", data.evaluation("validate"))
+    elif request.given.get("validate") is not None:
+        raise ConfigurationError(f"val_dataloaders was given, but {type(run.module).__name__} has no validation_step.")
+    plan = _fit_plan(settings, validation, full)
+    loop = FitLoop(run, plan, windows, time.monotonic)
+    loop.position, loop.resumed_end = position, resumed
+    if settings.reload_every:
+        loop.reload_every = settings.reload_every
+        loop.reload = _reloader(trainer, loop, data, sources)
+    return loop
+
+
+def _reloader(trainer: Trainer, loop: FitLoop, data: Data, sources: Callable[[], Any]) -> Callable[[], None]:
+    def reload() -> None:
+        source, full, _ = sources()
+        loop.windows.source, loop.windows.full = source, full
+        validation = loop.plan.validation
+        if validation is not None:
+            fresh = _evaluation_plan(trainer, "validate", data.evaluation("validate"))
+            if fresh is not None:
+                validation.sources, validation.limits = fresh.sources, fresh.limits
+
+    return reload
+
+
+def _position(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """Return where in an epoch a checkpoint stands; None at the start of one."""
+    if checkpoint is None:
+        return None
+    progress = checkpoint.document["progress"]
+    if progress["batch_in_epoch"] == 0 or progress["epoch_ended"]:
+        return None
+    position: dict[str, Any] | None = checkpoint.document["position"]
+    return position
+
+
+def _evaluation_plan(trainer: Trainer, stage: str, sources: list[EvaluationSource]) -> Any:
+    settings = trainer.settings
+    if stage == "validate" and trainer.state.stage == "fit" and (not sources or settings.limits["validate"] == 0):
+        return None
+    limits = [settings.limit_batches(stage, source.len_batches()) for source in sources]
+    return EvaluationPlan(stage, sources, limits, None, trainer.inference_mode)
+
+
+def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: int | None) -> FitPlan:
+    sanity = settings.num_sanity_val_steps
+    plan = FitPlan(
+        max_epochs=settings.max_epochs,
+        min_epochs=settings.min_epochs,
+        max_steps=settings.max_steps,
+        min_steps=settings.min_steps,
+        log_every_n_steps=settings.log_every_n_steps,
+        validation=validation,
+        check_val_every_n_epoch=settings.check_val_every_n_epoch,
+        sanity_batches=None if sanity == -1 else sanity,
+    )
+    interval = settings.val_check_interval
+    if isinstance(interval, timedelta):
+        plan.validate_every_seconds = interval.total_seconds()
+        plan.validate_at_epoch_end = False
+    elif isinstance(interval, int):
+        if settings.check_val_every_n_epoch is not None and batches is not None and interval > batches:
+            raise ConfigurationError(
+                f"val_check_interval={interval} is more than the {batches} batches of an epoch: give a smaller one, or "
+                "check_val_every_n_epoch=None to count batches over epochs."
+            )
+        plan.validate_every_batches, plan.validate_at_epoch_end = interval, False
+    elif interval < 1.0:
+        if batches is None:
+            raise ConfigurationError(
+                f"val_check_interval={interval} is a fraction, but the training loader has no length: give whole batches."
+            )
+        plan.validate_every_batches, plan.validate_at_epoch_end = max(1, int(batches * interval)), False
+    return plan
+
+
+def _restore(loop: FitLoop, checkpoint: Checkpoint, origin: Origin) -> None:
+    """Put the run back to where a checkpoint stands. Collective."""
+    run, source = loop.run, loop.windows.source
+    restore_run(run, checkpoint)
+    mine = rank_state(run, checkpoint)
+    progress = run.progress
+    if loop.position is not None:
+        progress.batch_in_epoch = source.batches_before(loop.position)
+    if mine is not None:
+        run.train_log.load_state_dict(mine["log"])
+        loop.random = mine["random"]
+    else:
+        # Another number of ranks: their generators follow from where the run stands.
+        seed_generators(mix_seed(run.trainer.seed, progress.attempts, run.world.rank))
+    loop.resumed_from = origin.checkpoint
+    if loop.plan.max_epochs is not None and 0 <= loop.plan.max_epochs < progress.epoch:
+        raise CheckpointError(
+            f"{checkpoint.path} stands at epoch {progress.epoch}, but max_epochs={loop.plan.max_epochs}: "
+            "raise max_epochs to train on."
+        )
+
+
+def _transfer_first(transfer: Callable[[Any, int], Any], batch: Any) -> Any:
+    return transfer(batch, 0)

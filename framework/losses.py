@@ -1,0 +1,53 @@
+"""Watching losses for NaN and infinity without making the host wait for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_SLOTS = 16
+
+
+class DeviceLossWatch:
+    """Copies each loss to pinned memory in the background and reports those that turn out not to be finite.
+
+    A report comes as soon as the copy is done, which is a step or two after the loss, at the latest when the ring of
+    copies is full.
+    """
+
+    def __init__(self, report: Callable[[float, int], None]) -> None:
+        self._report = report
+        self._ring = torch.zeros(_SLOTS, dtype=torch.float32, pin_memory=True)
+        self._events = [torch.cuda.Event() for _ in range(_SLOTS)]
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._next = 0
+
+    def __call__(self, loss: Tensor, step: int) -> None:
+        """Watch the loss of optimizer step ``step``."""
+        self._collect(wait=len(self._waiting) == _SLOTS)
+        slot = self._next
+        self._next = (slot + 1) % _SLOTS
+        self._ring[slot : slot + 1].copy_(loss.detach().reshape(1), non_blocking=True)
+        self._events[slot].record()
+        self._waiting.append((slot, step))
+
+    def flush(self) -> None:
+        """Wait for all copies under way, and report."""
+        while self._waiting:
+            self._collect(wait=True)
+
+    def _collect(self, wait: bool) -> None:
+        while self._waiting:
+            slot, step = self._waiting[0]
+            if wait:
+                self._events[slot].synchronize()
+                wait = False
+            elif not self._events[slot].query():
+                return
+            self._waiting.popleft()
+            number = float(self._ring[slot])
+            if number - number != 0.0:
+                self._report(number, step)

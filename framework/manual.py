@@ -1,0 +1,119 @@
+"""Manual optimization: the user's ``training_step`` calls backward and the optimizers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .run import Run
+from .steps import TrainingStep
+from .strategy import parameters_of
+
+
+class ManualOptimizer:
+    """An optimizer as ``self.optimizers()`` returns it: its ``step`` reduces gradients over ranks and obeys precision.
+
+    Everything else is the optimizer's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, run: Run, applied: Callable[[], None]) -> None:
+        self.optimizer = optimizer
+        self._run = run
+        self._applied = applied
+        self._reduce = run.world.size > 1
+        self._hooks = run.hooks("on_before_optimizer_step")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients over ranks and apply an update. Collective. Returns what the optimizer's step does."""
+        optimizer, fabric = self.optimizer, self._run.fabric
+        result: Any = None
+
+        def apply() -> bool:
+            nonlocal result
+            if closure is None:
+                return fabric.strategy.step(optimizer)
+            result = optimizer.step(closure)
+            return True
+
+        if self._reduce:
+            fabric.strategy.reduce_gradients(parameters_of(optimizer))
+        hooks = partial(self._call_hooks, optimizer) if self._hooks else None
+        if fabric.updater(optimizer, hooks, apply):
+            self._applied()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Generator[None, None, None]:
+        """Let only this optimizer's parameters gather gradients."""
+        with self._run.module.toggled_optimizer(self.optimizer):
+            yield
+
+    def _call_hooks(self, optimizer: Optimizer) -> None:
+        for hook in self._hooks:
+            hook(optimizer)
+
+
+class ManualStep(TrainingStep):
+    """Calls ``training_step`` for each batch; a batch in which any optimizer stepped is one optimizer step."""
+
+    def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
+        super().__init__(run, transfer, nonfinite)
+        # Not through the strategy: gradients are reduced when an optimizer steps, which may be many times in a step.
+        self.forward = self.routed(training=False)
+        self.stepped = False
+        run.manual_optimizers = [ManualOptimizer(optimizer, run, self._note) for optimizer in run.optimizers]
+        run.manual_backward = self.manual_backward
+
+    def _note(self) -> None:
+        self.stepped = True
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss, scaled where the precision needs it."""
+        scaler = self.run.fabric.scaler
+        if self.reads_loss:
+            number = loss.item()
+            if self.raises and number - number != 0.0:
+                self.report(number, self.progress.global_step)
+            self.run.latest_loss = number
+        else:
+            self.run.latest_loss = loss.detach()
+            if self.watch is not None:
+                self.watch(loss, self.progress.global_step)
+        for hook in self.before_backward:
+            hook(loss)
+        (loss if scaler is None else loss * scaler.scale).backward(*args, **kwargs)
+        for hook in self.after_backward:
+            hook()
+
+    def __call__(self, batches: list[Any], consumed: int) -> bool:
+        """Run a batch; return False where no rank had one. Collective."""
+        if self.world_size > 1:
+            self.triggers.launch(self.progress.attempts, float(len(batches)), len(batches))
+            agreement = self.triggers.read()
+            if self.triggers.fired:
+                self.run.heed_triggers()
+            # Optimizers communicate in the user's step, so a batch counts only where every rank has one.
+            if agreement.ranks_with_data < self.world_size:
+                return False
+        for batch in batches:
+            index = self.progress.batch_in_epoch
+            batch = self.start_batch(batch, index)
+            self.stepped = False
+            output = self.forward(batch, index)
+            self.advance(consumed)
+            self.progress.global_step += self.stepped
+            for hook in self.batch_end:
+                hook(output, batch, index)
+        return True

@@ -1,0 +1,377 @@
+"""``TrainModule``: what a user subclasses. An ``nn.Module`` with steps, hooks and a way to log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .callback import Callback
+from .checkpoint import open_checkpoint
+from .errors import ConfigurationError
+from .hparams import HyperparametersMixin
+from .logger import Logger
+from .model_state import rebuild_module
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .fabric import Fabric
+    from .run import Run
+    from .trainer import Trainer
+
+_LIVE = ("_run", "_metric_log")
+
+
+class TrainModule(HyperparametersMixin, nn.Module):
+    """A model with its training. Override ``training_step`` and ``configure_optimizers``, and what else is needed.
+
+    ``training_step`` runs where PyTorch would run it: its loss is computed, then the framework calls backward, clips,
+    steps and schedules, unless ``automatic_optimization`` is False.
+    """
+
+    automatic_optimization: bool = True
+    example_input_array: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in _LIVE:
+            self.__dict__[name] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the module belongs to no run.
+        return {**self.__dict__, **dict.fromkeys(_LIVE)}
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
+        """Return the loss of a micro-batch, a 0-d tensor: the mean over the batch's items. Or a mapping with ``"loss"``.
+
+        None says that this micro-batch adds nothing; its weight stays in the mean. Any subset of ranks may return None.
+        """
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one batch; takes ``dataloader_idx=0`` too where there are several loaders."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one batch."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return predictions for one batch; the default calls the module on it."""
+        return self(batch)
+
+    def batch_weight(self, batch: Any) -> int | float | Tensor:
+        """Return how many items the batch's mean loss is over, such as its tokens that are no padding.
+
+        The gradient of an optimizer step is that of the weighted mean over all micro-batches of its window on all ranks.
+        """
+        return 1
+
+    # ---- configuration --------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, a list of them, ``(optimizers, schedulers)``, or a dict with ``optimizer`` and ``lr_scheduler``."""
+        return None
+
+    def configure_model(self) -> None:
+        """Build large layers here, under the strategy's context. May be called twice: build only what is missing."""
+
+    def configure_callbacks(self) -> Sequence[Callback] | Callback:
+        """Return callbacks that this module brings along; they replace the Trainer's of the same class."""
+        return []
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip gradients before an update; override to clip differently, with ``clip_gradients``."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    # ---- data -----------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Download or write data; called on one rank of each node, before ``setup``."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader, where ``fit`` is given none."""
+
+    def val_dataloader(self) -> Any:
+        """Return one validation loader or several."""
+
+    def test_dataloader(self) -> Any:
+        """Return one test loader or several."""
+
+    def predict_dataloader(self) -> Any:
+        """Return one prediction loader or several."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device; override for batches that are no collections of tensors."""
+        return self.fabric.to_device(batch)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch to transfer."""
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch that the step gets."""
+        return batch
+
+    # ---- hooks, in the order of a fit -----------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None: ...
+    def teardown(self, stage: str) -> None: ...
+    def on_fit_start(self) -> None: ...
+    def on_fit_end(self) -> None: ...
+    def on_train_start(self) -> None: ...
+    def on_train_end(self) -> None: ...
+    def on_train_epoch_start(self) -> None: ...
+    def on_train_epoch_end(self) -> None: ...
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None: ...
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None: ...
+    def on_before_backward(self, loss: Tensor) -> None: ...
+    def on_after_backward(self) -> None: ...
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
+    def on_validation_start(self) -> None: ...
+    def on_validation_end(self) -> None: ...
+    def on_validation_epoch_start(self) -> None: ...
+    def on_validation_epoch_end(self) -> None: ...
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_model_eval(self) -> None: ...
+    def on_validation_model_train(self) -> None: ...
+    def on_test_start(self) -> None: ...
+    def on_test_end(self) -> None: ...
+    def on_test_epoch_start(self) -> None: ...
+    def on_test_epoch_end(self) -> None: ...
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_model_eval(self) -> None: ...
+    def on_test_model_train(self) -> None: ...
+    def on_predict_start(self) -> None: ...
+    def on_predict_end(self) -> None: ...
+    def on_predict_epoch_start(self) -> None: ...
+    def on_predict_epoch_end(self) -> None: ...
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_model_eval(self) -> None: ...
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Apply an update. Backward has run by now; ``optimizer_closure`` returns the loss that it ran on."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Drop the gradients of the last update."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Advance a scheduler."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    # ---- logging --------------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        sync_dist: bool = True,
+        batch_size: int | float | Tensor | None = None,
+        add_dataloader_idx: bool = True,
+        **lightning_only: Any,
+    ) -> None:
+        """Log a number, a tensor with one element, or a torchmetrics ``Metric``. Costs no synchronisation.
+
+        A step's value is this rank's. An epoch's value is the exact mean over all ranks, weighted by ``batch_size``
+        (default: the first dimension of the batch's first tensor), or what ``reduce_fx`` says: ``"mean"``, ``"sum"``,
+        ``"min"``, ``"max"``. Defaults: in ``training_step`` the step, elsewhere the epoch. With both, the names get the
+        suffixes ``_step`` and ``_epoch``. ``sync_dist`` and what only Lightning knows is accepted and changes nothing.
+
+        Raises:
+            MetricError: the value is nothing that can be logged.
+        """
+        sink = self._metric_log
+        if sink is not None:
+            sink.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
+        """Log each item of a mapping, or of a torchmetrics ``MetricCollection``, with the arguments of ``log``."""
+        for name, value in dictionary.items():
+            self.log(name, value, **arguments)
+
+    # ---- manual optimization --------------------------------------------------------------------------------------
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, or the list of them where there are several."""
+        optimizers = self._live.manual_optimizers
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def lr_schedulers(self) -> Any:
+        """Return the scheduler, the list of them where there are several, or None."""
+        schedulers = [config.scheduler for config in self._live.schedulers]
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, with the precision's loss scale and the strategy's reduction before the next update."""
+        self._live.manual_backward(loss, *args, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Let only the parameters of this optimizer gather gradients, until ``untoggle_optimizer``."""
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        kept: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
+        for other in self._live.optimizers:
+            for group in other.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in mine and parameter not in kept:
+                        kept[parameter] = parameter.requires_grad
+                        parameter.requires_grad = False
+
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Undo ``toggle_optimizer``."""
+        for parameter, requires_grad in self.__dict__.pop("_toggled", {}).items():
+            parameter.requires_grad = requires_grad
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer) -> Generator[None, None, None]:
+        """Context of ``toggle_optimizer`` and ``untoggle_optimizer``."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of an optimizer's parameters by ``"norm"`` (default) or by ``"value"``. Collective."""
+        self._live.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    # ---- the run --------------------------------------------------------------------------------------------------
+
+    @property
+    def _live(self) -> Run:
+        run: Run | None = self.__dict__.get("_run")
+        if run is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} belongs to no run: hand it to Trainer.fit, validate, test or predict."
+            )
+        return run
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs this module."""
+        return self._live.trainer
+
+    @property
+    def fabric(self) -> Fabric:
+        """The Fabric beneath the Trainer."""
+        return self._live.fabric
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters, or of the run where there are none."""
+        parameter = next(self.parameters(), None)
+        if parameter is not None:
+            return parameter.device
+        return self._live.world.device if self.__dict__.get("_run") is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first floating-point parameter."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch in progress, from 0."""
+        run: Run | None = self.__dict__.get("_run")
+        return run.progress.epoch if run is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates applied."""
+        run: Run | None = self.__dict__.get("_run")
+        return run.progress.global_step if run is not None else 0
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        run: Run | None = self.__dict__.get("_run")
+        return run.world.rank if run is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        run: Run | None = self.__dict__.get("_run")
+        return run.world.local_rank if run is not None else 0
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        return self._live.trainer.loggers
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0."""
+        self.fabric.print(*args, **kwargs)
+
+    def all_gather(self, data: Any) -> Any:
+        """Return tensors of all ranks, stacked in a new first dimension. Collective."""
+        return self.fabric.all_gather(data)
+
+    def freeze(self) -> None:
+        """Let no parameter gather gradients, and go to evaluation mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Let all parameters gather gradients, and go to training mode."""
+        self.requires_grad_(True)
+        self.train()
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: str | torch.device | None = None,
+        strict: bool = True,
+        **overrides: Any,
+    ) -> Self:
+        """Rebuild a module from a checkpoint: ``__init__`` with the saved hyperparameters, then the saved weights.
+
+        Args:
+            checkpoint_path: the checkpoint's directory.
+            map_location: device to put the module on (default: the CPU).
+            strict: whether names of weights must match exactly.
+            overrides: arguments of ``__init__`` that replace or complete the saved ones.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or its weights are not this module's.
+        """
+        module: Self = rebuild_module(cls, open_checkpoint(checkpoint_path), strict, overrides)
+        return module.to(map_location) if map_location is not None else module

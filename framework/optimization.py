@@ -1,0 +1,124 @@
+"""What ``configure_optimizers`` returns, in all its forms, as two lists; and when schedulers step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from .errors import ConfigurationError, did_you_mean
+
+_FORMS = "an optimizer, a list of them, (optimizers, schedulers), or a dict with 'optimizer' and 'lr_scheduler'"
+
+
+@dataclass
+class SchedulerConfig:
+    """A scheduler and when it steps: every ``frequency`` epochs or applied optimizer steps, counted over the whole run."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+
+    @property
+    def needs_metric(self) -> bool:
+        """Whether stepping takes the value of ``monitor``."""
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+
+def resolve_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers of what ``configure_optimizers`` returned; None means there are none.
+
+    Raises:
+        ConfigurationError: it has none of the known forms.
+    """
+    if returned is None:
+        return [], []
+    if isinstance(returned, Optimizer):
+        return [returned], []
+    if isinstance(returned, Mapping):
+        return _from_dicts([returned])
+    if isinstance(returned, Sequence):
+        if all(isinstance(item, Optimizer) for item in returned):
+            return list(returned), []
+        if returned and all(isinstance(item, Mapping) for item in returned):
+            return _from_dicts(returned)
+        if len(returned) == 2:
+            optimizers = [returned[0]] if isinstance(returned[0], Optimizer) else returned[0]
+            schedulers = returned[1] if isinstance(returned[1], Sequence) else [returned[1]]
+            if isinstance(optimizers, Sequence) and all(isinstance(item, Optimizer) for item in optimizers):
+                return _checked(list(optimizers), [_scheduler(item) for item in schedulers if item is not None])
+    raise ConfigurationError(f"configure_optimizers returned {_describe(returned)}; it must return {_FORMS}.")
+
+
+def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    optimizers: list[Optimizer] = []
+    schedulers: list[SchedulerConfig] = []
+    for item in items:
+        extra = set(item) - {"optimizer", "lr_scheduler", "monitor", "frequency"}
+        if extra or not isinstance(item.get("optimizer"), Optimizer):
+            what = f"the key {sorted(extra)[0]!r}" if extra else "no optimizer under 'optimizer'"
+            hint = did_you_mean(sorted(extra)[0], ("optimizer", "lr_scheduler", "monitor")) if extra else ""
+            raise ConfigurationError(
+                f"configure_optimizers returned a dict with {what}.{hint} It must return {_FORMS}."
+            )
+        optimizers.append(item["optimizer"])
+        if item.get("lr_scheduler") is not None:
+            config = _scheduler(item["lr_scheduler"])
+            config.monitor = config.monitor or item.get("monitor")
+            schedulers.append(config)
+    return _checked(optimizers, schedulers)
+
+
+def _scheduler(given: Any) -> SchedulerConfig:
+    if not isinstance(given, Mapping):
+        if not hasattr(given, "step"):
+            raise ConfigurationError(f"configure_optimizers: {_describe(given)} is no scheduler: it has no step().")
+        return SchedulerConfig(given)
+    known = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+    for key in given:
+        if key not in known:
+            raise ConfigurationError(
+                f"configure_optimizers: the scheduler's key {key!r} is not known.{did_you_mean(key, known)} "
+                f"Known: {', '.join(known)}."
+            )
+    if "scheduler" not in given:
+        raise ConfigurationError("configure_optimizers: a scheduler's dict needs the scheduler under 'scheduler'.")
+    config = SchedulerConfig(**{key: value for key, value in given.items() if key != "reduce_on_plateau"})
+    if config.interval not in ("epoch", "step"):
+        raise ConfigurationError(
+            f"configure_optimizers: interval={config.interval!r} is not known; a scheduler steps by 'epoch' or 'step'."
+        )
+    if isinstance(config.frequency, bool) or not isinstance(config.frequency, int) or config.frequency < 1:
+        raise ConfigurationError(
+            f"configure_optimizers: frequency={config.frequency!r} must be a whole number of at least 1."
+        )
+    return config
+
+
+def _checked(
+    optimizers: list[Optimizer], schedulers: list[SchedulerConfig]
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    for config in schedulers:
+        if config.needs_metric and config.monitor is None:
+            raise ConfigurationError(
+                "configure_optimizers: ReduceLROnPlateau needs the name of a metric: "
+                "return {'scheduler': ..., 'monitor': 'val_loss'}."
+            )
+        mine = getattr(config.scheduler, "optimizer", None)
+        if isinstance(mine, Optimizer) and not any(mine is optimizer for optimizer in optimizers):
+            raise ConfigurationError(
+                f"configure_optimizers: {type(config.scheduler).__name__} schedules an optimizer that is not returned."
+            )
+    return optimizers, schedulers
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
+    return f"a {type(value).__name__}"

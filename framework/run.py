@@ -1,0 +1,198 @@
+"""``Run``: the live state of one fit or evaluation. Loops write it, callbacks read it through the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .accumulation import AccumulationSchedule
+from .callback import Callback, in_call_order, wanted
+from .errors import MetricError, NonFiniteError, did_you_mean
+from .fabric import Fabric
+from .log import Entry, MetricLog
+from .log_fanout import LoggerFanout
+from .module import TrainModule
+from .optimization import SchedulerConfig
+from .progress import Progress
+from .triggers import Triggers
+from .world import World
+
+if TYPE_CHECKING:
+    from .manual import ManualOptimizer
+    from .trainer import Trainer
+
+Hook = Callable[..., Any]
+
+
+class Run:
+    """One stage of a module's life: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        fabric: Fabric,
+        module: TrainModule,
+        callbacks: Sequence[Callback],
+        loggers: LoggerFanout,
+        stage: str,
+    ) -> None:
+        self.trainer = trainer
+        self.fabric = fabric
+        self.world: World = fabric.world
+        self.module = module
+        self.callbacks = in_call_order(callbacks)
+        self.loggers = loggers
+        self.stage = stage
+        self.progress = Progress()
+        self.triggers = Triggers(self.world)
+        self.accumulation = AccumulationSchedule(1)
+        self.optimizers: list[Optimizer] = []
+        self.manual_optimizers: list[ManualOptimizer] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self.train_log = MetricLog("train", self.world)
+        self.latest_loss: Any = None
+        self.metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
+        self.sanity_checking = False
+        self.stop_reason: str | None = None
+        self.stop_requested = False
+        self.manual_backward: Callable[..., None] = _no_loop
+
+    # ---- hooks ----------------------------------------------------------------------------------------------------
+
+    def hooks(self, name: str) -> tuple[Hook, ...]:
+        """Return everything to call for a hook, bound to its leading arguments: callbacks, then the module's own."""
+        return (*self._callback_hooks(name, self.callbacks), *self.module_hook(name))
+
+    def hooks_around(self, name: str) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
+        """Return the hooks before and after an epoch's metrics are reduced: those that monitor metrics come after."""
+        watching = [callback for callback in self.callbacks if callback.monitors]
+        others = [callback for callback in self.callbacks if not callback.monitors]
+        before = (*self._callback_hooks(name, others), *self.module_hook(name))
+        return before, self._callback_hooks(name, watching)
+
+    def module_hook(self, name: str) -> tuple[Hook, ...]:
+        """Return the module's hook where it overrides it."""
+        own = getattr(type(self.module), name, None)
+        return (getattr(self.module, name),) if own is not getattr(TrainModule, name, None) else ()
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a hook of rare occasions."""
+        for hook in self.hooks(name):
+            hook(*args)
+
+    def _callback_hooks(self, name: str, callbacks: Sequence[Callback]) -> tuple[Hook, ...]:
+        return tuple(partial(hook, self.trainer, self.module) for hook in wanted(callbacks, name))
+
+    # ---- figures --------------------------------------------------------------------------------------------------
+
+    @property
+    def log_step(self) -> int:
+        """The step that figures are logged at: the index of the newest optimizer step."""
+        return max(0, self.progress.global_step - 1)
+
+    def publish_step(self) -> None:
+        """Hand the newest step values to the loggers."""
+        values = self.train_log.step_values("logger")
+        if values:
+            numbers = as_numbers(values)
+            self.metrics["logged"].update(numbers)
+            self.loggers.log_metrics({**numbers, "epoch": float(self.progress.epoch)}, self.log_step)
+
+    def publish_epoch(self, log: MetricLog) -> dict[str, float]:
+        """Reduce an epoch's values over the ranks, keep them and hand them to the loggers. Collective."""
+        self.metrics["callback"].update(log.current())
+        self.metrics["progress_bar"].update(log.step_values("prog_bar"))
+        reduced = log.reduce()
+        logged: dict[str, float] = {}
+        for entry, value in reduced.items():
+            self._keep(entry, value, logged)
+        if logged and not self.sanity_checking:
+            self.metrics["logged"].update(logged)
+            self.loggers.log_metrics({**logged, "epoch": float(self.progress.epoch)}, self.log_step)
+        return {entry.epoch_name: value.item() for entry, value in reduced.items()}
+
+    def _keep(self, entry: Entry, value: Tensor, logged: dict[str, float]) -> None:
+        self.metrics["callback"][entry.epoch_name] = value
+        self.metrics["callback"][entry.name] = value
+        if entry.prog_bar:
+            self.metrics["progress_bar"][entry.epoch_name] = value
+        if entry.logger:
+            logged[entry.epoch_name] = value.item()
+
+    def metric_view(self, which: str) -> dict[str, Tensor]:
+        """Return the metrics for ``"callback"``, ``"logged"`` or ``"progress_bar"`` as 0-d tensors."""
+        live = {
+            "callback": self.train_log.current,
+            "progress_bar": partial(self.train_log.step_values, "prog_bar"),
+            "logged": dict,
+        }[which]()
+        return {name: torch.as_tensor(value) for name, value in {**self.metrics[which], **live}.items()}
+
+    def metric(self, name: str, who: str) -> Tensor:
+        """Return a logged metric.
+
+        Raises:
+            MetricError: nothing of that name was logged; the message names what was.
+        """
+        known = self.metric_view("callback")
+        if name not in known:
+            raise MetricError(
+                f"{who} needs the metric {name!r}, which was not logged.{did_you_mean(name, known)} "
+                f"Logged: {', '.join(sorted(known)) or 'nothing'}."
+            )
+        return known[name]
+
+    # ---- stopping -------------------------------------------------------------------------------------------------
+
+    def heed_triggers(self) -> None:
+        """Act on what has fired; the same on every rank.
+
+        Raises:
+            NonFiniteError: a rank met a loss that is NaN or infinite.
+        """
+        fired = self.triggers.fired
+        if "nonfinite" in fired:
+            raise NonFiniteError(next(iter(fired["nonfinite"].values())))
+        if "stop" in fired:
+            self.stop_requested = True
+            self.stop_reason = next((reason for reason in fired["stop"].values() if reason), self.stop_reason)
+
+    def update_learning_rates(self, interval: str) -> None:
+        """Advance the schedulers of an interval that are due."""
+        progress = self.progress
+        count = progress.global_step if interval == "step" else progress.epoch + 1
+        for config in self.schedulers:
+            if config.interval == interval and count % config.frequency == 0:
+                self._advance(config)
+
+    def _advance(self, config: SchedulerConfig) -> None:
+        metric: Any = None
+        if config.needs_metric:
+            known = self.metric_view("callback")
+            if config.monitor not in known and not config.strict:
+                return
+            metric = self.metric(str(config.monitor), type(config.scheduler).__name__)
+        self.module.lr_scheduler_step(config.scheduler, metric)
+
+    def clip_gradients(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
+        """Clip an optimizer's gradients, where a value is given. Collective."""
+        if value:
+            self.fabric.updater.clip(optimizer, value, algorithm or "norm")
+
+
+def as_numbers(values: dict[str, Any]) -> dict[str, float]:
+    """Return values as floats; tensors on a device are read in one synchronisation for each device."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    numbers = (
+        dict(zip(tensors, torch.stack([t.double() for t in tensors.values()]).tolist(), strict=True)) if tensors else {}
+    )
+    return {name: numbers[name] if name in numbers else float(value) for name, value in values.items()}
+
+
+def _no_loop(*args: Any, **kwargs: Any) -> None:
+    raise MetricError("manual_backward belongs in training_step, while fit runs.")

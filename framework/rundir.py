@@ -1,0 +1,102 @@
+"""The directory of a run: ``root/<name>/version_<n>``, one for each run, held by a lock while it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from pathlib import Path
+
+from .errors import StorageError
+
+_VERSION = re.compile(r"version_(\d+)$")
+_LOCK = ".lock"
+
+
+class RunDirectory:
+    """One run's directory. Rank 0 alone creates and locks it; nothing is created before ``acquire``."""
+
+    def __init__(self, root: Path, name: str, version: int) -> None:
+        self.root = root
+        self.name = name
+        self.version = version
+        self.claimed = False
+        self._lock: int | None = None
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self.root / self.name / f"version_{self.version}"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints go."""
+        return self.path / "checkpoints"
+
+    def acquire(self, fresh: bool) -> None:
+        """Create the directory and hold its lock until ``release`` or this process's end, however it ends.
+
+        Where it is to be ``fresh`` and another run was faster in creating it, the next free version is taken.
+
+        Raises:
+            StorageError: it cannot be written, or another process holds it; the message names it.
+        """
+        if self._lock is not None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            while fresh and self.path.exists():
+                self.version += 1
+            self.path.mkdir(exist_ok=not fresh)
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} cannot be written ({error.strerror}): give another default_root_dir, or free this one."
+            ) from None
+        if not _lock(descriptor):
+            holder = os.read(descriptor, 4096).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise StorageError(
+                f"{self.path} is being written by {holder}: wait for that run, end it, or give another default_root_dir."
+            )
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._lock = descriptor
+
+    def release(self) -> None:
+        """Let the lock go."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write_json(self, name: str, document: object) -> None:
+        """Write a small document into the directory."""
+        (self.path / name).write_text(json.dumps(document, indent=2, default=str) + "\n")
+
+
+def versions(root: Path, name: str) -> list[int]:
+    """Return the versions that exist under ``root/name``, ascending."""
+    try:
+        entries = os.listdir(root / name)
+    except OSError:
+        return []
+    return sorted(int(match.group(1)) for entry in entries if (match := _VERSION.match(entry)))
+
+
+def next_version(root: Path, name: str) -> int:
+    """Return the first version after those that exist."""
+    found = versions(root, name)
+    return found[-1] + 1 if found else 0
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # no advisory locks on this system
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,192 @@
+"""All that a run is made of, as canonical state: taken for a checkpoint, and put back from one.
+
+Tensors are held by parameter name; optimizer state by optimizer, slot and parameter name; everything else as JSON.
+What differs from rank to rank (random generators, what has been logged in the epoch so far) is a document of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .checkpoint import Checkpoint, Shard, Snapshot
+from .codec import decode, encode, encode_inline
+from .errors import CheckpointError
+from .model_state import check_model, encode_known
+from .run import Run
+from .seed import capture
+from .strategy import parameters_of
+from .windows import Windows
+
+
+def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
+    """Return what a checkpoint keeps of a run; with ``weights_only`` the model and its hyperparameters. Collective."""
+    sections: dict[str, dict[str, Shard]] = {"model": whole(run.fabric.strategy.model_state(run.module))}
+    hparams, _ = encode_known(dict(run.module.hparams))
+    document: dict[str, Any] = {
+        "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
+        "hparams": hparams,
+        "progress": run.progress.state_dict(),
+        "weights_only": weights_only,
+    }
+    if weights_only:
+        return Snapshot(sections=sections, document=document, rank_document=None)
+    names = names_of(run.module)
+    states = [optimizer_state(optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
+    sections["optimizer"] = whole({name: tensor for _, tensors in states for name, tensor in tensors.items()})
+    user: dict[str, Any] = {}
+    run.call("on_save_checkpoint", user)
+    state = {
+        "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
+        "scaler": run.fabric.scaler.state_dict() if run.fabric.scaler is not None else None,
+        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
+        "metrics": run.metrics["callback"],
+        "user": user,
+    }
+    encoded, state_tensors = encode(state)
+    sections["state"] = whole(state_tensors)
+    document["optimizers"] = [described for described, _ in states]
+    document["state"] = encoded
+    document["seed"] = seed
+    document["position"] = windows.position() if windows is not None else None
+    rank_state = {"random": capture(), "log": run.train_log.state_dict()}
+    return Snapshot(sections=sections, document=document, rank_document=encode_inline(rank_state))
+
+
+def restore_run(run: Run, checkpoint: Checkpoint) -> None:
+    """Put weights, optimizers, schedulers, scaler, callbacks and counters back. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or of other optimizers; nothing has been changed then.
+    """
+    document = checkpoint.document
+    if document.get("weights_only"):
+        raise CheckpointError(
+            f"{checkpoint.path} holds weights alone, so no training can be resumed from it. "
+            "Start from its weights with load_from_checkpoint, or give a full checkpoint."
+        )
+    saved = document["optimizers"]
+    names = names_of(run.module)
+    check_model(run.module, checkpoint, strict=True)
+    check_optimizers(run.optimizers, saved, names)
+    load_model(run, checkpoint)
+    for index, optimizer in enumerate(run.optimizers):
+        load_optimizer(optimizer, saved[index], names, checkpoint, index)
+    state = decode(document["state"], checkpoint.read_section("state"))
+    if len(state["schedulers"]) != len(run.schedulers):
+        raise CheckpointError(
+            f"{checkpoint.path} holds {len(state['schedulers'])} schedulers, configure_optimizers returned "
+            f"{len(run.schedulers)}: they must be the same."
+        )
+    for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
+        config.scheduler.load_state_dict(scheduler_state)
+    if run.fabric.scaler is not None and state["scaler"] is not None:
+        run.fabric.scaler.load_state_dict(state["scaler"])
+    for callback in run.callbacks:
+        if callback.state_key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][callback.state_key])
+    run.metrics["callback"].update(state["metrics"])
+    run.progress.load_state_dict(document["progress"])
+    run.call("on_load_checkpoint", state["user"])
+
+
+def rank_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return this rank's own state, or None where the checkpoint was written by another number of ranks."""
+    documents = checkpoint.rank_documents
+    if len(documents) != run.world.size:
+        return None
+    decoded: dict[str, Any] = decode(documents[run.world.rank])
+    return decoded
+
+
+# ---- model ------------------------------------------------------------------------------------------------------------
+
+
+def load_model(run: Run, checkpoint: Checkpoint) -> None:
+    """Put the weights back. Collective."""
+    run.fabric.strategy.load_model_state(
+        run.module, lambda name: checkpoint.read("model", name), checkpoint.names("model")
+    )
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+    """Return tensors that this rank holds whole, as shards."""
+    return {name: Shard.whole(tensor) for name, tensor in tensors.items()}
+
+
+# ---- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter, by its identity; a tied one has its first name."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str], index: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return an optimizer's hyperparameters and scalars as JSON, and its tensors as ``<index>/<slot>/<parameter>``."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for position, parameter in enumerate(parameters_of(optimizer)):
+        name = names.get(id(parameter), f"unnamed.{position}")
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                tensors[f"{index}/{slot}/{name}"] = value
+            else:
+                scalars.setdefault(name, {})[slot] = value.cpu() if isinstance(value, Tensor) else value
+    groups = []
+    for group in optimizer.param_groups:
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        params = [names.get(id(p), f"unnamed.{i}") for i, p in enumerate(group["params"])]
+        groups.append({"params": params, "hyper": encode_inline(hyper)})
+    return {"class": type(optimizer).__name__, "groups": groups, "scalars": encode_inline(scalars)}, tensors
+
+
+def check_optimizers(optimizers: list[Optimizer], saved: list[dict[str, Any]], names: Mapping[int, str]) -> None:
+    """Compare optimizers with those of a checkpoint.
+
+    Raises:
+        CheckpointError: their number, classes or parameter groups differ.
+    """
+    if len(saved) != len(optimizers):
+        raise CheckpointError(
+            f"the checkpoint holds {len(saved)} optimizers, configure_optimizers returned {len(optimizers)}."
+        )
+    for index, (optimizer, state) in enumerate(zip(optimizers, saved, strict=True)):
+        mine, theirs = type(optimizer).__name__, state["class"]
+        if mine != theirs:
+            raise CheckpointError(f"optimizer {index} is {mine}, but the checkpoint holds the state of {theirs}.")
+        own = [[names.get(id(p), f"unnamed.{i}") for i, p in enumerate(g["params"])] for g in optimizer.param_groups]
+        kept = [group["params"] for group in state["groups"]]
+        if [sorted(group) for group in own] != [sorted(group) for group in kept]:
+            different = sorted({n for g in own for n in g} ^ {n for g in kept for n in g})
+            raise CheckpointError(
+                f"optimizer {index} has other parameter groups than the checkpoint: {len(own)} against {len(kept)}"
+                + (f", and these parameters are in one only: {', '.join(different[:20])}." if different else ".")
+            )
+
+
+def load_optimizer(
+    optimizer: Optimizer, saved: dict[str, Any], names: Mapping[int, str], checkpoint: Checkpoint, index: int
+) -> None:
+    """Put an optimizer's state back through its own ``load_state_dict``."""
+    numbers = {names.get(id(p), f"unnamed.{i}"): i for i, p in enumerate(parameters_of(optimizer))}
+    state: dict[int, dict[str, Any]] = {}
+    for name, slots in decode(saved["scalars"]).items():
+        state.setdefault(numbers[name], {}).update(slots)
+    for key in checkpoint.names("optimizer"):
+        owner, slot, name = key.split("/", 2)
+        if int(owner) == index:
+            state.setdefault(numbers[name], {})[slot] = checkpoint.read("optimizer", key)
+    groups = []
+    first = 0
+    for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
+        own = {key: value for key, value in group.items() if key != "params"}
+        count = len(group["params"])
+        groups.append({**own, **decode(kept["hyper"]), "params": list(range(first, first + count))})
+        first += count
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

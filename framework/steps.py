@@ -1,0 +1,355 @@
+"""One optimizer step: forward, backward and update over a window, with everything decided once, before the first.
+
+The gradient rule: each loss is multiplied by ``weight / mean over ranks of the window's total weight``, and strategies
+average gradients over ranks. The sum is the gradient of the weighted mean over the global batch, for windows of any
+length, uneven weights and ranks without data. Nothing else divides for accumulation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import ConfigurationError, LoopError, NonFiniteError
+from .losses import DeviceLossWatch
+from .module import TrainModule
+from .run import Run
+from .strategy import StepFunction
+from .triggers import Agreement
+
+_RULE = "training_step must return a scalar loss, a mapping with 'loss', or None"
+
+
+class TrainingStep:
+    """What automatic and manual optimization share: routing, transfer, hooks, the watch over losses."""
+
+    def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
+        self.run = run
+        self.progress = run.progress
+        self.log = run.train_log
+        self.triggers = run.triggers
+        self.strategy = run.fabric.strategy
+        self.world_size = run.world.size
+        self.transfer = transfer
+        self.batch_start = run.hooks("on_train_batch_start")
+        self.batch_end = run.hooks("on_train_batch_end")
+        self.before_backward = run.hooks("on_before_backward")
+        self.after_backward = run.hooks("on_after_backward")
+        self.before_update = run.hooks("on_before_optimizer_step")
+        self.raises = nonfinite == "raise"
+        on_cpu = run.world.device.type == "cpu"
+        self.reads_loss = on_cpu
+        self.watch = DeviceLossWatch(self.report) if self.raises and run.world.device.type == "cuda" else None
+
+    def routed(self, training: bool = True) -> StepFunction:
+        """Return the user's step, in the precision's context, through the strategy."""
+        step = with_arity(self.run.module.training_step, ("batch", "batch_idx"))
+        context = self.run.fabric.precision.context(self.run.world.device.type)
+        return self.strategy.route(in_context(step, context), training)
+
+    def report(self, number: float, step: int) -> None:
+        """Stop all ranks for a loss that is not finite: at once in one process, through a trigger with several."""
+        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
+        message = (
+            f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
+            f"batch {self.progress.batch_in_epoch}){where}. Lower the learning rate or clip gradients; "
+            "Trainer(nonfinite='skip') leaves such updates out, 'ignore' goes on."
+        )
+        if self.world_size == 1:
+            raise NonFiniteError(message)
+        self.triggers.set("nonfinite", message)
+
+    def advance(self, consumed: int) -> None:
+        """Count the batches of a window."""
+        self.progress.batch_in_epoch += consumed
+        self.progress.global_batch += consumed
+        self.progress.attempts += 1
+
+    def start_batch(self, batch: Any, index: int) -> Any:
+        """Transfer a batch, tell the log, call the hooks; return the batch."""
+        if self.transfer is not None:
+            batch = self.transfer(batch)
+        log = self.log
+        log.batch = batch
+        log.items = None
+        log.batches += 1
+        for hook in self.batch_start:
+            if hook(batch, index) == -1:
+                self.triggers.set("end_epoch")
+        return batch
+
+    def flush(self) -> None:
+        """Wait for losses that are still being watched."""
+        if self.watch is not None:
+            self.watch.flush()
+
+
+class AutomaticStep(TrainingStep):
+    """Forward, backward and update for a window, with one optimizer."""
+
+    def __init__(
+        self,
+        run: Run,
+        transfer: Callable[[Any], Any] | None,
+        nonfinite: str,
+        clipping: tuple[float | None, str],
+    ) -> None:
+        super().__init__(run, transfer, nonfinite)
+        module = run.module
+        self.optimizer = run.optimizers[0]
+        self.forward = self.routed()
+        self.backward = self.strategy.backward
+        self.scaler = run.fabric.scaler
+        self.weigh = module.batch_weight if is_overridden("batch_weight", module) else None
+        self.before_zero_grad = run.hooks("on_before_zero_grad")
+        self.zero_grad = self._zero_grad()
+        self.apply = self._apply(clipping)
+        self.step_schedulers = any(config.interval == "step" for config in run.schedulers)
+        self.lockstep = self.world_size > 1 and (
+            self.strategy.traits.lockstep_forward
+            or any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+        )
+        self.checked = False
+        self.last_batch: Any = None
+
+    def __call__(self, batches: list[Any], consumed: int) -> bool:
+        """Run a window of micro-batches; return False where no rank had one. Collective."""
+        run, progress = self.run, self.progress
+        several = self.world_size > 1
+        weights: Sequence[float] | None = None
+        agreement: Agreement | None = None
+        mean = 1.0
+        if several:
+            weights = self._weights(batches)
+            self.triggers.launch(progress.attempts, sum(weights), len(batches))
+            if self.lockstep or not batches:
+                agreement = self._agree()
+                if agreement.ranks_with_data == 0:
+                    return False
+                mean = agreement.total_weight / self.world_size
+                if self.lockstep:
+                    batches, weights = self._pad(batches, list(weights), agreement, consumed)
+        elif len(batches) > 1 or self.weigh is not None:
+            weights = self._weights(batches)
+            mean = sum(weights)
+        last = len(batches) - 1
+        index = progress.batch_in_epoch
+        contributed = False
+        for position, batch in enumerate(batches):
+            batch = self.start_batch(batch, index)
+            if several or last:
+                self.strategy.sync_gradients(position == last)
+            output = self.forward(batch, index)
+            loss = output if output.__class__ is Tensor else self._loss_of(output)
+            if not self.checked:
+                self._check(loss)
+            if position == 0:
+                if several and agreement is None:
+                    agreement = self._agree()
+                    mean = agreement.total_weight / self.world_size
+                for hook in self.before_zero_grad:
+                    hook(self.optimizer)
+                self.zero_grad()
+            if loss is not None:
+                contributed = True
+                self._backward(loss, None if weights is None else weights[position] / mean if mean else 0.0)
+            elif position == last and several:
+                self.strategy.idle_backward()
+            if position == last:
+                self._update(contributed, mean, consumed, index)
+            if self.batch_end:
+                outputs = self._outputs(output)
+                for hook in self.batch_end:
+                    hook(outputs, batch, index)
+            index += 1
+        if not batches:
+            self._update_without_data(mean, consumed, index)
+        return True
+
+    # ---- the parts of a window ------------------------------------------------------------------------------------
+
+    def _agree(self) -> Agreement:
+        agreement = self.triggers.read()
+        if self.triggers.fired:
+            self.run.heed_triggers()
+        return agreement
+
+    def _weights(self, batches: list[Any]) -> Sequence[float]:
+        if self.weigh is None:
+            return (1.0,) * len(batches)
+        return [float(self.weigh(batch)) for batch in batches]
+
+    def _pad(
+        self, batches: list[Any], weights: list[float], agreement: Agreement, count: int
+    ) -> tuple[list[Any], list[float]]:
+        """Make all ranks run the same number of forward passes: repeat the last batch with weight 0."""
+        if batches:
+            self.last_batch = batches[-1]
+        if agreement.batches is None:
+            if self.last_batch is None:
+                raise ConfigurationError(
+                    f"rank {self.run.world.rank} has had no batch at all, and this model synchronises in its forward "
+                    "pass, which every rank must run: use fewer ranks, or more data."
+                )
+            missing = count - len(batches)
+            return batches + [self.last_batch] * missing, weights + [0.0] * missing
+        return batches, weights
+
+    def _backward(self, loss: Tensor, factor: float | None) -> None:
+        if self.reads_loss:
+            number = loss.item()
+            if self.raises and number - number != 0.0:
+                self.report(number, self.progress.global_step)
+            self.run.latest_loss = number
+        else:
+            self.run.latest_loss = loss.detach()
+            if self.watch is not None:
+                self.watch(loss, self.progress.global_step)
+        if self.scaler is not None:
+            factor = self.scaler.scale * (1.0 if factor is None else factor)
+        if factor is not None and factor != 1.0:
+            loss = loss * factor
+        for hook in self.before_backward:
+            hook(loss)
+        self.backward(loss)
+        for hook in self.after_backward:
+            hook()
+
+    def _update(self, contributed: bool, mean: float, consumed: int, index: int) -> None:
+        if mean and (contributed or (self.world_size > 1 and self.strategy.contributed())):
+            self.batch_index = index
+            if self.apply():
+                self.progress.global_step += 1
+                if self.step_schedulers:
+                    self.run.update_learning_rates("step")
+        self.advance(consumed)
+
+    def _update_without_data(self, mean: float, consumed: int, index: int) -> None:
+        """Take part in an update to which other ranks alone bring data. Collective."""
+        for hook in self.before_zero_grad:
+            hook(self.optimizer)
+        self.zero_grad()
+        self.strategy.idle_backward()
+        self._update(False, mean, consumed, index)
+
+    # ---- decided once ---------------------------------------------------------------------------------------------
+
+    def _zero_grad(self) -> Callable[[], None]:
+        module, optimizer = self.run.module, self.optimizer
+        if is_overridden("optimizer_zero_grad", module):
+            return lambda: module.optimizer_zero_grad(self.progress.epoch, self.progress.batch_in_epoch, optimizer)
+        return partial(self.strategy.zero_grad, optimizer)
+
+    def _apply(self, clipping: tuple[float | None, str]) -> Callable[[], bool]:
+        module, optimizer, updater = self.run.module, self.optimizer, self.run.fabric.updater
+        value, algorithm = clipping
+        clips = value is not None or is_overridden("configure_gradient_clipping", module)
+
+        def before() -> None:
+            for hook in self.before_update:
+                hook(optimizer)
+            if clips:
+                module.configure_gradient_clipping(optimizer, value, algorithm)
+
+        step = self._user_step if is_overridden("optimizer_step", module) else None
+        prepare = before if self.before_update or clips else None
+        if not updater.guarded and prepare is None and step is None:
+            return partial(self.strategy.step, optimizer)
+        return partial(updater, optimizer, prepare, step)
+
+    def _user_step(self) -> bool:
+        self.run.module.optimizer_step(
+            self.progress.epoch, self.batch_index, self.optimizer, lambda: self.run.latest_loss
+        )
+        return True
+
+    # ---- what the step returned -----------------------------------------------------------------------------------
+
+    def _loss_of(self, output: Any) -> Tensor | None:
+        if output is None:
+            return None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(output, Mapping) and "loss" not in output:
+            raise LoopError(f"training_step returned a mapping without 'loss' (it has {sorted(output)}). {_RULE}.")
+        if loss is not None and not isinstance(loss, Tensor):
+            raise LoopError(f"training_step returned a {type(loss).__name__}. {_RULE}.")
+        return loss
+
+    def _check(self, loss: Tensor | None) -> None:
+        """Look at the first loss: what is wrong with it is wrong with all."""
+        if loss is None:
+            return
+        self.checked = True
+        if loss.numel() != 1:
+            raise LoopError(f"training_step returned a loss of shape {tuple(loss.shape)}. {_RULE}: take its mean().")
+        if not loss.requires_grad:
+            raise LoopError(
+                "training_step returned a loss that no parameter feeds, so there is nothing to train. Compute it from "
+                "the module's output without detach(), item() or no_grad(), and see that parameters require gradients."
+            )
+
+    @staticmethod
+    def _outputs(output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return {"loss": output.detach()}
+        if isinstance(output, Mapping):
+            return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+        return output
+
+
+def is_overridden(name: str, module: TrainModule) -> bool:
+    """Whether a module's class overrides a method of TrainModule."""
+    return getattr(type(module), name, None) is not getattr(TrainModule, name)
+
+
+def in_context(step: StepFunction, context: AbstractContextManager[Any] | None) -> StepFunction:
+    """Return ``step`` run inside a context that may be entered again."""
+    if context is None:
+        return step
+
+    def run_in_context(*args: Any) -> Any:
+        with context:
+            return step(*args)
+
+    return run_in_context
+
+
+def with_arity(step: StepFunction, names: Sequence[str]) -> StepFunction:
+    """Return ``step`` called with ``names`` as positional arguments, of which it may take only the first ones.
+
+    Raises:
+        LoopError: it takes more arguments than there are.
+    """
+    parameters = list(inspect.signature(step).parameters.values())
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return step
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p.name for p in positional if p.default is p.empty]
+    name = getattr(step, "__name__", "the step")
+    if len(needed) > len(names) or not positional:
+        raise LoopError(
+            f"{name} takes ({', '.join(p.name for p in positional)}); it is called with ({', '.join(names)})."
+        )
+    count = min(len(names), len(positional))
+    return step if count == len(names) else lambda *args: step(*args[:count])
+
+
+def check_closure(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that evaluates the loss several times for an update.
+
+    Raises:
+        ConfigurationError: its ``step`` needs a closure.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} needs to evaluate the loss several times for an update. Set "
+            "automatic_optimization = False and call its step(closure) in training_step."
+        )

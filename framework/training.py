@@ -1,0 +1,270 @@
+"""The training loop.
+
+    on_fit_start
+    sanity check of the validation loop
+    on_train_start
+    for each epoch:
+        on_train_epoch_start
+        for each window of micro-batches, which is one optimizer step:
+            for each micro-batch:
+                on_train_batch_start -> training_step -> (zero_grad at the first) -> backward
+                (after the last: clip, update, schedulers) -> on_train_batch_end
+            log, heed triggers, validate if due, stop if due
+        validate if due
+        on_train_epoch_end; metrics are reduced in one exchange; callbacks that monitor them
+        schedulers by epoch; all ranks agree on whether to stop
+    on_train_end, on_fit_end
+
+Between two boundaries, that is the ends of optimizer steps, nothing decides by what only one rank knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import DataError
+from .evaluation import EvaluationPlan, evaluate
+from .manual import ManualStep
+from .run import Run
+from .seed import restore
+from .steps import AutomaticStep
+from .windows import Windows
+
+
+@dataclass
+class FitPlan:
+    """When a fit ends, logs and validates. Counts of batches are micro-batches of each rank."""
+
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    log_every_n_steps: int
+    validation: EvaluationPlan | None = None
+    check_val_every_n_epoch: int | None = 1
+    validate_every_batches: int | None = None
+    validate_at_epoch_end: bool = True
+    validate_every_seconds: float | None = None
+    sanity_batches: int | None = 0
+    """Batches of the validation loop to try before training; None for all."""
+
+
+class FitLoop:
+    """One fit: the windows of its data, the step that uses them, and the plan of when what happens."""
+
+    def __init__(self, run: Run, plan: FitPlan, windows: Windows, clock: Callable[[], float]) -> None:
+        self.run = run
+        self.plan = plan
+        self.windows = windows
+        self.step: AutomaticStep | ManualStep
+        self.clock = clock
+        self.position: dict[str, Any] | None = None
+        self.resumed_end: int | None = None
+        self.resumed_from: Path | None = None
+        self.random: dict[str, Any] | None = None
+        self.reload_every = 0
+        self.reload: Callable[[], None] | None = None
+        self._validated_time = clock()
+
+    def estimated_steps(self) -> int | float:
+        """Return the optimizer steps of the whole fit; infinite where unknown."""
+        plan, windows = self.plan, self.windows
+        limit = plan.max_steps if plan.max_steps >= 0 else math.inf
+        if windows.full is None or plan.max_epochs is None or plan.max_epochs < 0:
+            return limit
+        steps = 0
+        for epoch in range(plan.max_epochs):
+            steps += windows.schedule.windows(windows.full, epoch, steps)
+            if steps >= limit:
+                return limit
+        return steps
+
+    def __call__(self) -> None:
+        """Train until a limit or a stop. Collective."""
+        run = self.run
+        run.call("on_fit_start")
+        self._sanity_check()
+        run.call("on_train_start")
+        self._agree()
+        if run.progress.epoch_ended:
+            run.progress.next_epoch()
+        while not self._finished():
+            self._epoch()
+            if self._finished():
+                break
+            run.progress.next_epoch()
+        run.call("on_train_end")
+        run.call("on_fit_end")
+        if run.progress.epoch_ended:
+            run.progress.next_epoch()
+
+    # ---- an epoch -------------------------------------------------------------------------------------------------
+
+    def _epoch(self) -> None:
+        run = self.run
+        progress = run.progress
+        begins = progress.batch_in_epoch == 0
+        if begins:
+            self._restore_random()
+        run.call("on_train_epoch_start")
+        if self.reload is not None and begins and progress.epoch and progress.epoch % self.reload_every == 0:
+            self.reload()
+        self.windows.begin(self.position, self.resumed_end if self.position else self.windows.full)
+        self.position = None
+        if not begins:
+            # What the hooks drew came before, in the run that was interrupted.
+            self._restore_random()
+        self._end_epoch(whole=self._batches())
+        self.windows.close()
+
+    def _batches(self) -> bool:
+        """Train on the epoch's batches; return whether they were all taken."""
+        run, plan, step, log = self.run, self.plan, self.step, self.run.train_log
+        progress, triggers, take = run.progress, run.triggers, self.windows.take
+        one_rank = run.world.size == 1
+        every, log_every = plan.validate_every_batches, plan.log_every_n_steps
+        stops = plan.max_steps if plan.max_steps >= 0 else math.inf
+        published = progress.global_step
+        log.in_step = True
+        if progress.batch_in_epoch:
+            # A run that was resumed from a checkpoint saved when a validation was due next.
+            self._validate_in_epoch(every)
+        try:
+            while progress.global_step < stops:
+                window = take()
+                if window is None or not step(*window):
+                    self._check_not_empty()
+                    return True
+                if progress.global_step % log_every == 0 and progress.global_step != published:
+                    published = progress.global_step
+                    run.publish_step()
+                if one_rank and (triggers.pending or triggers.fired):
+                    triggers.take()
+                if triggers.fired:
+                    run.heed_triggers()
+                    if "end_epoch" in triggers.fired:
+                        return True
+                if every is not None or plan.validate_every_seconds is not None:
+                    self._validate_in_epoch(every)
+                if run.stop_requested and self._may_stop():
+                    return self._at_end()
+            return self._at_end()
+        finally:
+            step.flush()
+            log.in_step = False
+
+    def _at_end(self) -> bool:
+        end = self.windows.end
+        return end is not None and self.run.progress.batch_in_epoch >= end
+
+    def _check_not_empty(self) -> None:
+        if self.run.progress.global_batch == 0:
+            raise DataError(
+                f"{self.windows.source.name} yielded no batch on any rank, so there is nothing to train on: "
+                "check the dataset's length, the batch size and drop_last."
+            )
+
+    def _end_epoch(self, whole: bool) -> None:
+        """Close an epoch; one that a stop cut short is closed too, but does not count as done."""
+        run, plan = self.run, self.plan
+        progress = run.progress
+        due = whole and plan.validate_at_epoch_end and self._epoch_validates()
+        if due and progress.validated_at != progress.global_batch:
+            self._validate()
+        before, after = run.hooks_around("on_train_epoch_end")
+        for hook in before:
+            hook()
+        run.publish_epoch(run.train_log)
+        if whole:
+            run.update_learning_rates("epoch")
+            progress.epoch_ended = True
+        for hook in after:
+            hook()
+        self._agree()
+
+    def _restore_random(self) -> None:
+        if self.random is not None:
+            restore(self.random)
+            self.random = None
+
+    # ---- validation -----------------------------------------------------------------------------------------------
+
+    def _epoch_validates(self) -> bool:
+        every = self.plan.check_val_every_n_epoch
+        return self.plan.validation is not None and (every is None or (self.run.progress.epoch + 1) % every == 0)
+
+    def _validate_in_epoch(self, every: int | None) -> None:
+        progress, plan = self.run.progress, self.plan
+        if plan.validation is None or progress.validated_at == progress.global_batch:
+            return
+        if every is not None:
+            across = plan.check_val_every_n_epoch is None
+            count = progress.global_batch if across else progress.batch_in_epoch
+            # Counted from the last validation, not by remainders: a window may step over the exact batch.
+            validated = max(0, count - (progress.global_batch - progress.validated_at))
+            if count // every > validated // every and (across or self._epoch_validates()):
+                self._validate()
+        elif plan.validate_every_seconds is not None:
+            self._validate_by_clock(plan.validate_every_seconds)
+
+    def _validate_by_clock(self, seconds: float) -> None:
+        # Rank 0's clock decides for all.
+        run = self.run
+        if "validate" in run.triggers.fired:
+            self._validated_time = self.clock()
+            self._validate()
+        elif run.world.is_global_zero and self.clock() - self._validated_time >= seconds:
+            run.triggers.set("validate")
+
+    def _validate(self) -> None:
+        run, plan = self.run, self.plan
+        assert plan.validation is not None
+        in_step = run.train_log.in_step
+        run.train_log.in_step = False
+        run.progress.validated_at = run.progress.global_batch
+        evaluate(run, plan.validation)
+        run.train_log.in_step = in_step
+        self._agree()
+
+    def _sanity_check(self) -> None:
+        run, plan = self.run, self.plan
+        if plan.validation is None or plan.sanity_batches == 0 or run.progress.global_batch:
+            return
+        whole = plan.validation
+        limit = plan.sanity_batches
+        short = [limit if own is None else own if limit is None else min(own, limit) for own in whole.limits]
+        run.sanity_checking = True
+        run.call("on_sanity_check_start")
+        evaluate(run, EvaluationPlan(whole.stage, whole.sources, short, whole.transfer, whole.inference_mode))
+        run.call("on_sanity_check_end")
+        run.sanity_checking = False
+        for metrics in run.metrics.values():
+            metrics.clear()
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """Exchange what callbacks have raised at a boundary outside the batches. Collective."""
+        run = self.run
+        run.triggers.agree()
+        run.heed_triggers()
+
+    def _may_stop(self) -> bool:
+        plan, progress = self.plan, self.run.progress
+        epochs = progress.epoch + (1 if progress.epoch_ended else 0)
+        return (plan.min_epochs is None or epochs >= plan.min_epochs) and (
+            plan.min_steps is None or progress.global_step >= plan.min_steps
+        )
+
+    def _finished(self) -> bool:
+        plan, progress = self.plan, self.run.progress
+        epochs = progress.epoch + (1 if progress.epoch_ended else 0)
+        if plan.max_epochs is not None and plan.max_epochs >= 0 and epochs >= plan.max_epochs:
+            return True
+        if plan.max_steps >= 0 and progress.global_step >= plan.max_steps:
+            return True
+        return self.run.stop_requested and self._may_stop()

@@ -1,0 +1,51 @@
+"""The way of a batch to the device, decided once: nothing at all where nothing has to happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .datamodule import DataModule
+from .fabric import Fabric
+from .module import TrainModule
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def batch_transfer(
+    fabric: Fabric, module: TrainModule, datamodule: DataModule | None
+) -> Callable[[Any, int], Any] | None:
+    """Return the function from ``(batch, dataloader_idx)`` to the batch that a step gets; None for the batch itself.
+
+    A hook of the DataModule goes before the module's own of the same name.
+    """
+    before, move, after = (_overridden(name, module, datamodule) for name in _HOOKS)
+    converts = fabric.precision.converts_inputs
+    if move is None and fabric.device.type == "cpu":
+        if before is None and after is None and not converts:
+            return None
+    elif move is None:
+        move = _to_device(fabric)
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        if move is not None:
+            batch = move(batch, fabric.device, dataloader_idx)
+        if converts:
+            batch = fabric.precision.convert_inputs(batch)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    return transfer
+
+
+def _to_device(fabric: Fabric) -> Callable[[Any, Any, int], Any]:
+    return lambda batch, device, dataloader_idx: fabric.to_device(batch)
+
+
+def _overridden(name: str, module: TrainModule, datamodule: DataModule | None) -> Callable[..., Any] | None:
+    for owner, base in ((datamodule, DataModule), (module, TrainModule)):
+        if owner is not None and getattr(type(owner), name, None) is not getattr(base, name):
+            hook: Callable[..., Any] = getattr(owner, name)
+            return hook
+    return None

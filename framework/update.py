@@ -1,0 +1,96 @@
+"""One update of the weights: unscale, clip, agree on finite, step. The one home of what happens to gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import ConfigurationError, unknown
+from .precision import LossScaler
+from .strategy import Strategy, gradients_of, parameters_of
+
+CLIP_ALGORITHMS = ("norm", "value")
+
+
+class Updater:
+    """Applies updates for one strategy and one loss scaler.
+
+    ``skip_nonfinite`` leaves out an update whose gradients are not finite; with a scaler that is always so. Whether
+    they are is read from their norm, which is the same on all ranks under every strategy.
+    """
+
+    def __init__(self, strategy: Strategy, scaler: LossScaler | None, skip_nonfinite: bool = False) -> None:
+        self.strategy = strategy
+        self.scaler = scaler
+        self.guarded = skip_nonfinite or scaler is not None
+        self.last_norm: Tensor | None = None
+        self._unscaled: set[int] = set()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of an optimizer by the loss scale, once for each update."""
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(gradients_of(parameters_of(optimizer)))
+            self._unscaled.add(id(optimizer))
+
+    def clip(
+        self, optimizer: Optimizer, value: float, algorithm: str = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip the gradients of an optimizer; return their norm before, a 0-d tensor, when clipping by norm. Collective."""
+        parameters = parameters_of(optimizer)
+        self.unscale(optimizer)
+        if algorithm == "value":
+            self.strategy.clip_by_value(parameters, value)
+            return None
+        norm = self.strategy.gradient_norm(parameters, norm_type)
+        self.strategy.clip_by_norm(parameters, value, norm)
+        self.last_norm = norm
+        return norm
+
+    def __call__(
+        self,
+        optimizer: Optimizer,
+        before: Callable[[], None] | None = None,
+        step: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Update the weights; return whether that was applied. Collective.
+
+        ``before`` runs on unscaled gradients (hooks, clipping); ``step`` replaces the strategy's.
+        """
+        if not self.guarded:
+            if before is not None:
+                before()
+            return step() if step is not None else self.strategy.step(optimizer)
+        self.unscale(optimizer)
+        # Before clipping: that would hide an infinity by clamping it.
+        finite = self._finite(optimizer)
+        if finite:
+            if before is not None:
+                before()
+            applied = step() if step is not None else self.strategy.step(optimizer)
+        self._unscaled.discard(id(optimizer))
+        if self.scaler is not None:
+            self.scaler.update(finite)
+        return finite and applied
+
+    def _finite(self, optimizer: Optimizer) -> bool:
+        return math.isfinite(self.strategy.gradient_norm(parameters_of(optimizer)).item())
+
+
+def check_clipping(value: float | None, algorithm: str | None) -> tuple[float | None, str]:
+    """Check a clip value and the name of an algorithm; 0 and None mean no clipping.
+
+    Raises:
+        UnknownNameError: the algorithm is not known.
+        ConfigurationError: the value is no number from 0.
+    """
+    name = algorithm or "norm"
+    if name not in CLIP_ALGORITHMS:
+        raise unknown("gradient_clip_algorithm", str(name), CLIP_ALGORITHMS)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+        raise ConfigurationError(
+            f"gradient_clip_val={value!r} must be a number of at least 0; None or 0 does not clip."
+        )
+    return (float(value) if value else None), name

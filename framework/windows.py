@@ -1,0 +1,73 @@
+"""The accumulation window: the micro-batches of one optimizer step, taken as a whole before its first forward.
+
+Because the window is known before the first backward, so is the total weight that its losses are divided by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from .accumulation import AccumulationSchedule
+from .loaders import NO_BATCH, TrainingSource
+from .progress import Progress
+
+_END = object()
+
+
+class Windows:
+    """Takes windows from a training source, for one run.
+
+    ``full`` is how many micro-batches a whole epoch has, the same number on every rank, and ``end`` where the epoch in
+    progress ends; None where the source has to be asked, and an epoch ends when no rank has a batch left.
+    """
+
+    def __init__(
+        self,
+        source: TrainingSource,
+        schedule: AccumulationSchedule,
+        progress: Progress,
+        full: int | None,
+        world_size: int,
+    ) -> None:
+        self.source = source
+        self.schedule = schedule
+        self.full = self.end = full
+        self._progress = progress
+        self._several_ranks = world_size > 1
+        self._iterator: Iterator[Any] = iter(())
+
+    def begin(self, position: dict[str, Any] | None, end: int | None) -> None:
+        """Start the epoch in progress, at the position a checkpoint holds or at its beginning."""
+        self.end = end
+        self._iterator = iter(self.source.start(self._progress.epoch, position))
+
+    def take(self) -> tuple[list[Any], int] | None:
+        """Return this rank's micro-batches of the next window and how many the window counts; None at the epoch's end.
+
+        With several ranks the list may be shorter than the count, or empty, where this rank's data has run out.
+        """
+        progress = self._progress
+        size = self.schedule.constant or self.schedule(progress.epoch, progress.global_step)
+        if self.end is not None and size > self.end - progress.batch_in_epoch:
+            size = self.end - progress.batch_in_epoch
+            if size <= 0:
+                return None
+        if size == 1:
+            item = next(self._iterator, _END)
+            batches = [] if item is _END else [item]
+        else:
+            batches = list(islice(self._iterator, size))
+        if self._several_ranks:
+            return [batch for batch in batches if batch is not NO_BATCH], size
+        return (batches, len(batches)) if batches else None
+
+    def position(self) -> dict[str, Any]:
+        """Return where the epoch stands, for a checkpoint."""
+        position: dict[str, Any] = self.source.position_after(self._progress.batch_in_epoch)
+        return position
+
+    def close(self) -> None:
+        """Let go of the iterator and its workers."""
+        self._iterator = iter(())

@@ -1,0 +1,146 @@
+"""``ddp``: every rank holds the whole model and works on its part of the batch; gradients are averaged.
+
+Torch's ``DistributedDataParallel`` does the averaging, overlapped with backward (Li et al. 2020, "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..framework.errors import ConfigurationError
+from ..framework.strategy import StepAdapter, StepFunction, Strategy, Traits
+
+_TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
+
+
+class DDPStrategy(Strategy):
+    """Replicates the model and averages gradients.
+
+    Keyword arguments go to ``torch.nn.parallel.DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``,
+    ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...).
+
+    Raises:
+        ConfigurationError: an argument that phalanx sets itself is given.
+    """
+
+    name: ClassVar[str] = "ddp"
+    traits: ClassVar[Traits] = Traits()
+
+    def __init__(self, **ddp_arguments: Any) -> None:
+        taken = [name for name in _TAKEN if name in ddp_arguments]
+        if taken:
+            raise ConfigurationError(f"DDPStrategy({', '.join(taken)}=...) is set by phalanx itself; leave it out.")
+        self._arguments = ddp_arguments
+        self._ddp: nn.parallel.DistributedDataParallel | None = None
+        self._adapter: _Adapter | None = None
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
+        """Make all ranks start from rank 0's weights; when training, wrap an adapter around the module. Collective."""
+        trainable = any(parameter.requires_grad for parameter in module.parameters())
+        if self.world.size > 1 and training and trainable:
+            self._adapter = _Adapter(module)
+            self._adapter.participation.data = self._adapter.participation.data.to(self.world.device)
+            try:
+                self._ddp = nn.parallel.DistributedDataParallel(self._adapter, **self._arguments)
+            except TypeError as error:
+                raise ConfigurationError(f"DDPStrategy: DistributedDataParallel refuses an argument: {error}") from None
+        elif self.world.size > 1:
+            for tensor in module.state_dict().values():
+                self.world.broadcast(tensor)
+        return list(optimizers)
+
+    def route(self, step: StepFunction, training: bool) -> StepFunction:
+        """Return a call of ``step`` through DDP when training; evaluation needs no communication."""
+        return partial(self._ddp, step) if training and self._ddp is not None else step
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """What DDP's ``no_sync`` sets, without a generator context in every micro-batch."""
+        if self._ddp is not None:
+            self._ddp.__dict__["require_backward_grad_sync"] = enabled
+
+    def idle_backward(self) -> None:
+        """Run DDP's forward and backward on a loss of zero that every parameter feeds. Collective."""
+        if self._ddp is not None and self._adapter is not None:
+            self.sync_gradients(True)
+            self._ddp(self._adapter.zero_loss).backward()
+
+    def contributed(self) -> bool:
+        """Read the reduced gradient of the participation flag: positive when any rank had a loss."""
+        gradient = self._adapter.participation.grad if self._adapter is not None else None
+        return gradient is not None and bool(gradient > 0)
+
+    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients in one flat reduction for each dtype. Collective.
+
+        A parameter without gradient on this rank counts as zero where another rank has one, and stays without where
+        none has: which ones exist travels in the same reduction.
+        """
+        if self.world.size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for group in by_dtype.values():
+            self._reduce_group(group)
+
+    def _reduce_group(self, parameters: list[Tensor]) -> None:
+        present = [float(parameter.grad is not None) for parameter in parameters]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flags = torch.tensor(present, dtype=gradients[0].dtype, device=gradients[0].device)
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients] + [flags])
+        self.world.all_reduce(flat, "mean")
+        sizes = [gradient.numel() for gradient in gradients] + [len(present)]
+        *parts, anywhere = flat.split(sizes)
+        for parameter, gradient, part, exists in zip(parameters, gradients, parts, anywhere.tolist(), strict=True):
+            if exists > 0:
+                parameter.grad = part.view_as(gradient)
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Drop gradients, the flag's too."""
+        optimizer.zero_grad()
+        if self._adapter is not None:
+            self._adapter.participation.grad = None
+
+    def teardown(self) -> None:
+        """Drop the wrapper, which takes its hooks off the parameters."""
+        self._ddp = None
+        self._adapter = None
+
+
+class _Adapter(StepAdapter):
+    """Adds to every loss a parameter that is 0 and stays 0: its reduced gradient says whether any rank had a loss.
+
+    Without it, ranks whose steps returned None could not tell "nobody had a loss, so there is no update" from
+    "another rank had one whose gradient is zero" unless they exchanged one more message in every step.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.participation = nn.Parameter(torch.zeros(()))
+
+    def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
+        """Call ``step`` and let the flag feed its loss."""
+        output = step(*args, **kwargs)
+        if output.__class__ is Tensor:
+            return output + self.participation if output.dim() == 0 else output
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            return {**output, "loss": output["loss"] + self.participation}
+        return output
+
+    def zero_loss(self) -> Tensor:
+        """Return a loss of zero that every parameter feeds, through one of its elements."""
+        parts = [parameter.flatten()[:1].sum() for parameter in self.parameters() if parameter.requires_grad]
+        return torch.stack([part.float() for part in parts]).nan_to_num().sum() * 0.0
+
+
+def find_unused_parameters(**ddp_arguments: Any) -> DDPStrategy:
+    """Return ``ddp`` for models that leave parameters unused in a step."""
+    return DDPStrategy(find_unused_parameters=True, **ddp_arguments)

@@ -1,0 +1,40 @@
+"""``single``: one process, one device, nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..framework.errors import ConfigurationError
+from ..framework.strategy import StepFunction, Strategy, Traits
+
+
+class SingleDeviceStrategy(Strategy):
+    """Trains on one device. The step, backward and update are torch's own, called directly."""
+
+    name: ClassVar[str] = "single"
+    traits: ClassVar[Traits] = Traits()
+
+    def check(self, world_size: int) -> None:
+        """Refuse more than one rank."""
+        if world_size > 1:
+            raise ConfigurationError(
+                f"strategy='single' with {world_size} ranks: it runs on one device. Use strategy='ddp', or devices=1."
+            )
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
+        """Return the optimizers as they are."""
+        return list(optimizers)
+
+    def route(self, step: StepFunction, training: bool) -> StepFunction:
+        """Return the user's step itself."""
+        return step
+
+    def idle_backward(self) -> None:
+        """Nothing to take part in."""
+
+    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """One rank's gradients are the average."""
