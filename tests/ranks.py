@@ -293,23 +293,17 @@ def lasting_threads(known: set[threading.Thread], seconds: float = 2.0) -> list[
 
 
 @contextlib.contextmanager
-def started_script(
-    script: str | Path, *args: str, env: Mapping[str, str] | None = None, flags: Sequence[str] = ()
+def started_command(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a script, given as a path or as its source, in a directory of its own; end all it started at the end.
+    """Start a command, with ``env`` added to the environment; kill all it started at the end.
 
-    Its standard output and error are one stream, ``process.stdout``.
+    Its standard output and error are one stream, ``process.stdout``; its session is its pid.
     """
-    directory = Path(tempfile.mkdtemp(prefix="script-"))
-    if isinstance(script, str):
-        path = directory / "script.py"
-        path.write_text(script)
-    else:
-        path = script.resolve()
     process = subprocess.Popen(
-        [sys.executable, *flags, str(path), *args],
+        command,
         env={**os.environ, **(env or {})},
-        cwd=directory,
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -324,6 +318,21 @@ def started_script(
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+@contextlib.contextmanager
+def started_script(
+    script: str | Path, *args: str, env: Mapping[str, str] | None = None, flags: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a script, given as a path or as its source, in a directory of its own; see ``started_command``."""
+    directory = Path(tempfile.mkdtemp(prefix="script-"))
+    try:
+        path = script if isinstance(script, Path) else directory / "script.py"
+        if isinstance(script, str):
+            path.write_text(script)
+        with started_command([sys.executable, *flags, str(path.resolve()), *args], directory, env) as process:
+            yield process
+    finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -340,12 +349,25 @@ def run_script(
         AssertionError: it took longer than ``timeout`` seconds; all it started was killed.
     """
     with started_script(script, *args, env=env, flags=flags) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            end_session(process.pid)
-            output, _ = process.communicate()
-            raise AssertionError(f"the script did not end within {timeout:g} s; it printed:\n{output}") from None
+        return completed(process, timeout)
+
+
+def run_command(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, as ``run_script`` does a script."""
+    with started_command(command, cwd, env) as process:
+        return completed(process, timeout)
+
+
+def completed(process: subprocess.Popen[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Wait for what ``started_command`` started."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        end_session(process.pid)
+        output, _ = process.communicate()
+        raise AssertionError(f"{process.args!r} did not end within {timeout:g} s; it printed:\n{output}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
@@ -387,10 +409,12 @@ __all__ = [
     "close_pools",
     "lasting_threads",
     "pool_pids",
+    "run_command",
     "run_on_ranks",
     "run_script",
     "seed_alike",
     "session_pids",
+    "started_command",
     "started_script",
     "wait_until",
 ]

@@ -1,0 +1,337 @@
+"""Starting ranks, and how they end: scripts run as a user runs them, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from ranks import run_command, run_script, session_pids, started_script, wait_until
+
+from phalanx.framework.errors import ConfigurationError, RankError
+from phalanx.framework.launch import _interpreter_flags, can_rerun_script, launch_function, launch_script
+from phalanx.framework.world import World
+
+# What each script begins with: the first process becomes the supervisor, and what follows is for the ranks.
+HEAD = """
+import os, signal, sys, time
+import torch
+from phalanx.framework.errors import ConfigurationError, Preempted
+from phalanx.framework.launch import install_rank_hooks, launch_script
+from phalanx.framework.world import World, placement
+
+place = placement()
+if place.launcher is None:
+    print("supervisor", os.getpid(), flush=True)
+    launch_script(2)
+install_rank_hooks(place)
+"""
+MEET = HEAD + "world = World.from_environment('cpu')\nworld.barrier()\n"
+# Ranks that depend on one another, as in training: one that is left alone fails in its collective.
+TRAIN = "while True: world.all_reduce(torch.ones(2)); time.sleep(0.002)\n"
+
+
+def test_ranks_run_the_script_as_it_was_started() -> None:
+    source = HEAD + (
+        "world = World.from_environment('cpu')\n"
+        "told = (world.rank, sys.argv[1:], sys.flags.optimize, sys.flags.dev_mode, sys.stdin.read())\n"
+        "everyone = world.all_gather_object(told)\n"
+        "if world.is_global_zero: print(everyone)\n"
+    )
+    done = run_script(source, "--size", "a b", flags=["-O", "-X", "dev", "-W", "ignore"])
+    expected = [(rank, ["--size", "a b"], 1, True, "") for rank in range(2)]
+    assert done.stdout.splitlines()[1:] == [str(expected)]
+    assert done.returncode == 0
+
+
+def test_a_module_is_run_again_as_a_module(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "part.py").write_text("VALUE = 'relative'")
+    (package / "__main__.py").write_text(
+        HEAD + "from . import part\nprint('rank', place.rank, part.VALUE, flush=True)\n"
+    )
+    done = run_command([sys.executable, "-m", "package"], tmp_path)
+    assert sorted(done.stdout.splitlines())[:2] == ["rank 0 relative", "rank 1 relative"]
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback_last_and_once() -> None:
+    done = run_script(MEET + "if world.rank == 1: raise KeyError('the cause')\n" + TRAIN)
+    lines = done.stdout.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("rank 1 (pid "))
+    assert lines[start].endswith(") failed:")
+    assert lines[start + 1] == "Traceback (most recent call last):"
+    assert lines[-1] == "KeyError: 'the cause'"
+    assert done.stdout.count("Traceback") == 1
+    assert done.returncode == 1
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
+    done = run_script(MEET + "if world.rank == 1: print(os.getpid()); os.kill(os.getpid(), signal.SIGKILL)\n" + TRAIN)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("rank 1 (pid ")
+    assert last.endswith(") was killed by SIGKILL")
+    assert "Traceback" not in done.stdout
+    assert done.returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "last"),
+    [
+        ("if world.rank == 1: sys.exit(3)", 3, "ended with exit code 3"),
+        ("if world.rank == 0: raise ConfigurationError('no such thing')", 78, "ConfigurationError: no such thing"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_at_fault(ending: str, code: int, last: str) -> None:
+    done = run_script(MEET + ending + "\n" + TRAIN)
+    assert done.stdout.splitlines()[-1].endswith(last)
+    assert done.returncode == code
+
+
+def test_ranks_that_are_preempted_end_by_themselves_with_their_message() -> None:
+    # Rank 0 is the last to end: nobody may cut short what it still writes.
+    source = MEET + "time.sleep(1.0 * (world.rank == 0)); print('saved'); raise Preempted('saved; run it again')\n"
+    done = run_script(source)
+    assert done.stdout.splitlines()[-1] == "saved; run it again"
+    assert done.stdout.count("saved\n") == 2
+    assert "Traceback" not in done.stdout
+    assert done.returncode == 75
+
+
+def test_what_a_failed_rank_started_ends_too() -> None:
+    source = MEET + (
+        "import subprocess\n"
+        "print('helper', subprocess.Popen(['sleep', '3600']).pid, flush=True)\n"
+        "world.barrier()\n"
+        "if world.rank == 1: raise ValueError('the cause')\n"
+    )
+    with started_script(source + TRAIN) as process:
+        output = process.communicate(timeout=60)[0]
+        assert output.count("helper") == 2
+        assert session_pids(process.pid) == set()
+
+
+def test_a_rank_that_refuses_to_end_is_killed() -> None:
+    source = HEAD + (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "World.from_environment('cpu').barrier()\n"
+        "if place.rank == 1: raise ValueError('the cause')\n"
+        "time.sleep(3600)\n"
+    )
+    done = run_script(source)
+    assert done.stdout.splitlines()[-1] == "ValueError: the cause"
+    assert done.returncode == 1
+
+
+def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:
+    source = MEET + "print('training', flush=True)\n" + TRAIN
+    # What it has no chance to remove goes where pytest does.
+    with started_script(source, env={"TMPDIR": str(tmp_path)}) as process:
+        read_until(process, "training", times=2)
+        assert len(session_pids(process.pid)) == 3
+        process.kill()
+        wait_until(lambda: not session_pids(process.pid), seconds=5.0)
+
+
+@pytest.mark.parametrize(
+    ("handler", "signum", "code"),
+    [
+        ("", signal.SIGTERM, 143),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n", signal.SIGTERM, 75),
+        ("", signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_to_the_supervisor_reaches_the_ranks(handler: str, signum: int, code: int) -> None:
+    source = HEAD + handler + "print('training', flush=True)\nwhile True: time.sleep(0.05)\n"
+    with started_script(source) as process:
+        read_until(process, "training", times=2)
+        process.send_signal(signum)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == code
+        assert "Traceback" not in output
+        assert session_pids(process.pid) == set()
+
+
+def test_ranks_listen_on_loopback_alone() -> None:
+    source = MEET + (
+        "world.all_reduce(torch.ones(1))\n"
+        "inodes = set()\n"
+        "for name in os.listdir('/proc/self/fd'):\n"
+        "    try: target = os.readlink('/proc/self/fd/' + name)\n"
+        "    except OSError: continue\n"
+        "    if target.startswith('socket:['): inodes.add(target[8:-1])\n"
+        "found = []\n"
+        "for table in ('tcp', 'tcp6'):\n"
+        "    for line in list(open('/proc/net/' + table))[1:]:\n"
+        "        fields = line.split()\n"
+        "        if fields[3] == '0A' and fields[9] in inodes: found.append(fields[1].split(':')[0])\n"
+        "everyone = world.all_gather_object(found)\n"
+        "if world.is_global_zero: print(*sum(everyone, []))\n"
+    )
+    done = run_script(source)
+    addresses = done.stdout.splitlines()[-1].split()
+    assert len(addresses) >= 3, done.stdout
+    assert set(addresses) == {"0100007F"}
+
+
+def test_under_another_launcher_a_rank_prints_its_own_traceback_and_keeps_its_code() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    done = run_script(HEAD + "raise ConfigurationError('no such thing')\n", env=alone)
+    assert done.stdout.startswith("[rank 0] Traceback")
+    assert done.stdout.count("[rank 0] Traceback") == 1
+    assert done.stdout.splitlines()[-1].endswith("ConfigurationError: no such thing")
+    assert done.returncode == 78
+
+
+def test_torchrun_starts_ranks_that_meet(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        MEET + "met = world.all_gather_object(world.placement.launcher)\nif world.is_global_zero: print('met', met)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    # torchrun leaves a folder behind.
+    done = run_command([*torchrun, str(script)], tmp_path, env={"TMPDIR": str(tmp_path)}, timeout=90.0)
+    assert "met ['torchrun', 'torchrun']" in done.stdout
+
+
+@pytest.fixture
+def main_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module that stands for the running script."""
+    module = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    yield module
+    monkeypatch.undo()
+
+
+def test_a_script_can_be_run_again(main_module: ModuleType) -> None:
+    main_module.__file__ = __file__
+    assert can_rerun_script()
+
+
+@pytest.mark.parametrize("file", [None, "/no/such/script.py", "<stdin>"])
+def test_without_a_file_there_is_no_script(main_module: ModuleType, file: str | None) -> None:
+    if file is not None:
+        main_module.__file__ = file
+    assert not can_rerun_script()
+    with pytest.raises(ConfigurationError, match="no script"):
+        launch_script(2)
+
+
+def test_an_interpreter_that_is_open_is_no_script(main_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    main_module.__file__ = __file__
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert not can_rerun_script()
+
+
+def test_a_test_runner_is_no_script() -> None:
+    assert not can_rerun_script()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (["train.py", "-O"], []),
+        (["-O", "train.py"], ["-O"]),
+        (["-X", "dev", "-Wignore", "-u", "train.py", "-X"], ["-X", "dev", "-Wignore", "-u"]),
+        (["-Xdev", "-m", "package.train", "-W"], ["-Xdev"]),
+        (["-um", "train"], ["-u"]),
+        (["-OW", "error", "-c", "code"], ["-OW", "error"]),
+        (["--check-hash-based-pycs", "never", "-"], ["--check-hash-based-pycs", "never"]),
+        ([], []),
+    ],
+)
+def test_the_interpreters_own_options_are_told_from_the_rest(arguments: list[str], flags: list[str]) -> None:
+    assert _interpreter_flags(["python", *arguments]) == flags
+
+
+def gather(word: str) -> list[tuple[int, str, int, str]]:
+    world = World.from_environment("cpu")
+    return world.all_gather_object((world.rank, word, os.getppid(), os.environ["RANK"]))
+
+
+def test_a_function_runs_on_forked_ranks_and_gives_the_result_of_rank_0() -> None:
+    before = dict(os.environ)
+    mine = os.getpid()
+    assert launch_function(gather, ("hello",), 2) == [(0, "hello", mine, "0"), (1, "hello", mine, "1")]
+    assert dict(os.environ) == before
+
+
+def test_a_closure_runs_on_forked_ranks() -> None:
+    weights = torch.ones(3)
+    total = launch_function(lambda: World.from_environment("cpu").all_reduce(weights.clone()), (), 2)
+    assert total.tolist() == [2.0, 2.0, 2.0]
+
+
+def compute(matrix: torch.Tensor) -> float:
+    torch.set_num_threads(2)
+    weight = torch.ones_like(matrix, requires_grad=True)
+    (matrix @ weight).sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    return weight.grad.mean().item()
+
+
+def test_forked_ranks_compute_on_several_threads_after_this_process_did() -> None:
+    # GNU OpenMP waits for ever for the workers of a pool that was there before the fork.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        matrix = torch.ones(300, 300)
+        assert compute(matrix) == 300.0
+        assert launch_function(compute, (matrix,), 2) == 300.0
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fail_on_rank_1() -> None:
+    world = World.from_environment("cpu")
+    if world.rank == 1:
+        raise ValueError("the cause")
+    world.barrier()
+
+
+def crash_on_rank_1() -> None:
+    if World.from_environment("cpu").rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def return_a_lambda() -> object:
+    return lambda: None
+
+
+def test_a_forked_rank_that_fails_is_named_with_its_traceback() -> None:
+    with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) failed:\n(.|\n)*ValueError: the cause$"):
+        launch_function(fail_on_rank_1, (), 2)
+
+
+def test_a_forked_rank_that_is_killed_is_named_with_its_signal() -> None:
+    with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) was killed by SIGKILL$"):
+        launch_function(crash_on_rank_1, (), 2)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_of_rank_0() -> None:
+    with pytest.raises(RankError, match=r"rank 0 (.|\n)*pickle"):
+        launch_function(return_a_lambda, (), 2)
+
+
+def test_cuda_in_use_forbids_forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigurationError, match="CUDA is in use"):
+        launch_function(gather, ("hello",), 2)
+
+
+def read_until(process: subprocess.Popen[str], text: str, times: int) -> None:
+    """Read a script's output until ``text`` was printed ``times`` times."""
+    assert process.stdout is not None
+    seen = ""
+    while seen.count(text) < times:
+        line = process.stdout.readline()
+        assert line, f"the script ended:\n{seen}"
+        seen += line

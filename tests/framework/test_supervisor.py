@@ -1,0 +1,143 @@
+"""Who is at fault, from how the ranks ended: ranks here are shells, which start in no time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.framework.errors import ConfigurationError, Preempted
+from phalanx.framework.failures import Failure, exit_code_of, read_failure, record_failure, record_leaving
+from phalanx.framework.supervisor import Supervisor, Verdict
+
+SLEEP = "sleep 3600"
+
+
+def watch(directory: Path, *commands: str) -> Verdict:
+    """Watch one shell for each of ``commands``, which may use $FAIL to record a failure with the code after it."""
+    supervisor = Supervisor(str(directory))
+    processes = [subprocess.Popen(["sh", "-c", f"exec {command}"]) for command in commands]
+    for process in processes:
+        supervisor.add(process)
+    verdict = supervisor.watch()
+    assert all(process.returncode is not None for process in processes)
+    return verdict
+
+
+def recorded(directory: Path, rank: int, error: BaseException) -> None:
+    try:
+        raise error
+    except BaseException as raised:
+        record_failure(str(directory), Failure.of(rank, raised))
+
+
+def test_ranks_that_end_well_are_waited_for(tmp_path: Path) -> None:
+    assert watch(tmp_path, "true", "sleep 0.3") == Verdict(0, "", failed=False)
+
+
+def test_the_rank_with_the_bad_exit_is_named_and_the_others_end(tmp_path: Path) -> None:
+    verdict = watch(tmp_path, SLEEP, "sh -c 'exit 9'")
+    assert verdict.exit_code == 9
+    assert verdict.message.startswith("rank 1 (pid ")
+    assert verdict.message.endswith("ended with exit code 9")
+
+
+def test_a_crash_beats_the_tracebacks_of_those_who_saw_it(tmp_path: Path) -> None:
+    recorded(tmp_path, 0, RuntimeError("connection reset"))
+    verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'kill -SEGV $$'")
+    assert verdict.exit_code == 128 + signal.SIGSEGV
+    assert verdict.message.endswith("was killed by SIGSEGV")
+
+
+def test_a_signal_that_no_name_is_known_for_still_makes_a_sentence(tmp_path: Path) -> None:
+    verdict = watch(tmp_path, "sh -c 'kill -40 $$'", SLEEP)
+    assert verdict.exit_code == 168
+    assert verdict.message.endswith("was killed by signal 40")
+
+
+def test_the_earliest_failure_is_the_one_at_fault(tmp_path: Path) -> None:
+    recorded(tmp_path, 1, ConfigurationError("the cause"))
+    recorded(tmp_path, 0, RuntimeError("connection reset"))
+    verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'exit 78'")
+    assert verdict.exit_code == 78
+    assert verdict.message.startswith("rank 1 (pid ")
+    assert verdict.message.endswith("ConfigurationError: the cause")
+    assert "connection reset" not in verdict.message
+
+
+def test_a_recorded_failure_ends_all_even_if_its_rank_hangs_in_an_exit_handler(tmp_path: Path) -> None:
+    recorded(tmp_path, 1, ValueError("the cause"))
+    verdict = watch(tmp_path, SLEEP, SLEEP)
+    assert verdict.exit_code == 1
+    assert verdict.message.endswith("ValueError: the cause")
+
+
+def test_a_rank_that_left_first_is_at_fault_though_another_recorded_what_followed(tmp_path: Path) -> None:
+    record_leaving(str(tmp_path), 1)
+    time.sleep(0.001)
+    recorded(tmp_path, 0, RuntimeError("connection reset"))
+    verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'sleep 0.1; exit 4'")
+    assert verdict.exit_code == 4
+    assert verdict.message.endswith("ended with exit code 4")
+
+
+def test_a_rank_that_left_because_of_a_failure_is_not_at_fault(tmp_path: Path) -> None:
+    recorded(tmp_path, 0, ValueError("the cause"))
+    time.sleep(0.001)
+    record_leaving(str(tmp_path), 1)
+    verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'exit 1'")
+    assert verdict.message.endswith("ValueError: the cause")
+
+
+def test_preempted_ranks_end_in_their_own_time(tmp_path: Path) -> None:
+    recorded(tmp_path, 0, Preempted("saved"))
+    recorded(tmp_path, 1, Preempted("saved"))
+    verdict = watch(tmp_path, "sh -c 'exit 75'", "sh -c 'sleep 1; exit 75'")
+    assert verdict == Verdict(75, "saved", failed=True)
+
+
+def test_a_failure_beside_a_preempted_rank_is_the_one_that_is_shown(tmp_path: Path) -> None:
+    recorded(tmp_path, 0, Preempted("saved"))
+    verdict = watch(tmp_path, "sh -c 'exit 75'", "sh -c 'exit 74'")
+    assert verdict.exit_code == 74
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_and_not_blamed(tmp_path: Path) -> None:
+    verdict = watch(tmp_path, "sh -c 'trap \"\" TERM; while true; do sleep 0.05; done'", "sh -c 'sleep 0.2; exit 5'")
+    assert verdict.exit_code == 5
+    assert verdict.message.startswith("rank 1 ")
+
+
+def test_ranks_end_when_the_watch_is_called_off() -> None:
+    supervisor = Supervisor("/no/such/directory")
+    process = subprocess.Popen(["sleep", "3600"])
+    supervisor.add(process)
+    supervisor.stop()
+    assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError(), 1),
+        (ConfigurationError(), 78),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(), 0),
+        (SystemExit(4), 4),
+        (SystemExit("a sentence"), 1),
+    ],
+)
+def test_the_exit_code_of_an_error(error: BaseException, code: int) -> None:
+    assert exit_code_of(error) == code
+
+
+def test_a_failure_is_read_as_it_was_recorded(tmp_path: Path) -> None:
+    assert read_failure(str(tmp_path), 3) is None
+    recorded(tmp_path, 3, ValueError("broken \udcff name"))
+    failure = read_failure(str(tmp_path), 3)
+    assert failure is not None
+    assert (failure.rank, failure.kind, failure.exit_code) == (3, "ValueError", 1)
+    assert "broken" in failure.traceback
