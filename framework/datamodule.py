@@ -91,7 +91,8 @@ class DataModule(HyperparametersMixin):
             if datasets is not None
         }
         # A class of its own: whether a loader is overridden is then asked in one way for all data modules.
-        return type(cls.__name__, (cls,), loaders)(**kwargs)
+        own_class: type[Self] = type(cls.__name__, (cls,), loaders)
+        return own_class(**kwargs)
 
 
 def _maker(datasets: Any, batch_size: int, num_workers: int, *, shuffle: bool) -> Callable[[DataModule], Any]:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import (
@@ -44,17 +44,29 @@ class Passes:
         Raises:
             DataError: the iterable was read before and cannot start anew.
         """
-        batches: Iterator[Any] = iter(self._loader)
+        batches: Any = iter(self._loader)
         again, self._begun = self._begun, True
-        if not again or batches is not self._loader:
-            return batches
+        if batches is not self._loader:
+            return cast(Iterator[Any], batches)
         # A class whose own ``__iter__`` returns itself may start anew there; a generator cannot.
-        for first in batches if isinstance(type(batches).__iter__, types.FunctionType) else ():
-            return itertools.chain([first], batches)
+        if isinstance(type(batches).__iter__, types.FunctionType):
+            if not again:
+                return drain(batches)
+            for first in drain(batches):
+                return itertools.chain([first], drain(batches))
+        elif not again:
+            return cast(Iterator[Any], batches)
         raise DataError(
             f"{self._name} is an iterator ({type(self._loader).__name__}), which can be read only once, and a second "
             "pass was asked for: give an object whose __iter__ starts anew, such as a DataLoader or a list."
         )
+
+
+def drain(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield what an iterator has left, without calling its ``__iter__``, which may start it anew."""
+    end = object()
+    while (batch := next(batches, end)) is not end:
+        yield batch
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:
@@ -98,7 +110,8 @@ def iterate_copy(twin: DataLoader[Any], sampler: IndexSampler, seed: int, name: 
     if twin.generator is not None:
         twin.generator.manual_seed(seed)
     sampler.begun = False
-    batches = iter(twin)
+    begun: Any = iter(twin)
+    batches: Iterator[Any] = drain(begun) if begun is twin else begun
     return batches if sampler.begun else _checked(batches, sampler, type(twin).__name__, name)
 
 
