@@ -111,7 +111,7 @@ def iterate_copy(twin: DataLoader[Any], sampler: IndexSampler, seed: int, name: 
         twin.generator.manual_seed(seed)
     sampler.begun = False
     begun: Any = iter(twin)
-    batches: Iterator[Any] = drain(begun) if begun is twin else begun
+    batches: Iterator[Any] = drain(begun) if begun is cast(Any, twin) else begun
     return batches if sampler.begun else _checked(batches, sampler, type(twin).__name__, name)
 
 
