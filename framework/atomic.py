@@ -46,7 +46,8 @@ def storage_error(
     elif error.errno == errno.ENOENT:
         text += " Every rank must see the same directory; on several nodes it has to be on a shared file system."
     built = StorageError(text)
-    built.errno, built.filename = error.errno, str(path)
+    # Not the filename: OSError would show the pair instead of the sentence.
+    built.errno = error.errno
     return built
 
 
@@ -138,7 +139,11 @@ def replace_directory(temporary: Path, target: Path) -> None:
     try:
         sync_directory(temporary)
         replaced = _swap_in(temporary, target)
-        sync_directory(target.parent)
+        try:
+            sync_directory(target.parent)
+        except OSError:
+            _swap_back(temporary, target, replaced)
+            raise
     except OSError as error:
         raise storage_error("publishing", target, error) from error
     if replaced is not None:
@@ -160,6 +165,16 @@ def _swap_in(temporary: Path, target: Path) -> Path | None:
         os.rename(replaced, target)
         raise
     return replaced
+
+
+def _swap_back(temporary: Path, target: Path, replaced: Path | None) -> None:
+    """Undo ``_swap_in``."""
+    if replaced == temporary:
+        _exchange(temporary, target)
+        return
+    os.rename(target, temporary)
+    if replaced is not None:
+        os.rename(replaced, target)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -29,7 +29,6 @@ from .atomic import (
     remove_tree,
     replace_directory,
     storage_error,
-    sync_directory,
     write_synced,
 )
 from .codec import JSON
@@ -68,8 +67,8 @@ class Shard:
 class Snapshot:
     """What this rank has to save.
 
-    ``sections`` maps a section (``"model"``, ``"optimizer"``, ``"state"``) to tensors by name. ``document`` is that of
-    rank 0; ``rank_document`` is each rank's own, kept as a list in order of rank. Both are strict JSON (``codec.encode``).
+    ``sections`` maps a section (``"model"``, ``"optimizer"``, ``"state"``) to tensors by name. Of ``document`` rank 0's
+    is kept; of ``rank_document`` every rank's, as a list. Both are strict JSON (``codec.encode``).
     """
 
     sections: dict[str, dict[str, Shard]]
@@ -151,7 +150,9 @@ class Save:
         plan: _Plan = {}
         try:
             if self._world.is_global_zero:
-                self._temporary = _make_temporary(self.path)
+                _check_target(self.path)
+                self._temporary = hidden_sibling(self.path, "tmp")
+                _make(self._temporary)
             if self._sharded or self._world.is_global_zero:
                 plan = _plan(self._snapshot)
         except Exception as error:
@@ -323,19 +324,18 @@ def is_ours(path: Path) -> bool:
     return all(name == MANIFEST or format_.FILE_NAME.fullmatch(name) for name in names)
 
 
-def _make_temporary(target: Path) -> Path:
+def _check_target(target: Path) -> None:
     if os.path.lexists(target) and not (target.is_symlink() or is_ours(target)):
         raise ConfigurationError(
             f"{str(target)!r} exists and is not a checkpoint of phalanx; it is not replaced. Choose another name."
         )
-    temporary = hidden_sibling(target, "tmp")
+
+
+def _make(directory: Path) -> None:
     try:
-        make_directory(target.parent)
-        temporary.mkdir()
-        sync_directory(target.parent)
+        make_directory(directory)
     except OSError as error:
-        raise storage_error("making", temporary, error) from error
-    return temporary
+        raise storage_error("making", directory, error) from error
 
 
 def _told(failure: Exception | None, path: Path) -> tuple[bool, str] | None:

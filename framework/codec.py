@@ -29,7 +29,8 @@ JSON: TypeAlias = Any
 """None, bool, int, finite float, str, and lists and string-keyed dicts of them."""
 
 _TAG = "$"
-_MAX_DEPTH = 200
+# Each level takes five frames of Python, and whoever saves is deep in a stack already.
+_MAX_DEPTH = 64
 _SMALL_BYTES = 4096
 _INT64 = 1 << 63
 
@@ -260,7 +261,7 @@ class _Decoder:
         self.tensors = tensors
 
     def value(self, value: JSON, path: tuple[str, ...]) -> Any:
-        if len(path) > 3 * _MAX_DEPTH:
+        if len(path) > 2 * _MAX_DEPTH:
             raise CheckpointError(f"document{_at(path[:5])}... is nested too deep; the checkpoint is damaged.")
         if isinstance(value, list):
             return [self.value(item, (*path, str(index))) for index, item in enumerate(value)]
