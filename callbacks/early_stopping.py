@@ -1,0 +1,176 @@
+"""``EarlyStopping``: end the training when a metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..framework.callback import Callback
+from ..framework.errors import ConfigurationError
+from ..framework.monitor import acts_at_epoch_end, check_mode, is_better, missing_metric
+
+if TYPE_CHECKING:
+    from ..framework.module import TrainModule
+    from ..framework.trainer import Trainer
+
+
+class EarlyStoppingReason(Enum):
+    """Why the training was stopped."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+class EarlyStopping(Callback):
+    """Stop the training when a metric has not improved for a number of checks.
+
+    A check happens after each validation, or at the end of each training epoch where a run validates once per epoch or
+    never. What one rank decides stops all ranks at the same step.
+
+    Args:
+        monitor: the metric's name.
+        min_delta: a change of this size or less is no improvement.
+        patience: after this many checks in a row without improvement the training stops. The value given here counts,
+            not that of a checkpoint, so that a stopped run goes on with more patience.
+        verbose: tell of each improvement.
+        mode: ``"min"`` where less is better, ``"max"`` where more is.
+        strict: a metric that was not logged is an error; otherwise the check is left out.
+        check_finite: stop when the metric is NaN or infinite.
+        stopping_threshold: stop once the metric is better than this.
+        divergence_threshold: stop once the metric is worse than this.
+        check_on_train_epoch_end: check at the end of training epochs (True) or after validations (False).
+        log_rank_zero_only: accepted for Lightning's sake; messages come from rank 0 alone.
+
+    Raises:
+        ConfigurationError: an argument breaks its rule.
+    """
+
+    monitors = True
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        check_mode("EarlyStopping", mode)
+        if not isinstance(monitor, str) or not monitor:
+            raise ConfigurationError(f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric.")
+        if not min_delta >= 0:
+            raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): give 0 or more, whatever the mode.")
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise ConfigurationError(f"EarlyStopping(patience={patience!r}): give a whole number of checks, 0 or more.")
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+        self._best = math.inf if mode == "min" else -math.inf
+
+    @property
+    def best_score(self) -> torch.Tensor:
+        """The best value so far, a 0-d float64 tensor; infinitely bad before the first check."""
+        return torch.tensor(self._best, dtype=torch.float64)
+
+    @property
+    def state_key(self) -> str:
+        return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self._best,
+            "patience": self.patience,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wait_count = state["wait_count"]
+        self.stopped_epoch = state["stopped_epoch"]
+        self._best = float(state["best_score"])
+        self.stopping_reason = EarlyStoppingReason(state["stopping_reason"])
+        self.stopping_reason_message = state["stopping_reason_message"]
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        # A run that was stopped for want of patience must not start again by being resumed.
+        if self.wait_count and self.wait_count >= self.patience:
+            trainer.request_stop(self.stopping_reason_message or self._out_of_patience())
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
+            self._check(trainer)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.state.stage != "fit" or trainer.sanity_checking:
+            return
+        if not acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
+            self._check(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        if trainer.fast_dev_run:
+            return
+        metrics = trainer.callback_metrics
+        if self.monitor not in metrics:
+            error = missing_metric("EarlyStopping", self.monitor, metrics)
+            if self.strict:
+                raise error
+            if self.verbose:
+                trainer.note(f"{error} This check is left out.")
+            return
+        before = self._best
+        reason, message = self._judge(float(metrics[self.monitor]))
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason, self.stopping_reason_message = reason, message
+            trainer.request_stop(message)
+        elif self.verbose and self._best != before:
+            by = f" by {abs(before - self._best):.4g}" if math.isfinite(before) else ""
+            trainer.note(f"{self.monitor} improved{by} to {self._best:.6g}.")
+
+    def _judge(self, value: float) -> tuple[EarlyStoppingReason, str]:
+        """Take one value into account; return whether it ends the training, and in what words."""
+        name, opposite = self.monitor, "max" if self.mode == "min" else "min"
+        if self.check_finite and not math.isfinite(value):
+            return EarlyStoppingReason.NON_FINITE_METRIC, f"{name} is {value}; its best value was {self._best:.6g}."
+        needed = self._best - self.min_delta if self.mode == "min" else self._best + self.min_delta
+        improved = is_better(value, needed, self.mode)
+        if improved:
+            self._best = value
+        self.wait_count = 0 if improved else self.wait_count + 1
+        if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
+            message = f"{name} = {value:.6g} is better than stopping_threshold={self.stopping_threshold}."
+            return EarlyStoppingReason.STOPPING_THRESHOLD, message
+        if self.divergence_threshold is not None and is_better(value, self.divergence_threshold, opposite):
+            message = f"{name} = {value:.6g} is worse than divergence_threshold={self.divergence_threshold}."
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, message
+        if not improved and self.wait_count >= self.patience:
+            return EarlyStoppingReason.PATIENCE_EXHAUSTED, self._out_of_patience()
+        return EarlyStoppingReason.NOT_STOPPED, ""
+
+    def _out_of_patience(self) -> str:
+        return f"{self.monitor} did not improve in the last {self.wait_count} checks; best value {self._best:.6g}."

@@ -1,0 +1,35 @@
+"""``LambdaCallback``: hooks given as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..framework.callback import Callback
+from ..framework.errors import ConfigurationError, unknown
+
+_HOOKS = sorted(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+
+
+class LambdaCallback(Callback):
+    """Call plain functions at hooks: ``LambdaCallback(on_train_epoch_end=lambda trainer, module: ...)``.
+
+    Args:
+        hooks: a function for each hook's name; it takes what the hook of ``Callback`` takes after ``self``.
+
+    Raises:
+        UnknownNameError: there is no such hook.
+        ConfigurationError: what was given cannot be called.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        for name, function in hooks.items():
+            if name not in _HOOKS:
+                raise unknown("LambdaCallback: hook", name, _HOOKS)
+            if not callable(function):
+                raise ConfigurationError(f"LambdaCallback({name}={function!r}): give a function.")
+            setattr(self, name, function)
+        self._hooks = frozenset(hooks)
+
+    def wants(self, hook: str) -> bool:
+        return hook in self._hooks or super().wants(hook)

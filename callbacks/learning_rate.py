@@ -1,0 +1,116 @@
+"""``LearningRateMonitor``: learning rates among the logged figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from ..framework.callback import Callback
+from ..framework.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ..framework.module import TrainModule
+    from ..framework.trainer import Trainer
+
+
+class LearningRateMonitor(Callback):
+    """Log the learning rate of every optimizer, and on request momentum and weight decay.
+
+    The names: ``lr-AdamW``; ``lr-AdamW-1`` for a second optimizer of that class; ``lr-AdamW/pg1`` where there are
+    several parameter groups, with the group's own ``name`` in place of ``pg1`` if it has one; a scheduler's ``name`` in
+    place of ``lr-AdamW``. To these ``-momentum`` and ``-weight_decay`` are appended.
+
+    Args:
+        logging_interval: ``"step"`` or ``"epoch"``; None: as each scheduler steps, and by both without a scheduler.
+        log_momentum: log the momentum too (the first beta where there are betas, 0 where there is none).
+        log_weight_decay: log the weight decay too.
+
+    Raises:
+        ConfigurationError: the interval is not known.
+    """
+
+    def __init__(
+        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise ConfigurationError(
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): give 'step', 'epoch' or None."
+            )
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self._sources: list[tuple[Optimizer, str, set[str]]] = []
+        self._every = 1
+        self._taken_step = -1
+        self._taken: dict[str, float] = {}
+
+    def wants(self, hook: str) -> bool:
+        if hook in ("on_train_batch_start", "on_train_batch_end"):
+            return self.logging_interval != "epoch"
+        return super().wants(hook)
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.loggers and trainer.is_global_zero and not trainer.fast_dev_run:
+            raise ConfigurationError("LearningRateMonitor needs a logger: give the Trainer one, or leave it out.")
+        self._every = trainer.settings.log_every_n_steps
+        self._taken_step = -1
+        self._sources = self._name_optimizers(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.logging_interval != "step" and (values := self._values("epoch")):
+            trainer.log_metrics(values)
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        # The rate that this step is taken with; schedulers move on before the step's end, where it is logged.
+        step = trainer.global_step
+        if (step + 1) % self._every == 0 and step != self._taken_step:
+            self._taken_step, self._taken = step, self._values("step")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._taken and trainer.global_step > self._taken_step:
+            trainer.log_metrics(self._taken)
+            self._taken = {}
+
+    def _name_optimizers(self, trainer: Trainer) -> list[tuple[Optimizer, str, set[str]]]:
+        """Return each optimizer with its name and the intervals that its rate changes by."""
+        seen: Counter[type] = Counter()
+        sources: list[tuple[Optimizer, str, set[str]]] = []
+        named: set[int] = set()
+        for config in trainer.lr_schedulers:
+            optimizer = config.scheduler.optimizer
+            named.add(id(optimizer))
+            sources.append((optimizer, config.name or _numbered(optimizer, seen), {config.interval}))
+        for optimizer in trainer.optimizers:
+            if id(optimizer) not in named:
+                sources.append((optimizer, _numbered(optimizer, seen), {"step", "epoch"}))
+        return sources
+
+    def _values(self, interval: str) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for optimizer, name, intervals in self._sources:
+            if self.logging_interval is not None or interval in intervals:
+                values.update(self._values_of(optimizer, name))
+        return values
+
+    def _values_of(self, optimizer: Optimizer, name: str) -> dict[str, float]:
+        values: dict[str, float] = {}
+        groups = optimizer.param_groups
+        for number, group in enumerate(groups, 1):
+            label = group.get("name") or (f"pg{number}" if len(groups) > 1 else "")
+            full = f"{name}/{label}" if label else name
+            values[full] = float(group["lr"])
+            if self.log_momentum:
+                values[f"{full}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
+            if self.log_weight_decay:
+                values[f"{full}-weight_decay"] = float(group.get("weight_decay", 0))
+        return values
+
+
+def _numbered(optimizer: Optimizer, seen: Counter[type]) -> str:
+    number = seen[type(optimizer)]
+    seen[type(optimizer)] += 1
+    return f"lr-{type(optimizer).__name__}" + (f"-{number}" if number else "")

@@ -1,0 +1,400 @@
+"""``ModelCheckpoint``: save the run while it trains, and keep the best and the newest."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..framework.callback import Callback
+from ..framework.checkpoint import remove
+from ..framework.checkpoint_name import NameTemplate
+from ..framework.checkpoint_schedule import SaveSchedule
+from ..framework.errors import ConfigurationError, MetricError, NonFiniteError, StorageError
+from ..framework.logger import Logger
+from ..framework.monitor import acts_at_epoch_end, check_mode, missing_metric
+from ..framework.retention import BestK, clone
+
+if TYPE_CHECKING:
+    from ..framework.module import TrainModule
+    from ..framework.trainer import Trainer
+
+
+class ModelCheckpoint(Callback):
+    """Save checkpoints by epochs, steps or time; keep the best ``save_top_k`` by a metric, and the newest.
+
+    "Best" and "last" are separate: ``last.ckpt`` is written whenever a checkpoint is due and once more at the end,
+    whether or not the metric was among the best. It is a checkpoint of its own, sharing bytes with the best one where
+    both are the same. Without ``monitor`` the newest checkpoint is the best (``save_top_k=1``), or all are kept (-1).
+
+    A checkpoint whose weights are not finite is never written, and one whose metric is NaN never among the best. What
+    decides is what rank 0 logged and rank 0's clock, so that all ranks save together.
+
+    Args:
+        dirpath: where checkpoints go; default: ``checkpoints`` in the run's directory.
+        filename: a template; default ``"{epoch}-{step}"``. Fields: ``epoch``, ``step``, and any logged metric.
+        monitor: the metric that ranks checkpoints.
+        verbose: tell of each checkpoint.
+        save_last: keep ``last.ckpt``; ``"link"`` means the same as True.
+        save_top_k: how many of the best to keep; 0 none, -1 all.
+        save_weights_only: save the model alone; no run can be resumed from that.
+        mode: ``"min"`` where a smaller metric is better, ``"max"`` where a larger one is.
+        auto_insert_metric_name: put ``name=`` before each value of the filename.
+        every_n_train_steps: save every so many optimizer steps.
+        train_time_interval: save each time so much time has passed.
+        every_n_epochs: save every so many epochs (default: 1 where nothing else is asked for; 0 never).
+        save_on_train_epoch_end: save at the end of training epochs (True) or after validations (False); default: after
+            validations where a run validates other than once per epoch.
+        enable_version_counter: append ``-v1`` and so on to a name that is taken; otherwise replace what has it.
+        asynchronous: not available yet.
+
+    Raises:
+        ConfigurationError: an argument breaks its rule, or two contradict one another.
+    """
+
+    monitors = True
+    runs_last = True
+
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | str | None = None,
+        save_top_k: int = 1,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+        asynchronous: bool = False,
+    ) -> None:
+        _check(save_last, save_top_k, monitor, asynchronous)
+        check_mode("ModelCheckpoint", mode)
+        self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
+        self.dirpath = self._given_dirpath
+        self.filename = filename
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.save_on_train_epoch_end = save_on_train_epoch_end
+        self.enable_version_counter = enable_version_counter
+        self._schedule = SaveSchedule(every_n_train_steps, every_n_epochs, train_time_interval)
+        self._template = NameTemplate(filename or "{epoch}-{step}", auto_insert_metric_name)
+        self.last_model_path = ""
+        self._newest = ""
+        self._best = BestK(save_top_k, mode)
+        self._current: float | None = None
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        self._first_step = self._seen_step = step
+        self._saved_step = -1
+        self._validated = False
+        # A save that was due before its metric was known waits for the next validation or epoch's end.
+        self._deferred = False
+        self._schedule.restart_clock()
+
+    # ---- what it has saved ------------------------------------------------------------------------------------------
+
+    @property
+    def best_model_path(self) -> str:
+        """The checkpoint with the best metric; without ``monitor`` the newest. Empty while there is none."""
+        return self._best.best if self.monitor is not None else self._newest
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """The best metric, a 0-d float64 tensor; None while there is none, or without ``monitor``."""
+        return _as_tensor(self._best.scores.get(self._best.best))
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """The kept checkpoints and their metrics."""
+        return {path: torch.tensor(score, dtype=torch.float64) for path, score in self._best.scores.items()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The checkpoint that the next better one replaces; empty while there is room."""
+        return self._best.worst
+
+    @property
+    def kth_value(self) -> Tensor:
+        """The metric that the next checkpoint has to beat."""
+        room = math.inf if self.mode == "min" else -math.inf
+        return torch.tensor(self._best.scores.get(self._best.worst, room), dtype=torch.float64)
+
+    @property
+    def current_score(self) -> Tensor | None:
+        """The metric of the newest checkpoint; None before the first, or without ``monitor``."""
+        return _as_tensor(self._current)
+
+    @property
+    def every_n_epochs(self) -> int:
+        """Every how many epochs it saves; 0 for never."""
+        return self._schedule.epochs
+
+    @property
+    def state_key(self) -> str:
+        settings = {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "every_n_train_steps": self._schedule.steps,
+            "every_n_epochs": self.every_n_epochs,
+            "train_time_interval": self._schedule.interval and self._schedule.interval.total_seconds(),
+            "filename": self.filename,
+            "dirpath": self._given_dirpath and os.path.basename(self._given_dirpath),
+        }
+        return f"ModelCheckpoint({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "dirpath": self.dirpath,
+            "best_k_models": dict(self._best.scores),
+            "newest": self._newest,
+            "last_model_path": self.last_model_path,
+            "current_score": self._current,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Checkpoints that were moved with their directory are found where they are now.
+        def here(path: str) -> str:
+            before = state["dirpath"]
+            if not path or not before or self.dirpath is None or not Path(path).is_relative_to(before):
+                return path
+            moved = os.path.join(self.dirpath, os.path.relpath(path, before))
+            return moved if os.path.exists(moved) else path
+
+        self._best.scores = {here(path): float(score) for path, score in state["best_k_models"].items()}
+        self._newest = here(state["newest"])
+        self.last_model_path = here(state["last_model_path"])
+        self._current = state["current_score"]
+        if self.dirpath is None:
+            self.dirpath = state["dirpath"]
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def wants(self, hook: str) -> bool:
+        if hook == "on_train_batch_end":
+            return self._schedule.within_epochs
+        return super().wants(hook)
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if self._given_dirpath is None and (stage == "fit" or self.dirpath is None):
+            self.dirpath = os.path.abspath(trainer.checkpoint_dir)
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin(trainer.global_step)
+        # Resumed from an older checkpoint, it may remember ones that were deleted since.
+        known = {*self._best.scores, self._newest, self.last_model_path} - {""}
+        gone = trainer.world.broadcast_object([p for p in known if not os.path.exists(p)]) if known else []
+        for path in gone:
+            self._best.scores.pop(path, None)
+        self._newest = "" if self._newest in gone else self._newest
+        self.last_model_path = "" if self.last_model_path in gone else self.last_model_path
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        # Within a window, or after an update that was skipped, there is nothing new to save.
+        if step == self._seen_step:
+            return
+        self._seen_step = step
+        if self._schedule.step_is_due(step) or (self._schedule.interval is not None and self._its_time(trainer)):
+            self._save_or_defer(trainer)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.state.stage != "fit" or trainer.sanity_checking:
+            return
+        self._validated = True
+        at_epoch_end = acts_at_epoch_end(trainer, self.save_on_train_epoch_end)
+        if self._deferred or (not at_epoch_end and self._schedule.epoch_is_due(trainer.current_epoch)):
+            self._save_or_defer(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        at_epoch_end = acts_at_epoch_end(trainer, self.save_on_train_epoch_end)
+        if self._deferred or (at_epoch_end and self._schedule.epoch_is_due(trainer.current_epoch)):
+            self._save_or_defer(trainer, last_chance=self._validated or not trainer.val_enabled)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        step = trainer.global_step
+        if self.save_last and step not in (self._saved_step, self._first_step) and not trainer.fast_dev_run:
+            self._save(trainer, {**self._plan(trainer), "accepted": False})
+
+    def _its_time(self, trainer: Trainer) -> bool:
+        """Whether the time is up by rank 0's clock, of which all learn at the next step."""
+        trigger = f"save by {self.state_key}"
+        if trigger in trainer.fired_triggers:
+            return True
+        # Raised until it is served: a boundary between two steps may let one pass.
+        if trainer.is_global_zero and self._schedule.time_is_up():
+            trainer.raise_trigger(trigger)
+        return False
+
+    # ---- what -------------------------------------------------------------------------------------------------------
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """Return the path for metrics, among which ``epoch`` and ``step`` are; ``ver`` is appended as ``-v<ver>``.
+
+        Raises:
+            MetricError: the template names a metric that is not there.
+        """
+        template = self._template if filename is None else NameTemplate(filename, self.auto_insert_metric_name)
+        counters = [int(metrics.get(name, 0)) for name in ("epoch", "step")]
+        name = template.fill(counters[0], counters[1], {key: float(value) for key, value in metrics.items()})
+        if ver is not None:
+            name += f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
+        return os.path.join(self.dirpath or "", name + self.FILE_EXTENSION)
+
+    def _save_or_defer(self, trainer: Trainer, last_chance: bool = False) -> None:
+        if trainer.fast_dev_run or (trainer.global_step == self._saved_step and not self._deferred):
+            return
+        self._schedule.restart_clock()
+        plan = self._plan(trainer)
+        missing = plan["missing"]
+        if missing is not None and last_chance:
+            raise MetricError(missing)
+        # What can be saved without the metric is saved now.
+        if missing is None or trainer.global_step != self._saved_step:
+            self._save(trainer, plan)
+        self._deferred = missing is not None
+
+    def _plan(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what is to be done, as rank 0 sees it. Collective."""
+        mine = self._own_plan(trainer) if trainer.is_global_zero else {}
+        return trainer.world.broadcast_object(mine)
+
+    def _own_plan(self, trainer: Trainer) -> dict[str, Any]:
+        logged = trainer.callback_metrics
+        metrics: dict[str, Any] = {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        plan: dict[str, Any] = {"missing": None, "accepted": False, "score": None}
+        if self.save_last:
+            plan["last"] = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST)
+        if not self.save_top_k:
+            return plan
+        for name in [*self._template.metrics, *([self.monitor] if self.monitor else [])]:
+            if name not in metrics:
+                return {**plan, "missing": str(missing_metric("ModelCheckpoint", name, logged))}
+        plan["score"] = float(metrics[self.monitor]) if self.monitor is not None else None
+        plan["accepted"] = plan["score"] is None or self._best.accepts(plan["score"])
+        if plan["accepted"]:
+            plan["path"] = self._free_path(metrics)
+        return plan
+
+    def _free_path(self, metrics: Mapping[str, Any]) -> str:
+        """Return a path that is free, or that of the checkpoint which gives way."""
+        gives_way = self._best.worst if self.monitor is not None else self._newest if self.save_top_k == 1 else ""
+        path = self.format_checkpoint_name(metrics)
+        version = self.STARTING_VERSION
+        while self.enable_version_counter and os.path.lexists(path) and path != gives_way:
+            path = self.format_checkpoint_name(metrics, ver=version)
+            version += 1
+        return path
+
+    def _save(self, trainer: Trainer, plan: dict[str, Any]) -> None:
+        """Save what a plan says; the records are made first, since they are part of what is saved. Collective."""
+        before = self.state_dict()
+        gives_way = self._record(plan)
+        targets = [plan["path"]] * plan["accepted"] + [self.last_model_path] * bool(self.save_last)
+        if targets:
+            try:
+                trainer.save_checkpoint(targets[0], self.save_weights_only)
+            except NonFiniteError as error:
+                self._restore(before)
+                trainer.note(f"No checkpoint was saved at step {trainer.global_step}: {error}")
+                return
+            self._saved_step = trainer.global_step
+        if targets and trainer.is_global_zero:
+            if targets[0] != targets[-1]:
+                clone(targets[0], targets[-1])
+            for path in {gives_way, before["last_model_path"]} - {"", *targets, *self._best.scores}:
+                self._remove(trainer, path)
+            self._tell_loggers(trainer)
+        if self.verbose:
+            self._tell(trainer, plan)
+
+    def _record(self, plan: dict[str, Any]) -> str:
+        """Note a checkpoint that is about to be saved; return the path of the one that gives way."""
+        if plan["score"] is not None:
+            self._current = plan["score"]
+        if self.save_last:
+            self.last_model_path = plan["last"]
+        if not plan["accepted"]:
+            return ""
+        previous, self._newest = self._newest, plan["path"]
+        if self.monitor is not None:
+            return self._best.add(plan["path"], plan["score"])
+        return previous if self.save_top_k == 1 else ""
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._best.scores = dict(state["best_k_models"])
+        self._newest, self.last_model_path = state["newest"], state["last_model_path"]
+        self._current = state["current_score"]
+
+    def _remove(self, trainer: Trainer, path: str) -> None:
+        # What lies elsewhere is not this callback's to delete.
+        if self.dirpath is None or not Path(path).is_relative_to(self.dirpath) or not os.path.lexists(path):
+            return
+        try:
+            remove(path)
+        except StorageError as error:
+            trainer.note(f"An old checkpoint stays: {error}")
+
+    def _tell_loggers(self, trainer: Trainer) -> None:
+        for logger in trainer.loggers:
+            if type(logger).after_save_checkpoint is Logger.after_save_checkpoint:
+                continue
+            try:
+                logger.after_save_checkpoint(self)
+            except Exception as error:
+                trainer.note(f"{type(logger).__name__} failed after a checkpoint ({type(error).__name__}: {error}).")
+
+    def _tell(self, trainer: Trainer, plan: dict[str, Any]) -> None:
+        score = f", {self.monitor} = {plan['score']:.6g}" if plan["score"] is not None else ""
+        what = (
+            f"saved {os.path.basename(plan['path'])}" if plan["accepted"] else f"not among the best {self.save_top_k}"
+        )
+        trainer.note(f"Epoch {trainer.current_epoch}, step {trainer.global_step}{score}: {what}.")
+
+
+def _check(save_last: bool | str | None, save_top_k: int, monitor: str | None, asynchronous: bool) -> None:
+    """Refuse arguments that break a rule.
+
+    Raises:
+        ConfigurationError: one does.
+    """
+    if asynchronous:
+        raise ConfigurationError("ModelCheckpoint(asynchronous=True) is not available yet: leave it out.")
+    if save_last not in (None, True, False, "link"):
+        raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
+    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
+        raise ConfigurationError(f"ModelCheckpoint(save_top_k={save_top_k!r}): give a number, 0 for none, -1 for all.")
+    if monitor is None and save_top_k not in (-1, 0, 1):
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k}) without monitor: name the metric that ranks, or give 1, 0, -1."
+        )
+
+
+def _as_tensor(value: float | None) -> Tensor | None:
+    return None if value is None else torch.tensor(value, dtype=torch.float64)

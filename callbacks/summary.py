@@ -1,0 +1,110 @@
+"""``ModelSummary``: a table of the model's parts and how many parameters they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..framework.callback import Callback
+from ..framework.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ..framework.module import TrainModule
+    from ..framework.trainer import Trainer
+
+_UNITS = ("", " K", " M", " B", " T")
+
+
+class ModelSummary(Callback):
+    """Print the model's parts, their parameters and sizes when a fit starts; rank 0 alone.
+
+    Args:
+        max_depth: how many levels of modules get a row; 0 for the totals alone, -1 for all.
+
+    Raises:
+        ConfigurationError: the depth is below -1.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
+            raise ConfigurationError(f"ModelSummary(max_depth={max_depth!r}): give a number of levels, or -1 for all.")
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero and self.max_depth != 0:
+            trainer.note(summarize(module, self.max_depth))
+
+
+@dataclass
+class _Count:
+    """Parameters of one part; each counted once, however many modules share it."""
+
+    trainable: int = 0
+    frozen: int = 0
+    size_bytes: int = 0
+    lazy: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.trainable + self.frozen
+
+
+def summarize(module: nn.Module, max_depth: int = 1) -> str:
+    """Return the table as text. Parameters that take their shape from the first batch are left out of the counts."""
+    rows = [
+        (name, type(part).__name__, _shown(_count(part.parameters())), _mode(part))
+        for name, part in module.named_modules()
+        if name and (max_depth < 0 or name.count(".") < max_depth)
+    ]
+    total = _count(module.parameters())
+    lines = _table([("Name", "Type", "Params", "Mode"), *rows]) if rows else []
+    lines += [
+        f"{_short(total.trainable)} trainable, {_short(total.frozen)} frozen, {_short(total.total)} parameters in all, "
+        f"{total.size_bytes / 1e6:,.3f} MB."
+    ]
+    if total.lazy:
+        lines.append("Layers whose shape the first batch decides are not counted yet.")
+    return "\n".join(lines)
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> _Count:
+    count = _Count()
+    for parameter in parameters:
+        if is_lazy(parameter):
+            count.lazy = True
+            continue
+        # DeepSpeed leaves an empty parameter in place of one it has partitioned, and keeps the whole size beside it.
+        number = int(getattr(parameter, "ds_numel", parameter.numel()))
+        if parameter.requires_grad:
+            count.trainable += number
+        else:
+            count.frozen += number
+        count.size_bytes += number * parameter.element_size()
+    return count
+
+
+def _shown(count: _Count) -> str:
+    return "?" if count.lazy else _short(count.total)
+
+
+def _mode(part: nn.Module) -> str:
+    return "train" if part.training else "eval"
+
+
+def _short(number: int) -> str:
+    """Return a count with three digits or so: ``0``, ``999``, ``1.2 K``, ``21.3 M``."""
+    value, unit = float(number), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f}{_UNITS[unit]}" if not unit or value >= 99.95 else f"{value:.1f}{_UNITS[unit]}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rule = "-" * max(map(len, lines))
+    return [lines[0], rule, *lines[1:], rule]

@@ -1,0 +1,166 @@
+"""``Timer``: how long each stage takes, and the end of a training that takes too long."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ..framework.callback import Callback
+from ..framework.errors import ConfigurationError, unknown
+
+if TYPE_CHECKING:
+    from ..framework.module import TrainModule
+    from ..framework.trainer import Trainer
+
+_STAGES = ("train", "validate", "sanity_check", "test", "predict")
+
+
+class Timer(Callback):
+    """Measure the time of each stage, and stop the training when its time is up.
+
+    The time that a run trained before it was resumed counts. Any rank's clock may end the run; all stop together.
+
+    Args:
+        duration: how long the training may take: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
+        interval: look at the clock after each batch (``"step"``) or each epoch (``"epoch"``).
+        verbose: say why the training stopped.
+
+    Raises:
+        ConfigurationError: the duration cannot be read, or the interval is not known.
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | dict[str, float] | None = None,
+        interval: str = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in ("step", "epoch"):
+            raise ConfigurationError(f"Timer(interval={interval!r}): give 'step' or 'epoch'.")
+        self._limit_seconds = None if duration is None else _seconds(duration)
+        self._interval = interval
+        self._verbose = verbose
+        self._starts: dict[str, float] = {}
+        self._ends: dict[str, float] = {}
+        self._trained_before = 0.0
+        self._deadline = float("inf")
+
+    def wants(self, hook: str) -> bool:
+        if hook in ("on_train_batch_end", "on_train_epoch_end"):
+            return self._limit_seconds is not None and self._interval in hook.replace("batch", "step")
+        return super().wants(hook)
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """Return when a stage began, in seconds of the monotonic clock; None before it did.
+
+        Stages: ``"train"``, ``"validate"``, ``"sanity_check"``, ``"test"``, ``"predict"``.
+        """
+        return self._starts.get(_stage(stage))
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """Return when a stage ended, in seconds of the monotonic clock; None while it has not."""
+        return self._ends.get(_stage(stage))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Return how many seconds a stage has taken, with what it took before a resume."""
+        before = self._trained_before if _stage(stage) == "train" else 0.0
+        start = self._starts.get(_stage(stage))
+        if start is None:
+            return before
+        return before + self._ends.get(_stage(stage), time.monotonic()) - start
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Return how many seconds are left of the duration; None without one."""
+        return None if self._limit_seconds is None else self._limit_seconds - self.time_elapsed(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trained_before = float(state["time_elapsed"]["train"])
+        self._starts.pop("train", None)
+        self._ends.pop("train", None)
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("train")
+        if self._limit_seconds is not None:
+            self._deadline = self._starts["train"] + self._limit_seconds - self._trained_before
+            # What was loaded may have used up the time already, whatever the interval.
+            self._check(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._ends["train"] = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if time.monotonic() >= self._deadline:
+            self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._check(trainer)
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("sanity_check" if trainer.sanity_checking else "validate")
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._ends["sanity_check" if trainer.sanity_checking else "validate"] = time.monotonic()
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("test")
+
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._ends["test"] = time.monotonic()
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("predict")
+
+    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._ends["predict"] = time.monotonic()
+
+    def _begin(self, stage: str) -> None:
+        self._starts[stage] = time.monotonic()
+        self._ends.pop(stage, None)
+
+    def _check(self, trainer: Trainer) -> None:
+        if time.monotonic() < self._deadline:
+            return
+        # Asked for once: the run may have to go on to its min_steps.
+        self._deadline = float("inf")
+        if self._verbose:
+            elapsed = timedelta(seconds=int(self.time_elapsed()))
+            trainer.request_stop(f"the time limit is reached: the training has taken {elapsed}.")
+        else:
+            trainer.should_stop = True
+
+
+def _stage(stage: str) -> str:
+    if stage not in _STAGES:
+        raise unknown("Timer: stage", stage, _STAGES)
+    return stage
+
+
+def _seconds(duration: str | timedelta | dict[str, float]) -> float:
+    """Return a duration in seconds.
+
+    Raises:
+        ConfigurationError: it has none of the three forms, or is below 0.
+    """
+    if isinstance(duration, str):
+        match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
+        if match is None:
+            raise ConfigurationError(f"Timer(duration={duration!r}): write it as DD:HH:MM:SS, such as '00:12:00:00'.")
+        days, hours, minutes, seconds = map(int, match.groups())
+        duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    elif isinstance(duration, dict):
+        try:
+            duration = timedelta(**duration)
+        except TypeError as error:
+            raise ConfigurationError(f"Timer(duration={duration!r}): give timedelta's arguments ({error}).") from error
+    if not isinstance(duration, timedelta) or duration < timedelta(0):
+        raise ConfigurationError(
+            f"Timer(duration={duration!r}): give 'DD:HH:MM:SS', a timedelta, or a dict of its arguments; 0 or more."
+        )
+    return duration.total_seconds()
