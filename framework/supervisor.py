@@ -119,12 +119,17 @@ class Supervisor:
     def stop(self) -> None:
         """End all ranks: SIGTERM, and soon SIGKILL."""
         self._stopping = True
-        for signum, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, float("inf"))):
-            for rank in self._ranks:
-                if rank.code is None:
-                    rank.was_signalled, rank.was_killed = True, signum is signal.SIGKILL
-                    rank.send(signum)
-            self._wait(seconds, lambda: False)
+        for rank in self._ranks:
+            # One that is on its way out is left to end with an exit code of its own.
+            if rank.code is None and not self._is_ending(rank):
+                rank.was_signalled = True
+                rank.send(signal.SIGTERM)
+        self._wait(TERMINATE_SECONDS, lambda: False)
+        for rank in self._ranks:
+            if rank.code is None:
+                rank.was_signalled = rank.was_killed = True
+                rank.send(signal.SIGKILL)
+        self._wait(float("inf"), lambda: False)
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -217,7 +222,9 @@ class Supervisor:
         failures = self._failures()
         silent = self._first_silent({failure.rank for failure in failures})
         if silent and (not failures or self._left_at(silent) < failures[0].seconds):
-            return Verdict(silent.code or 1, f"{silent} ended with exit code {silent.code}", failed=True)
+            code = silent.code or 0
+            how = f"ended with exit code {code}" if code > 0 else "left the others, and had to be killed"
+            return Verdict(max(code, 1), f"{silent} {how}", failed=True)
         if failures:
             first = failures[0]
             text = f"rank {first.rank} (pid {first.pid}) failed:\n{first.traceback.rstrip()}"
@@ -225,8 +232,9 @@ class Supervisor:
         return self._verdict_without_failure()
 
     def _first_silent(self, recorded: set[int]) -> _Rank | None:
-        """Return the first rank that ended by itself with an exit code of its own, and no exception."""
-        ended = [r for r in self._ranks if self._is_bad(r) and not r.was_signalled and r.rank not in recorded]
+        """Return the first rank that ended, or began to, of its own accord and without an exception."""
+        unexplained = [rank for rank in self._ranks if self._is_bad(rank) and rank.rank not in recorded]
+        ended = [rank for rank in unexplained if not rank.was_signalled or self._left_at(rank)]
         return min(ended, key=lambda rank: (self._left_at(rank), rank.ended_at), default=None)
 
     def _left_at(self, rank: _Rank) -> float:

@@ -84,7 +84,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
 @pytest.mark.parametrize(
     ("ending", "code", "last"),
     [
-        ("if world.rank == 1: sys.exit(3)", 3, "ended with exit code 3"),
+        ("if world.rank == 1: sys.exit(3)\ntime.sleep(3600)", 3, "ended with exit code 3"),
         ("if world.rank == 0: raise ConfigurationError('no such thing')", 78, "ConfigurationError: no such thing"),
     ],
 )

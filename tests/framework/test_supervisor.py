@@ -84,6 +84,15 @@ def test_a_rank_that_left_first_is_at_fault_though_another_recorded_what_followe
     assert verdict.message.endswith("ended with exit code 4")
 
 
+def test_a_rank_that_left_first_and_never_ends_is_still_at_fault(tmp_path: Path) -> None:
+    record_leaving(str(tmp_path), 1)
+    time.sleep(0.001)
+    recorded(tmp_path, 0, RuntimeError("connection reset"))
+    verdict = watch(tmp_path, "sh -c 'exit 1'", SLEEP)
+    assert verdict.exit_code == 1
+    assert verdict.message.startswith("rank 1 ")
+
+
 def test_a_rank_that_left_because_of_a_failure_is_not_at_fault(tmp_path: Path) -> None:
     recorded(tmp_path, 0, ValueError("the cause"))
     time.sleep(0.001)
