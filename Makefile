@@ -31,8 +31,8 @@ lint: $(DEV)
 # called `phalanx`, a clone under any name is the package.
 types: $(DEV)
 	@mkdir -p $(VENV)/types && ln -sfn "$(CURDIR)" $(VENV)/types/phalanx
-	MYPYPATH=$(VENV)/types $(PY) -m mypy -p phalanx
-	MYPYPATH=$(VENV)/types $(PY) -m mypy --exclude '^$$' $(wildcard tests examples benchmarks)
+	MYPYPATH=$(VENV)/types $(PY) -m mypy -p phalanx --exclude '/phalanx/(tests|examples|benchmarks|docs|build|dist)/'
+	MYPYPATH=$(VENV)/types $(PY) -m mypy $(wildcard tests examples benchmarks)
 
 bench: $(BENCH)
 	$(PY) -m benchmarks $(ARGS)

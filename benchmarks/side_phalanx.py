@@ -1,0 +1,49 @@
+"""phalanx's Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import phalanx.callbacks as callbacks
+from phalanx import Trainer, TrainModule
+from phalanx.loggers import CSVLogger
+
+from .task import LOG_EVERY, Batches, Job, callback_class, module_class
+
+Task = module_class(TrainModule)
+
+
+def fit(job: Job) -> nn.Module:
+    """Fit the task; return its trained net."""
+    module = Task(job)
+    Trainer(**settings(job)).fit(module, Batches(job.steps))
+    net: nn.Module = module.net
+    return net
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """Return what is asked of the Trainer."""
+    common: dict[str, Any] = {
+        "max_epochs": job.epochs,
+        "accelerator": "cpu",
+        "devices": job.ranks,
+        "strategy": "ddp" if job.ranks > 1 else "auto",
+        "default_root_dir": str(job.directory),
+    }
+    if job.barebones:
+        return common | {"barebones": True}
+    watching: list[Any] = [callback_class(callbacks.Callback, job.overriding)() for _ in range(job.callbacks)]
+    if job.everyday:
+        kept = str(job.directory / "kept")
+        watching += [callbacks.EarlyStopping(monitor="loss", patience=10**6), callbacks.ModelCheckpoint(dirpath=kept)]
+    return common | {
+        "callbacks": watching,
+        "logger": CSVLogger(save_dir=str(job.directory)) if job.everyday or job.values else False,
+        "log_every_n_steps": LOG_EVERY,
+        "enable_checkpointing": job.everyday,
+        "enable_progress_bar": job.everyday,
+        "enable_model_summary": False,
+        "accumulate_grad_batches": job.accumulate,
+    }
