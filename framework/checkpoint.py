@@ -29,8 +29,10 @@ from .atomic import (
     storage_error,
     write_synced,
 )
-from .checkpoint_read import Checkpoint, is_complete, open_checkpoint, verify
-from .checkpoint_write import MODEL, Save, Shard, Snapshot, has_nonfinite, is_ours, save
+from .checkpoint_plan import Shard, Snapshot
+from .checkpoint_read import Checkpoint, open_checkpoint
+from .checkpoint_verify import is_complete, verify
+from .checkpoint_write import MODEL, Save, has_nonfinite, is_ours, save
 from .errors import CheckpointError, ConfigurationError, StorageError
 from .manifest import MANIFEST
 from .tensor_file import size_of, write_tensor_file

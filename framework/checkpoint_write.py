@@ -15,9 +15,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,62 +30,14 @@ from .atomic import (
     storage_error,
     write_synced,
 )
+from .checkpoint_plan import Agreed, Box, Plan, Snapshot, assign, plan_of
 from .codec import JSON
 from .errors import ConfigurationError, PhalanxError, StorageError
-from .manifest import MANIFEST, SECTION_NAME, Manifest, Part, TensorRecord, coverage_problem, is_flat
-from .tensor_file import RESERVED_NAME, FileRecord, Segment, code_of, size_of, write_tensor_file
+from .manifest import MANIFEST, Manifest, Part, TensorRecord
+from .tensor_file import FileRecord, Segment, code_of, size_of, write_tensor_file
 from .world import World
 
 MODEL = "model"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank's piece of a global tensor: the box at ``offsets`` of a tensor of ``shape``.
-
-    With one offset where ``shape`` has not one dim, the piece is 1-d: a range of the flattened (row-major) tensor, as
-    ZeRO partitions are. Build it with ``whole`` or ``flat``, or directly.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, tensor: Tensor) -> Shard:
-        """Return a tensor that is not split."""
-        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
-
-    @classmethod
-    def flat(cls, tensor: Tensor, shape: tuple[int, ...], start: int) -> Shard:
-        """Return the elements from ``start`` on of the flattened tensor of ``shape``; ``tensor`` is 1-d."""
-        return cls(tensor, tuple(shape), (start,))
-
-
-@dataclass
-class Snapshot:
-    """What this rank has to save.
-
-    ``sections`` maps a section (``"model"``, ``"optimizer"``, ``"state"``) to tensors by name. Of ``document`` rank 0's
-    is kept; of ``rank_document`` every rank's, as a list. Both are strict JSON (``codec.encode``).
-    """
-
-    sections: dict[str, dict[str, Shard]]
-    document: JSON = field(default_factory=dict)
-    rank_document: JSON = None
-
-
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """What a rank tells the others of a shard."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    box: Box
-    tied_to: str | None
 
 
 @dataclass
@@ -96,11 +47,6 @@ class _Written:
     files: dict[str, FileRecord] = field(default_factory=dict)
     segments: dict[str, dict[str, Segment]] = field(default_factory=dict)
     nonfinite: str | None = None
-
-
-_Plan: TypeAlias = "dict[str, dict[str, _Piece]]"
-# For each section and name: the name it is tied to, or who writes which box of it.
-_Agreed: TypeAlias = "dict[str, dict[str, str | list[tuple[int, Box]]]]"
 
 
 def save(path: str | os.PathLike[str], snapshot: Snapshot, world: World, sharded: bool = False) -> Path:
@@ -138,8 +84,8 @@ class Save:
         self._world = world
         self._sharded = sharded
         self._temporary: Path | None = None
-        self._plans: list[_Plan] = []
-        self._agreed: _Agreed = {}
+        self._plans: list[Plan] = []
+        self._agreed: Agreed = {}
         self._rank_documents: list[JSON] = []
         self._written = _Written()
         self._failure: Exception | None = None
@@ -147,14 +93,14 @@ class Save:
     def begin(self) -> None:
         """Agree on who writes what and make the hidden directory. Collective. Raises as ``save``."""
         failure: Exception | None = None
-        plan: _Plan = {}
+        plan: Plan = {}
         try:
             if self._world.is_global_zero:
                 _check_target(self.path)
                 self._temporary = hidden_sibling(self.path, "tmp")
                 _make(self._temporary)
             if self._sharded or self._world.is_global_zero:
-                plan = _plan(self._snapshot)
+                plan = plan_of(self._snapshot)
         except Exception as error:
             failure = error
         gathered = self._agree(failure, (self._temporary, plan, self._snapshot.rank_document))
@@ -163,7 +109,7 @@ class Save:
         self._rank_documents = [document for _, _, document in gathered]
         # Every rank computes the same from the same plans, so a refusal here is everyone's as well.
         try:
-            self._agreed = _assign(self._plans)
+            self._agreed = assign(self._plans)
         except ConfigurationError:
             self.discard()
             raise
@@ -333,7 +279,9 @@ def _check_target(target: Path) -> None:
 
 def _make(directory: Path) -> None:
     try:
-        make_directory(directory)
+        make_directory(directory.parent)
+        # Not synced: its name need not outlive a crash, and each sync of a directory waits for the disk.
+        directory.mkdir()
     except OSError as error:
         raise storage_error("making", directory, error) from error
 
@@ -347,90 +295,3 @@ def _told(failure: Exception | None, path: Path) -> tuple[bool, str] | None:
     if isinstance(failure, PhalanxError):
         return isinstance(failure, ConfigurationError), str(failure)
     return False, f"{type(failure).__name__}: {failure}"
-
-
-def _plan(snapshot: Snapshot) -> _Plan:
-    """Check this rank's shards and describe them."""
-    plan: _Plan = {}
-    for section, shards in snapshot.sections.items():
-        if SECTION_NAME.fullmatch(section) is None:
-            raise ConfigurationError(f"section {section!r} must consist of lower-case letters, digits and underscores.")
-        pieces = plan.setdefault(section, {})
-        seen: dict[tuple[Any, ...], str] = {}
-        for name, shard in shards.items():
-            _check_shard(section, name, shard)
-            box = (tuple(shard.offsets), tuple(shard.tensor.shape))
-            tied_to = seen.setdefault(_memory(shard, name), name)
-            tied = None if tied_to == name else tied_to
-            pieces[name] = _Piece(shard.tensor.dtype, tuple(shard.shape), box, tied)
-    return plan
-
-
-def _check_shard(section: str, name: str, shard: Shard) -> None:
-    tensor, where = shard.tensor, f"{section} tensor {name!r}"
-    if type(name) is not str or name == RESERVED_NAME:
-        raise ConfigurationError(f"{where} needs another name: a string, and not {RESERVED_NAME!r}.")
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        kind = f"layout {tensor.layout}, device {tensor.device}"
-        raise ConfigurationError(f"{where} is not a dense tensor with data ({kind}); materialise it first.")
-    code_of(tensor.dtype, name)
-    fits = is_flat(shard.shape, shard.offsets) or len(shard.shape) == len(shard.offsets)
-    dims = 1 if is_flat(shard.shape, shard.offsets) else len(shard.shape)
-    if not fits or tensor.dim() != dims or any(size < 0 for size in (*shard.shape, *shard.offsets)):
-        raise ConfigurationError(
-            f"{where}: a piece of shape {list(tensor.shape)} at {list(shard.offsets)} does not fit {list(shard.shape)}."
-        )
-
-
-def _memory(shard: Shard, name: str) -> tuple[Any, ...]:
-    """Return what two tied tensors share: the same elements of the same storage, as the same piece."""
-    tensor = shard.tensor
-    if tensor.numel() == 0:
-        return (name,)
-    pointer = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride())
-    return (*pointer, tensor.dtype, tuple(tensor.shape), tensor.is_conj(), tensor.is_neg(), shard.shape, shard.offsets)
-
-
-def _assign(plans: list[_Plan]) -> _Agreed:
-    """Decide who writes what: the same answer on every rank, as it depends on the gathered plans alone."""
-    agreed: _Agreed = {}
-    load = [0] * len(plans)
-    for section in dict.fromkeys(section for plan in plans for section in plan):
-        held: dict[str, list[tuple[int, _Piece]]] = {}
-        for rank, plan in enumerate(plans):
-            for name, piece in plan.get(section, {}).items():
-                held.setdefault(name, []).append((rank, piece))
-        tensors = agreed.setdefault(section, {})
-        for name, pieces in held.items():
-            tied = _tied(pieces)
-            tensors[name] = tied if tied is not None else _writers(section, name, pieces, load)
-    return agreed
-
-
-def _tied(pieces: list[tuple[int, _Piece]]) -> str | None:
-    """Return the name that all ranks with data of this tensor found it tied to, or None."""
-    owners = {piece.tied_to for _, piece in pieces if prod(piece.box[1])}
-    return owners.pop() if len(owners) == 1 else None
-
-
-def _writers(section: str, name: str, pieces: list[tuple[int, _Piece]], load: list[int]) -> list[tuple[int, Box]]:
-    """Return which rank writes which box; of several holders of one box the one that has least to write so far."""
-    first = pieces[0][1]
-    holders: dict[Box, list[int]] = {}
-    for rank, piece in pieces:
-        if (piece.dtype, piece.shape) != (first.dtype, first.shape):
-            given = f"{piece.dtype} {list(piece.shape)} on rank {rank}, {first.dtype} {list(first.shape)} elsewhere"
-            raise ConfigurationError(f"{section} tensor {name!r} differs between ranks: {given}.")
-        if prod(piece.box[1]) or not prod(first.shape):
-            holders.setdefault(piece.box, []).append(rank)
-    if not prod(first.shape):
-        holders = dict(list(holders.items())[:1])
-    problem = coverage_problem(first.shape, holders)
-    if problem is not None:
-        raise ConfigurationError(f"{section} tensor {name!r} is not covered exactly once by its shards: {problem}.")
-    writers = []
-    for box in sorted(holders):
-        rank = min(holders[box], key=lambda one: load[one])
-        load[rank] += size_of(box[1], first.dtype)
-        writers.append((rank, box))
-    return writers

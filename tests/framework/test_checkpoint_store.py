@@ -361,7 +361,7 @@ def test_a_directory_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-@pytest.mark.parametrize("call", range(5))
+@pytest.mark.parametrize("call", range(4))
 def test_a_disk_error_at_any_sync_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: int
 ) -> None:
