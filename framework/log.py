@@ -181,16 +181,19 @@ class MetricLog:
         entry = self._entries.get(name)
         if entry is None or entry.flags != flags:
             entry = self._new_entry(name, flags, entry)
-        if value.__class__ is not float:
-            if isinstance(value, Tensor):
-                if not value.is_cpu:
-                    self._keep_on_device(entry, value, batch_size)
-                    return
-                value = _number(name, value)
-            elif not isinstance(value, (int, float)):
-                value = self._unusual(entry, value)
-                if value is None:
-                    return
+        if isinstance(value, Tensor):
+            if not value.is_cpu:
+                self._keep_on_device(entry, value, batch_size)
+                return
+            # A number at once: on a CPU that waits for nothing, and the tensor may change in place later.
+            try:
+                value = value.item()
+            except RuntimeError:
+                raise _not_one_element(name, value) from None
+        elif value.__class__ is not float and not isinstance(value, (int, float)):
+            value = self._unusual(entry, value)
+            if value is None:
+                return
         entry.last = value
         if entry.on_epoch:
             entry.add(value, 1.0 if entry.fx != "mean" else self._weight(batch_size))
@@ -204,7 +207,7 @@ class MetricLog:
 
     def _keep_on_device(self, entry: Entry, value: Tensor, batch_size: int | float | Tensor | None) -> None:
         if value.numel() != 1:
-            _number(entry.name, value)
+            raise _not_one_element(entry.name, value)
         # A tensor without graph may be a buffer that its owner changes in place later; a loss is nobody's buffer.
         value = value.detach() if value.requires_grad else value.clone()
         entry.last = value
@@ -378,13 +381,11 @@ def _stand_in(name: str, gathered: list[dict[str, Any]]) -> Entry:
     return Entry(name, (*flags, on_step, True, "mean"), "mean", on_step, True)
 
 
-def _number(name: str, value: Tensor) -> float:
-    if value.numel() != 1:
-        raise MetricError(
-            f"log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; a value must have one element: "
-            "reduce it first, with .mean() for example."
-        )
-    return float(value.item())
+def _not_one_element(name: str, value: Tensor) -> MetricError:
+    return MetricError(
+        f"log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; a value must have one element: "
+        "reduce it first, with .mean() for example."
+    )
 
 
 def batch_items(batch: Any) -> int:

@@ -136,9 +136,12 @@ class _Adapter(StepAdapter):
         return output
 
     def zero_loss(self) -> Tensor:
-        """Return a loss of zero that every parameter feeds, through one of its elements."""
+        """Return a loss of zero, [1], that every parameter feeds, through one of its elements.
+
+        It has a dim so that ``forward`` does not take it for a loss of the user's.
+        """
         parts = [parameter.flatten()[:1].sum() for parameter in self.parameters() if parameter.requires_grad]
-        return torch.stack([part.float() for part in parts]).nan_to_num().sum() * 0.0
+        return torch.stack([part.float() for part in parts]).nan_to_num().sum().reshape(1) * 0.0
 
 
 def find_unused_parameters(**ddp_arguments: Any) -> DDPStrategy:

@@ -1,0 +1,75 @@
+"""Small modules and data that several tests train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import Trainer, TrainModule
+
+# A Trainer that writes and prints nothing.
+SILENT: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def regression_data(count: int = 64, seed: int = 0) -> TensorDataset:
+    """Return ``count`` inputs of 6 features with a smooth target."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
+
+
+def network(seed: int = 3, dropout: float = 0.0) -> nn.Sequential:
+    """Return a small network with fixed initial weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = [nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)]
+        return nn.Sequential(*layers)
+
+
+class Regressor(TrainModule):
+    """Trains ``network`` and notes the loss of every micro-batch."""
+
+    def __init__(self, lr: float = 0.05, dropout: float = 0.0, optimizer: str = "adamw") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = network(dropout=dropout)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.net(x)
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = nn.functional.mse_loss(self(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.hparams["optimizer"] == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"], momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+
+
+def loader(count: int = 64, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
+    """Return a loader over ``regression_data``."""
+    return DataLoader(regression_data(count), batch_size=batch_size, **arguments)
+
+
+def silent_trainer(**arguments: Any) -> Trainer:
+    """Return a Trainer that writes and prints nothing, unless told otherwise."""
+    return Trainer(**{**SILENT, **arguments})
+
+
+def weights_of(module: nn.Module) -> Tensor:
+    """Return all weights in one vector."""
+    return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
