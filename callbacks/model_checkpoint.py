@@ -316,7 +316,9 @@ class ModelCheckpoint(Callback):
         """Save what a plan says; the records are made first, since they are part of what is saved. Collective."""
         before = self.state_dict()
         gives_way = self._record(plan)
-        targets = [plan["path"]] * plan["accepted"] + [self.last_model_path] * bool(self.save_last)
+        targets = [plan["path"]] if plan["accepted"] else []
+        if self.save_last:
+            targets.append(self.last_model_path)
         if targets:
             try:
                 trainer.save_checkpoint(targets[0], self.save_weights_only)

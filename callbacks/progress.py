@@ -235,7 +235,7 @@ class _Screen(Protocol):
 
 
 class _Lines:
-    """Lines of text: some ten in an epoch, but no two within ten seconds, and one a minute where an epoch takes hours."""
+    """Lines of text: some ten in an epoch, but no two within ten seconds, and at least one a minute."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
