@@ -79,6 +79,8 @@ class LearningRateMonitor(Callback):
         """Return each optimizer with its name and the intervals that its rate changes by."""
         seen: Counter[type] = Counter()
         sources: list[tuple[Optimizer, str, set[str]]] = []
+        for optimizer in trainer.optimizers:
+            _check_group_names(optimizer)
         named: set[int] = set()
         for config in trainer.lr_schedulers:
             optimizer = config.scheduler.optimizer
@@ -114,3 +116,13 @@ def _numbered(optimizer: Optimizer, seen: Counter[type]) -> str:
     number = seen[type(optimizer)]
     seen[type(optimizer)] += 1
     return f"lr-{type(optimizer).__name__}" + (f"-{number}" if number else "")
+
+
+def _check_group_names(optimizer: Optimizer) -> None:
+    names = [group.get("name") or f"pg{number}" for number, group in enumerate(optimizer.param_groups, 1)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigurationError(
+            f"LearningRateMonitor: {type(optimizer).__name__} has several parameter groups called {twice[0]!r}; "
+            "give each a name of its own."
+        )

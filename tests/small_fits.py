@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from phalanx.framework.module import TrainModule
-from phalanx.framework.trainer import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx.framework.module import TrainModule
+from phalanx.framework.trainer import Trainer
 
 
 class Tiny(TrainModule):

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_on_ranks
 from small_fits import Tiny, capturing, loader, quiet_trainer
+
 from phalanx.callbacks import EarlyStopping, ModelCheckpoint
 from phalanx.framework.errors import ConfigurationError, MetricError
-from ranks import run_on_ranks
 
 NAN = float("nan")
 

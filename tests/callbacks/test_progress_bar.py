@@ -1,0 +1,149 @@
+"""The progress bars: what a person sees, and what they cost."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_fits import Tiny, loader, quiet_trainer
+
+from phalanx.callbacks import LambdaCallback, ProgressBar, RichProgressBar
+from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.trainer import Trainer
+
+
+class Shown(Tiny):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("metric", 2.0, prog_bar=True)
+
+    test_step = validation_step
+
+
+def trainer_with(root: Path, *callbacks: Any, **settings: Any) -> Trainer:
+    return quiet_trainer(root, list(callbacks), max_epochs=2, **{"enable_progress_bar": None, **settings})
+
+
+def progress_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "batches" in line and not line.startswith("│")]
+
+
+def test_outside_a_terminal_there_is_one_line_for_each_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer_with(tmp_path, ProgressBar()).fit(Shown(), loader(), loader(4))
+    output = capsys.readouterr().out
+    lines = progress_lines(output)
+    assert [line.split(" in ")[0] for line in lines] == ["epoch 0/1: 4 batches", "epoch 1/1: 4 batches"]
+    assert "loss " in lines[0]
+    assert ", metric 2, train_loss_step " in lines[0]
+    assert "\x1b" not in output
+
+
+def test_within_long_epochs_lines_come_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now[0]
+
+    def tick(*_: Any) -> None:
+        now[0] += 4.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phalanx.callbacks.progress.time", Clock)
+        bar = ProgressBar()
+        trainer_with(tmp_path, LambdaCallback(on_train_batch_start=tick), bar).fit(Tiny(), loader(32))
+    lines = progress_lines(capsys.readouterr().out)[:3]
+    assert [line.split(", loss")[0] for line in lines] == [
+        "epoch 0/1: 3/8 batches, 0.25 it/s, 0:20 left",
+        "epoch 0/1: 6/8 batches, 0.25 it/s, 8.0 s left",
+        "epoch 0/1: 8 batches in 0:32, 0.25 it/s",
+    ]
+
+
+def test_evaluation_is_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = trainer_with(tmp_path, ProgressBar())
+    trainer.test(Shown(), loader(), verbose=False)
+    trainer.validate(Shown(), loader(), verbose=False)
+    trainer.predict(_Predicting(), loader())
+    lines = progress_lines(capsys.readouterr().out)
+    assert [line.split(" in ")[0] for line in lines] == [
+        "test: 4 batches",
+        "validation: 4 batches",
+        "prediction: 4 batches",
+    ]
+
+
+class _Predicting(Tiny):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0])
+
+
+def test_the_live_bar_draws_in_place_and_keeps_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    before = threading.active_count()
+    threads: list[int] = []
+    watcher = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: threads.append(threading.active_count()),
+        on_train_start=lambda trainer, module: trainer.note("a note with [brackets]"),
+    )
+    trainer_with(tmp_path, RichProgressBar(refresh_seconds=1e-9), watcher).fit(Shown(), loader(), loader(4))
+    output = screen.getvalue()
+    assert "\x1b[" in output
+    assert "a note with [brackets]" in output
+    assert "epoch 1/1" in output
+    assert "validation" in output
+    assert "metric 2" in output
+    assert set(threads) == {before}
+    assert sys.stdout is screen
+
+
+def test_the_screen_is_given_back_when_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+
+    def fail(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 2:
+            raise RuntimeError("broken")
+
+    bar = RichProgressBar(refresh_seconds=1e-9)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer_with(tmp_path, bar, LambdaCallback(on_train_batch_end=fail)).fit(Tiny(), loader())
+    assert sys.stdout is screen
+    assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1
+
+
+def test_rich_is_not_imported_where_there_is_no_terminal(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from phalanx.callbacks import ProgressBar\n"
+        "from types import SimpleNamespace as N\n"
+        "ProgressBar().setup(N(is_global_zero=True), None, 'fit')\n"
+        "print('rich' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_other_ranks_want_no_hooks() -> None:
+    class Trainer:
+        is_global_zero = False
+
+    bar = ProgressBar()
+    bar.setup(Trainer(), None, "fit")  # type: ignore[arg-type]
+    assert not bar.wants("on_train_batch_end")
+    assert not bar.wants("on_train_epoch_end")
+
+
+def test_wrong_times_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="refresh_seconds=0"):
+        ProgressBar(refresh_seconds=0)
+    with pytest.raises(ConfigurationError, match=r"RichProgressBar\(line_seconds=-1"):
+        RichProgressBar(line_seconds=-1)
