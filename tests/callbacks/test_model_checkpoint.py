@@ -41,7 +41,7 @@ def progress(path: str | Path) -> dict[str, Any]:
     return found
 
 
-# ---- which are kept ---------------------------------------------------------------------------------------------------
+# ---- which are kept --------------------------------------------------------------------------------------------------
 
 
 def test_without_a_metric_the_newest_is_kept(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_not_saved(tmp_path: Pa
     assert any("No checkpoint was saved at step 8" in note for note in notes)
 
 
-# ---- when -------------------------------------------------------------------------------------------------------------
+# ---- when ------------------------------------------------------------------------------------------------------------
 
 
 def test_by_steps_counts_optimizer_steps_once_each(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_hooks_of_every_batch_are_not_wanted_for_epochs() -> None:
     assert ModelCheckpoint(train_time_interval=timedelta(1)).wants("on_train_batch_end")
 
 
-# ---- names ------------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_an_unknown_metric_is_an_error_by_steps_too(tmp_path: Path) -> None:
         fit(tmp_path, ModelCheckpoint(tmp_path / "kept", monitor="train_lossy", every_n_train_steps=1))
 
 
-# ---- resuming ---------------------------------------------------------------------------------------------------------
+# ---- resuming --------------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_goes_on_with_what_was_best(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_several_of_them_keep_their_states_apart(tmp_path: Path) -> None:
     assert savers[0].state_key != savers[1].state_key
 
 
-# ---- around it --------------------------------------------------------------------------------------------------------
+# ---- around it -------------------------------------------------------------------------------------------------------
 
 
 def test_loggers_are_told_and_one_that_fails_ends_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from phalanx.callbacks import (
 from phalanx.framework.errors import ConfigurationError, UnknownNameError
 from phalanx.loggers import CSVLogger
 
-# ---- GradientAccumulationScheduler ------------------------------------------------------------------------------------
+# ---- GradientAccumulationScheduler -----------------------------------------------------------------------------------
 
 
 def test_accumulation_changes_with_the_epoch(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_wrong_schedules_are_refused(scheduling: Any) -> None:
         GradientAccumulationScheduler(scheduling)
 
 
-# ---- LambdaCallback ---------------------------------------------------------------------------------------------------
+# ---- LambdaCallback --------------------------------------------------------------------------------------------------
 
 
 def test_functions_are_called_at_their_hooks_and_nothing_else_is_wanted(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_an_unknown_hook_is_refused_with_the_closest_name() -> None:
         LambdaCallback(on_fit_start=3)  # type: ignore[arg-type]
 
 
-# ---- LearningRateMonitor ----------------------------------------------------------------------------------------------
+# ---- LearningRateMonitor ---------------------------------------------------------------------------------------------
 
 
 class Scheduled(Tiny):
@@ -156,7 +156,7 @@ def test_rates_need_a_logger_a_known_interval_and_names_that_differ(tmp_path: Pa
         logged(tmp_path, module, LearningRateMonitor())
 
 
-# ---- Timer ------------------------------------------------------------------------------------------------------------
+# ---- Timer -----------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -253,7 +253,7 @@ def test_wrong_durations_are_refused(duration: Any) -> None:
         Timer(duration)
 
 
-# ---- ModelSummary -----------------------------------------------------------------------------------------------------
+# ---- ModelSummary ----------------------------------------------------------------------------------------------------
 
 
 def summary(tmp_path: Path, module: Tiny, depth: int = 1) -> list[str]:
