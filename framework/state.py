@@ -6,19 +6,15 @@ What differs from rank to rank (random generators, what has been logged in the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from .checkpoint import Checkpoint, Shard, Snapshot
 from .codec import decode, encode, encode_inline
 from .errors import CheckpointError
 from .model_state import check_model, encode_known
+from .optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
 from .run import Run
 from .seed import capture
-from .strategy import parameters_of
 from .windows import Windows
 
 
@@ -102,7 +98,7 @@ def rank_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any] | None:
     return decoded
 
 
-# ---- model ------------------------------------------------------------------------------------------------------------
+# ---- model -----------------------------------------------------------------------------------------------------------
 
 
 def load_model(run: Run, checkpoint: Checkpoint) -> None:
@@ -110,83 +106,3 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
     run.fabric.strategy.load_model_state(
         run.module, lambda name: checkpoint.read("model", name), checkpoint.names("model")
     )
-
-
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
-    """Return tensors that this rank holds whole, as shards."""
-    return {name: Shard.whole(tensor) for name, tensor in tensors.items()}
-
-
-# ---- optimizers -------------------------------------------------------------------------------------------------------
-
-
-def names_of(module: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter, by its identity; a tied one has its first name."""
-    return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
-def optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], index: int
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return an optimizer's hyperparameters and scalars as JSON, and its tensors as ``<index>/<slot>/<parameter>``."""
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    for position, parameter in enumerate(parameters_of(optimizer)):
-        name = names.get(id(parameter), f"unnamed.{position}")
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                tensors[f"{index}/{slot}/{name}"] = value
-            else:
-                scalars.setdefault(name, {})[slot] = value.cpu() if isinstance(value, Tensor) else value
-    groups = []
-    for group in optimizer.param_groups:
-        hyper = {key: value for key, value in group.items() if key != "params"}
-        params = [names.get(id(p), f"unnamed.{i}") for i, p in enumerate(group["params"])]
-        groups.append({"params": params, "hyper": encode_inline(hyper)})
-    return {"class": type(optimizer).__name__, "groups": groups, "scalars": encode_inline(scalars)}, tensors
-
-
-def check_optimizers(optimizers: list[Optimizer], saved: list[dict[str, Any]], names: Mapping[int, str]) -> None:
-    """Compare optimizers with those of a checkpoint.
-
-    Raises:
-        CheckpointError: their number, classes or parameter groups differ.
-    """
-    if len(saved) != len(optimizers):
-        raise CheckpointError(
-            f"the checkpoint holds {len(saved)} optimizers, configure_optimizers returned {len(optimizers)}."
-        )
-    for index, (optimizer, state) in enumerate(zip(optimizers, saved, strict=True)):
-        mine, theirs = type(optimizer).__name__, state["class"]
-        if mine != theirs:
-            raise CheckpointError(f"optimizer {index} is {mine}, but the checkpoint holds the state of {theirs}.")
-        own = [[names.get(id(p), f"unnamed.{i}") for i, p in enumerate(g["params"])] for g in optimizer.param_groups]
-        kept = [group["params"] for group in state["groups"]]
-        if [sorted(group) for group in own] != [sorted(group) for group in kept]:
-            different = sorted({n for g in own for n in g} ^ {n for g in kept for n in g})
-            raise CheckpointError(
-                f"optimizer {index} has other parameter groups than the checkpoint: {len(own)} against {len(kept)}"
-                + (f", and these parameters are in one only: {', '.join(different[:20])}." if different else ".")
-            )
-
-
-def load_optimizer(
-    optimizer: Optimizer, saved: dict[str, Any], names: Mapping[int, str], checkpoint: Checkpoint, index: int
-) -> None:
-    """Put an optimizer's state back through its own ``load_state_dict``."""
-    numbers = {names.get(id(p), f"unnamed.{i}"): i for i, p in enumerate(parameters_of(optimizer))}
-    state: dict[int, dict[str, Any]] = {}
-    for name, slots in decode(saved["scalars"]).items():
-        state.setdefault(numbers[name], {}).update(slots)
-    for key in checkpoint.names("optimizer"):
-        owner, slot, name = key.split("/", 2)
-        if int(owner) == index:
-            state.setdefault(numbers[name], {})[slot] = checkpoint.read("optimizer", key)
-    groups = []
-    first = 0
-    for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
-        own = {key: value for key, value in group.items() if key != "params"}
-        count = len(group["params"])
-        groups.append({**own, **decode(kept["hyper"]), "params": list(range(first, first + count))})
-        first += count
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
