@@ -1,0 +1,66 @@
+"""Each example in its short form, as a script of its own: it ends well, and what it prints shows that it learned."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ranks import run_script
+
+import phalanx
+
+EXAMPLES = Path(phalanx.__file__).parent / "examples"
+
+
+def run_example(name: str, *args: str, out: Path) -> str:
+    """Return what an example printed."""
+    process = run_script(EXAMPLES / name, "--short", "--out", str(out), *args, timeout=90)
+    output = str(process.stdout)
+    assert process.returncode == 0, output
+    return output
+
+
+def number_after(text: str, output: str) -> float:
+    """Return the number that follows ``text``."""
+    match = re.search(re.escape(text) + r"\s*([\d.]+)", output)
+    assert match, f"{text!r} is not in the output:\n{output}"
+    return float(match.group(1).rstrip("."))
+
+
+def test_digits_on_two_ranks_learns_and_says_where_its_files_are(tmp_path: Path) -> None:
+    output = run_example("digits.py", "--devices", "2", "--strategy", "ddp", out=tmp_path)
+
+    assert number_after("test accuracy:", output) > 85
+    assert output.count("test accuracy:") == 1
+    run = tmp_path / "digits" / "version_0"
+    assert f"logs and checkpoints: {run}" in output
+    assert list((run / "checkpoints").glob("*.ckpt"))
+    assert (run / "metrics.csv").read_text().startswith("epoch")
+
+
+def test_gpt_learns_and_writes(tmp_path: Path) -> None:
+    output = run_example("gpt.py", "--precision", "bf16-mixed", out=tmp_path)
+
+    assert number_after("validation loss:", output) < 3.6
+    assert "--- sample\ndef " in output
+
+
+def test_lightning_port_on_two_ranks_learns(tmp_path: Path) -> None:
+    output = run_example("lightning_port.py", "--devices", "2", out=tmp_path)
+
+    history = re.search(r"validation loss by epoch: ([\d., ]+)", output)
+    assert history, output
+    losses = [float(loss) for loss in history.group(1).split(", ")]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert number_after("test loss:", output) < 0.08
+    assert "359 images" in output
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_help_tells_the_three_common_options(name: str, tmp_path: Path) -> None:
+    process = run_script(EXAMPLES / name, "--help")
+
+    assert process.returncode == 0, process.stdout
+    assert all(option in process.stdout for option in ("--strategy", "--devices", "--precision", "--short"))
