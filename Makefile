@@ -8,6 +8,8 @@ PY := $(VENV)/bin/python
 HERE := $(subst /,_,$(subst $() ,_,$(CURDIR)))
 DEV := $(VENV)/dev.$(HERE)
 BENCH := $(VENV)/bench.$(HERE)
+# Where pytest lets tests find their helpers, joined by colons.
+TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py))))))
 
 .PHONY: help demo test lint types bench format clean
 
@@ -32,7 +34,7 @@ lint: $(DEV)
 types: $(DEV)
 	@mkdir -p $(VENV)/types && ln -sfn "$(CURDIR)" $(VENV)/types/phalanx
 	MYPYPATH=$(VENV)/types $(PY) -m mypy -p phalanx --exclude '/phalanx/(tests|examples|benchmarks|docs|build|dist)/'
-	MYPYPATH=$(VENV)/types $(PY) -m mypy $(wildcard tests examples benchmarks)
+	MYPYPATH=$(VENV)/types:$(TESTS) $(PY) -m mypy $(wildcard tests examples benchmarks)
 
 bench: $(BENCH)
 	$(PY) -m benchmarks $(ARGS)

@@ -27,7 +27,7 @@ def fit(job: Job) -> nn.Module:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = last
             loss = loss_of(model, batch)
-            (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            (loss / job.accumulate if job.accumulate > 1 else loss).backward()
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
