@@ -94,7 +94,7 @@ class CountedSource(TrainingSource):
         self.span = span
 
     def batches_before(self, position: Position | None) -> int:
-        return self.items_before(position) // self.span
+        return ceil_div(self.items_before(position), self.span)
 
     def items_before(self, position: Position | None) -> int:
         """Return the items that ``position`` counts as consumed.
@@ -113,7 +113,7 @@ class CountedSource(TrainingSource):
 
     def position_from(self, began_at: Position | None, batches: int) -> Position:
         first = self.items_before(began_at)
-        items = first + (batches - first // self.span) * self.span
+        items = first + (batches - ceil_div(first, self.span)) * self.span
         total = self.total_items()
         return {self.unit: items if total is None else min(items, max(total, first))}
 
@@ -137,7 +137,7 @@ class MapSource(CountedSource):
     def len_batches(self, position: Position | None = None) -> int | None:
         items = self.items_before(position)
         left = self._sampler.length(items // self._shares)
-        return None if left is None else items // self.span + left
+        return None if left is None else ceil_div(items, self.span) + left
 
     def total_items(self) -> int | None:
         total = self._sampler.order.length()
@@ -174,7 +174,7 @@ class IterableSource(CountedSource):
             return None
         items = self.items_before(position)
         left = max(total - items // self._shares, 0)
-        return items // self.span + ceil_div(left, self._size)
+        return ceil_div(items, self.span) + ceil_div(left, self._size)
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
         tell_epoch(self._given, epoch)

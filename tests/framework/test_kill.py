@@ -1,0 +1,14 @@
+"""SIGKILL at random instants, then the same command again: a few of the trials of ``tests/kill_trials.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kill_trials import run_trials
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("ranks", "trials"), [(1, 2), (2, 2)])
+def test_a_killed_run_ends_bit_identical(tmp_path: Path, ranks: int, trials: int) -> None:
+    assert run_trials(tmp_path, trials, ranks, seed=1) == []

@@ -1,0 +1,282 @@
+"""A run that stops and resumes is the run that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from phalanx import AccumulationSchedule, Trainer
+from phalanx.callbacks import Callback, ModelCheckpoint
+from phalanx.framework.errors import CheckpointError
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """A map-style dataset that augments with all three global generators."""
+
+    def __init__(self, count: int) -> None:
+        self.x, self.y = regression_data(count).tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] + 0.01 * torch.randn(6) + 0.01 * random.random(), self.y[index]
+
+
+class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same samples as a stream."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(*regression_data(24).tensors, strict=True)
+
+
+class Everything(Regressor):
+    """Dropout, a validation that scores, a schedule by step and one by epoch, and figures that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.net.append(nn.BatchNorm1d(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val", nn.functional.mse_loss(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": by_step, "interval": "step"}, by_epoch]
+
+
+class StopAfter(Callback):
+    """Ends the process's run like a failure would, after a number of optimizer steps."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def data(kind: str) -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Streamed(), batch_size=2)
+    workers = {"workers": 2}.get(kind, 0)
+    return DataLoader(Augmented(24), batch_size=2, shuffle=True, num_workers=workers)
+
+
+def run(root: str, ranks: int, kind: str, stop: int | None, precision: str = "32-true") -> dict[str, Any] | None:
+    """Train two epochs; return what came out, or None where the run was stopped."""
+    torch.manual_seed(11)
+    random.seed(11)
+    module = Everything()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        precision=precision,
+        max_epochs=2,
+        default_root_dir=root,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=AccumulationSchedule.cycle([1, 2, 3]),
+        val_check_interval=5,
+        callbacks=[ModelCheckpoint(every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True), StopAfter(stop)],
+    )
+    try:
+        trainer.fit(module, data(kind), loader(12, 5), ckpt_path="auto")
+    except KeyboardInterrupt:
+        return None
+    return {
+        "weights": weights_of(module),
+        "buffers": [buffer.clone() for buffer in module.buffers()],
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "counters": (trainer.global_step, trainer.current_epoch, trainer.progress.global_batch),
+        "random": (torch.rand(3), random.random()),
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("kind", ["plain", "stream"])
+def test_resuming_at_every_step_of_one_process(tmp_path: Path, kind: str) -> None:
+    # In fp16 the loss scaler is part of what resumes.
+    precision = "16-mixed" if kind == "stream" else "32-true"
+    expected = run(str(tmp_path / "whole"), 1, kind, None, precision)
+    assert expected is not None
+    for stop in range(1, expected["counters"][0]):
+        root = str(tmp_path / str(stop))
+        assert run(root, 1, kind, stop, precision) is None
+        assert equal(run(root, 1, kind, None, precision), expected), stop
+
+
+@pytest.mark.parametrize("kind", ["plain", "workers", "stream"])
+def test_resuming_on_two_ranks(tmp_path: Path, kind: str) -> None:
+    expected = run_on_ranks(2, run, str(tmp_path / "whole"), 2, kind, None)
+    for stop in (2, 4):
+        root = str(tmp_path / str(stop))
+        assert run_on_ranks(2, run, root, 2, kind, stop) == [None, None]
+        assert equal(run_on_ranks(2, run, root, 2, kind, None), expected), stop
+
+
+def test_resuming_again_and_again_with_workers(tmp_path: Path) -> None:
+    expected = run(str(tmp_path / "whole"), 1, "workers", None)
+    root = str(tmp_path / "broken")
+    for stop in (3, 6, 10):
+        assert run(root, 1, "workers", stop) is None
+    assert equal(run(root, 1, "workers", None), expected)
+
+
+# ---- onto another number of ranks -------------------------------------------------------------------------------------
+
+
+class Seen(Regressor):
+    """Notes the samples it has trained on."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd", lr=0.01)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch[0][:, 0].tolist()
+        return super().training_step(batch, batch_idx)
+
+    def batch_weight(self, batch: Any) -> int:
+        return len(batch[0])
+
+
+def part(root: str, ranks: int, batch_size: int, stop: int | None) -> tuple[list[float], Tensor]:
+    torch.manual_seed(4)
+    module = Seen()
+    trainer = silent_trainer(
+        devices=ranks,
+        max_epochs=1,
+        default_root_dir=root,
+        callbacks=[ModelCheckpoint(every_n_train_steps=1, save_last=True), StopAfter(stop)],
+        enable_checkpointing=True,
+    )
+    try:
+        trainer.fit(module, loader(50, batch_size, shuffle=True), ckpt_path="auto")
+    except KeyboardInterrupt:
+        pass
+    return module.seen, weights_of(module)
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 2)), ((2, 2), (1, 4)), ((2, 4), (3, 3)), ((3, 2), (2, 5))])
+def test_each_sample_is_seen_once_on_another_number_of_ranks(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    def on(ranks: int, batch_size: int, stop: int | None) -> list[Any]:
+        if ranks == 1:
+            return [part(str(tmp_path), 1, batch_size, stop)]
+        return run_on_ranks(ranks, part, str(tmp_path), ranks, batch_size, stop)
+
+    first = on(*before, 4)
+    second = on(*after, None)
+    # The fourth step ended the run before its checkpoint was saved, so it is taken again.
+    taken = 3 * before[0] * before[1]
+    kept = [value for seen, _ in first for value in seen[: 3 * before[1]]]
+    rest = [value for seen, _ in second for value in seen]
+    assert len(kept) == taken
+    assert sorted(kept + rest) == sorted(regression_data(50).tensors[0][:, 0].tolist())
+
+
+def test_the_global_batches_stay_the_same_on_another_number_of_ranks(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    whole = part(str(tmp_path / "whole"), 1, 4, None)[1]
+    part(str(tmp_path), 1, 4, 5)
+    for _, weights in run_on_ranks(2, part, str(tmp_path), 2, 2, None):
+        torch.testing.assert_close(weights, whole, rtol=1e-5, atol=1e-7)
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------
+
+
+def saved(root: Path) -> Path:
+    trainer = silent_trainer(
+        max_epochs=1, default_root_dir=root, callbacks=[ModelCheckpoint()], enable_checkpointing=True
+    )
+    trainer.fit(Regressor(), loader(16))
+    return Path(trainer.checkpoint_callback.best_model_path)  # type: ignore[union-attr]
+
+
+class Wider(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = nn.Linear(16, 2)
+        self.extra = nn.Linear(1, 1)
+
+
+class OtherOptimizer(Regressor):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Wider, ["net.3.weight: (1, 16) in the checkpoint, (2, 16) in the module", "extra.weight: missing"]),
+        (OtherOptimizer, ["optimizer 0 is SGD", "AdamW"]),
+    ],
+)
+def test_another_model_is_refused_by_name_and_left_alone(tmp_path: Path, module: type[Regressor], words: list[str]) -> None:
+    path = saved(tmp_path)
+    other = module()
+    before = weights_of(other)
+    with pytest.raises(CheckpointError) as refused:
+        silent_trainer(max_epochs=2).fit(other, loader(16), ckpt_path=path)
+    for word in words:
+        assert word in str(refused.value)
+    assert torch.equal(weights_of(other), before)
+
+
+def test_a_missing_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        silent_trainer(max_epochs=1).fit(Regressor(), loader(16), ckpt_path=tmp_path / "nothing.ckpt")
+
+
+def test_auto_falls_back_to_the_newest_good_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(str(tmp_path), 1, "plain", 5)
+    folder = tmp_path / "phalanx_logs" / "version_0" / "checkpoints"
+    newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for name in (newest.name, "last.ckpt"):
+        file = next((folder / name).glob("model-*.safetensors"))
+        damaged = bytearray(file.read_bytes())
+        damaged[-1] ^= 1
+        file.unlink()
+        file.write_bytes(bytes(damaged))
+    expected = run(str(tmp_path / "whole"), 1, "plain", None)
+    assert equal(run(str(tmp_path), 1, "plain", None), expected)
+    assert "last.ckpt" in capsys.readouterr().out
+
+
+def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    state = torch.get_rng_state()
+    module = Regressor.load_from_checkpoint(path, lr=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.hparams["lr"] == 0.5
+    assert not torch.equal(weights_of(module), weights_of(network()))
