@@ -46,8 +46,14 @@ class FileLogger(Logger):
         self._hparams: dict[str, Any] = {}
 
     def attach(self, root: Path, name: str, version: int) -> None:
+        if self._run == (root, name, version):
+            return
+        # What was logged before the first run, into a directory of the user's choice, belongs to that run.
+        keeps_version = self._run is None and self._fixed_save_dir is not None
+        if not keeps_version:
+            self.finalize("success")
+            self._version = self._fixed_version
         self._run = (root, name, version)
-        self._version = self._fixed_version
 
     @property
     def name(self) -> str:

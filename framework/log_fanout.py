@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,6 @@ from .logger import Logger
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from .callback import Callback
 
 # How often a writer looks for figures. It is not woken for each of them: waking a thread costs more than logging.
 _PERIOD_SECONDS = 0.25
@@ -62,11 +61,6 @@ class LoggerFanout:
             if type(writer.logger).log_graph is not Logger.log_graph:
                 writer.call("log_graph", model)
         self._leave_out_failed()
-
-    def after_save_checkpoint(self, callback: Callback) -> None:
-        for writer in self._writers:
-            if type(writer.logger).after_save_checkpoint is not Logger.after_save_checkpoint:
-                writer.put("after_save_checkpoint", callback)
 
     def save(self) -> None:
         """Have every logger write what it keeps, soon."""
@@ -144,6 +138,9 @@ class _Writer:
                 getattr(self.logger, method)(*arguments)
             except Exception as error:
                 self.error = error
+                # It is not called again, so whatever it holds open goes now.
+                with contextlib.suppress(Exception):
+                    self.logger.finalize("failed")
 
     def finish(self) -> None:
         self._finishing.set()

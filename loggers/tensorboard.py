@@ -98,8 +98,8 @@ class TensorBoardLogger(FileLogger):
 
         for key, value in metrics.items():
             self.experiment.add_scalar(self._with_prefix(key), plain_number(value), step or 0)
-        files = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
-        columns = hparams(flattened(params), dict.fromkeys(map(self._with_prefix, metrics)))  # type: ignore[no-untyped-call]
+        files = self.experiment._get_file_writer()
+        columns = hparams(flattened(params), dict.fromkeys(map(self._with_prefix, metrics)))
         for summary in columns:
             files.add_summary(summary, step or 0)
 
@@ -116,7 +116,7 @@ class TensorBoardLogger(FileLogger):
             )
             return
         with torch.no_grad():
-            self.experiment.add_graph(model, _on_device_of(model, example))
+            self.experiment.add_graph(_Shell(model), _on_device_of(model, example))
 
     def save(self) -> None:
         if self._writer is not None:
@@ -128,6 +128,19 @@ class TensorBoardLogger(FileLogger):
         if writer is not None:
             writer.flush()
             writer.close()
+
+
+class _Shell(nn.Module):
+    """The parts of a module and its forward, without its properties: the tracer reads all of those, and some hold only
+    while a run is under way."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self.run = model.forward
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(*inputs)
 
 
 def _on_device_of(model: nn.Module, example: Any) -> Any:

@@ -99,6 +99,18 @@ def test_a_fixed_directory_is_never_shared_by_two_runs_and_found_again_by_its_ow
     assert CSVLogger(tmp_path / "logs", "exp").version == 2
 
 
+def test_what_was_logged_before_the_run_stays_with_it_and_another_run_gets_its_own(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path / "mine", "exp")
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.save()
+    for version in (0, 0, 1):
+        logger.attach(tmp_path / "runs", "run", version)
+        logger.log_metrics({"loss": 2.0}, 1)
+    logger.finalize("success")
+    found = {path.parent.name: len(path.read_text().splitlines()) for path in tmp_path.rglob("metrics.csv")}
+    assert found == {"version_0": 4, "version_1": 2}
+
+
 def test_prefix_goes_before_every_key_but_step(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, prefix="gan")
     logger.log_metrics({"loss": 1.0})

@@ -10,7 +10,6 @@ import pytest
 from torch import nn
 
 from phalanx.framework import log_fanout
-from phalanx.framework.callback import Callback
 from phalanx.framework.log_fanout import LoggerFanout
 from phalanx.loggers import Logger
 
@@ -27,9 +26,6 @@ class Recorder(Logger):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self.calls.append(("hyperparams", dict(params)))
-
-    def after_save_checkpoint(self, callback: Callback) -> None:
-        self.calls.append(("checkpoint", callback))
 
     def finalize(self, status: str) -> None:
         self.calls.append(("finalize", status))
@@ -58,13 +54,11 @@ def our_threads() -> list[str]:
 def test_all_loggers_get_everything_in_order_and_the_threads_end() -> None:
     first, second = Recorder(), Recorder()
     fanout = LoggerFanout([first, second], pytest.fail)
-    callback = Callback()
     metrics = {"loss": 1.0}
     fanout.log_hyperparams({"lr": 0.1})
     fanout.log_metrics(metrics, 1)
     metrics["loss"] = 2.0
     fanout.log_metrics(metrics, 2)
-    fanout.after_save_checkpoint(callback)
     fanout.save()
     fanout.finalize("success")
     assert first.calls == second.calls
@@ -72,7 +66,6 @@ def test_all_loggers_get_everything_in_order_and_the_threads_end() -> None:
         ("hyperparams", {"lr": 0.1}),
         ("metrics", {"loss": 1.0}, 1),
         ("metrics", {"loss": 2.0}, 2),
-        ("checkpoint", callback),
         ("finalize", "success"),
     ]
     assert not our_threads()
@@ -102,7 +95,7 @@ def test_a_logger_that_raises_is_reported_once_and_left_out() -> None:
     ]
     assert fanout.loggers == [good]
     assert [call[2] for call in good.calls if call[0] == "metrics"] == list(range(6))
-    assert bad.calls == []
+    assert bad.calls == [("finalize", "failed")]
     assert not our_threads()
 
 

@@ -11,7 +11,21 @@ import pytest
 import torch
 from torch import nn
 
+from phalanx.framework.module import TrainModule
 from phalanx.loggers import TensorBoardLogger
+
+
+class Example(TrainModule):
+    """A module some of whose properties hold only while a run is under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.example_input_array = torch.ones(1, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(rows)
+        return found
 
 
 def events(directory: str) -> Any:
@@ -61,6 +75,10 @@ def test_the_graph_is_recorded_where_asked_for(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="example_input_array is NoneType"):
         logger.log_graph(model)
     logger.log_graph(model, torch.ones(1, 2))
+    logger.finalize("success")
+    assert events(logger.log_dir).Tags()["graph"]
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    logger.log_graph(Example())
     logger.finalize("success")
     assert events(logger.log_dir).Tags()["graph"]
     TensorBoardLogger(tmp_path / "none").log_graph(model, torch.ones(1, 2))
