@@ -1,38 +1,126 @@
-"""What is looked at before any process starts: the module, its hooks, the loaders. One sentence for each mistake."""
+"""What is looked at before any process starts: the module, its hooks, the data. One sentence for each mistake."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
+from .callback import Callback
+from .datamodule import DataModule
 from .errors import ConfigurationError
+from .loading import check_given
 from .module import TrainModule
-from .steps import is_overridden
+from .resources import Resources
+from .settings import Settings
+from .steps import is_overridden, with_arity
 
-_HOOKS = sorted(
-    name
-    for name, value in vars(TrainModule).items()
-    if callable(value) and not name.startswith("_") and name not in ("log", "print", "freeze", "unfreeze")
-)
-# Names of older frameworks that would silently never be called.
+_NOT_HOOKS = {"log", "print", "freeze", "unfreeze", "optimizers", "lr_schedulers", "all_gather"}
+
+
+def _names_of(cls: type) -> list[str]:
+    methods = [name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return sorted(set(methods) - _NOT_HOOKS)
+
+
+_MODULE_HOOKS, _CALLBACK_HOOKS, _DATA_HOOKS = map(_names_of, (TrainModule, Callback, DataModule))
+# Names of older frameworks, which would silently never be called.
 _FORMER = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
     "train_step": "training_step",
     "val_step": "validation_step",
     "on_epoch_start": "on_train_epoch_start",
     "on_epoch_end": "on_train_epoch_end",
     "on_batch_start": "on_train_batch_start",
     "on_batch_end": "on_train_batch_end",
+    "on_val_epoch_start": "on_validation_epoch_start",
+    "on_val_epoch_end": "on_validation_epoch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "configure_sharded_model": "configure_model",
+    "backward": "manual_backward",
+    "tng_dataloader": "train_dataloader",
+    "valid_dataloader": "val_dataloader",
+    "validation_dataloader": "val_dataloader",
 }
-_STEPS = {
-    "fit": "training_step",
-    "validate": "validation_step",
-    "test": "test_step",
-}
+_STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
+
+
+def check_fit(
+    module: Any,
+    given: Mapping[str, Any],
+    datamodule: DataModule | None,
+    settings: Settings,
+    resources: Resources,
+    shard: bool,
+) -> None:
+    """Refuse what ``fit`` could not train.
+
+    Raises:
+        ConfigurationError: the module, the data or their combination with the Trainer's settings breaks a rule.
+    """
+    check_module(module, "fit")
+    check_manual(module, settings)
+    value, algorithm = settings.clipping
+    if value is not None and algorithm == "value" and not resources.strategy.traits.clips_by_value:
+        raise ConfigurationError(
+            f"gradient_clip_algorithm='value' needs whole gradients, and strategy={resources.strategy.name!r} splits "
+            "them: use 'norm'."
+        )
+    check_given("train", given, module, datamodule, resources.world_size, shard, required=True)
+    if is_overridden("validation_step", module):
+        check_given("validate", given, module, datamodule, resources.world_size, shard, required=False)
+    elif given.get("validate") is not None:
+        raise ConfigurationError(
+            f"val_dataloaders was given, but {type(module).__name__} has no validation_step: define it, or leave the "
+            "loaders out."
+        )
+
+
+def check_evaluation(
+    stage: str,
+    module: Any,
+    given: Mapping[str, Any],
+    datamodule: DataModule | None,
+    resources: Resources,
+    shard: bool,
+) -> None:
+    """Refuse what ``validate``, ``test`` or ``predict`` could not evaluate.
+
+    Raises:
+        ConfigurationError: the module or the data breaks a rule.
+    """
+    check_module(module, stage)
+    check_given(stage, given, module, datamodule, resources.world_size, shard, required=True)
+
+
+def split_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, DataModule | None]:
+    """Return loaders and DataModule apart: a DataModule may come in the place of the loaders.
+
+    Raises:
+        ConfigurationError: both were given, or what was given as a DataModule is none.
+    """
+    if isinstance(loaders, DataModule):
+        loaders, datamodule = None, datamodule or loaders
+    if datamodule is None:
+        return loaders, None
+    if not isinstance(datamodule, DataModule):
+        raise ConfigurationError(
+            f"datamodule is {_described(datamodule)}; it must be a phalanx.DataModule: "
+            f"{_how_to_fix(datamodule, DataModule)}."
+        )
+    if loaders is not None:
+        raise ConfigurationError("both loaders and a datamodule were given: leave one of them out.")
+    check_names(type(datamodule), DataModule, _DATA_HOOKS)
+    return None, datamodule
 
 
 def check_module(module: Any, stage: str) -> None:
@@ -40,64 +128,101 @@ def check_module(module: Any, stage: str) -> None:
 
     Raises:
         ConfigurationError: it is no TrainModule, lacks a step, or has a hook whose name is misspelled.
+        LoopError: a step takes other arguments than it is called with.
     """
     if not isinstance(module, TrainModule):
-        what = module.__name__ + ", a class" if isinstance(module, type) else f"a {type(module).__name__}"
-        hint = "make an object of it" if isinstance(module, type) else (
-            "subclass phalanx.TrainModule instead of nn.Module" if isinstance(module, nn.Module) else "hand over the model"
-        )  # fmt: skip
-        raise ConfigurationError(f"Trainer.{stage} got {what}; it takes a TrainModule: {hint}.")
-    if "_run" not in module.__dict__:
         raise ConfigurationError(
-            f"{type(module).__name__}.__init__ did not call super().__init__(): do so before anything else."
+            f"Trainer.{stage} got {_described(module)}; it takes a phalanx.TrainModule: "
+            f"{_how_to_fix(module, TrainModule)}."
         )
-    _check_hook_names(module)
+    name = type(module).__name__
+    if "_run" not in module.__dict__:
+        raise ConfigurationError(f"{name}.__init__ did not call super().__init__(): do so before anything else.")
+    check_names(type(module), TrainModule, _MODULE_HOOKS)
     needed = _STEPS.get(stage)
     if needed is not None and not is_overridden(needed, module):
-        raise ConfigurationError(f"{type(module).__name__} has no {needed}, which Trainer.{stage} calls: define it.")
-    if stage == "fit" and not is_overridden("configure_optimizers", module):
+        raise ConfigurationError(f"{name} has no {needed}, which Trainer.{stage} calls: define it.")
+    if stage == "predict" and not is_overridden("predict_step", module) and type(module).forward is nn.Module.forward:
         raise ConfigurationError(
-            f"{type(module).__name__} has no configure_optimizers, so nothing would be trained: define it."
+            f"{name} has neither predict_step nor forward, which Trainer.predict calls: define one."
         )
+    if stage == "fit":
+        with_arity(module.training_step, ("batch", "batch_idx"))
+        if not is_overridden("configure_optimizers", module):
+            raise ConfigurationError(f"{name} has no configure_optimizers, so nothing would be trained: define it.")
 
 
-def _check_hook_names(module: TrainModule) -> None:
-    """Find methods that are called like a hook, but not quite."""
-    inherited = dir(TrainModule)
-    own = [
-        name
-        for cls in type(module).__mro__
-        if cls.__module__.partition(".")[0] != "phalanx" and cls not in (nn.Module, object)
-        for name, value in vars(cls).items()
-        if callable(value) and not name.startswith("_") and name not in inherited
-    ]
-    for name in own:
-        meant = _FORMER.get(name)
-        if meant is None:
-            close = get_close_matches(name, _HOOKS, n=1, cutoff=0.88)
-            meant = close[0] if close else None
-        if meant is not None and not is_overridden(meant, module):
-            raise ConfigurationError(
-                f"{type(module).__name__}.{name} is called by nobody. Did you mean {meant!r}? "
-                "If it is a helper of yours, give it a name less like a hook's."
-            )
-
-
-def check_clipping_choice(module: TrainModule, clipping: tuple[float | None, str], clips_by_value: bool) -> None:
-    """Refuse clipping that the module or the strategy cannot do.
+def check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
+    """Refuse methods that are called almost like a hook: nobody would call them.
 
     Raises:
-        ConfigurationError: manual optimization with ``gradient_clip_val``, or clipping by value of split gradients.
+        ConfigurationError: there is one; the message names the hook that is meant.
     """
-    value, algorithm = clipping
-    if value is None:
+    inherited = set(dir(base))
+    package = __name__.partition(".")[0]
+    for owner in cls.__mro__:
+        if owner.__module__.partition(".")[0] in (package, "torch", "builtins"):
+            continue
+        for name, value in vars(owner).items():
+            if not inspect.isfunction(value) or name.startswith("_") or name in inherited:
+                continue
+            meant = _meant(name, hooks)
+            if meant is not None and (name in _FORMER or getattr(cls, meant) is getattr(base, meant)):
+                raise ConfigurationError(
+                    f"{cls.__name__}.{name} is called by nobody. Did you mean {meant!r}? "
+                    "If it is a helper of yours, give it a name less like a hook's."
+                )
+
+
+def _meant(name: str, hooks: Iterable[str]) -> str | None:
+    former = _FORMER.get(name)
+    if former is not None:
+        return former if former in hooks else None
+    return next(iter(get_close_matches(name, hooks, n=1, cutoff=0.88)), None)
+
+
+def check_callback(callback: Callback) -> None:
+    """Refuse a callback with a method that is called almost like a hook.
+
+    Raises:
+        ConfigurationError: it has one.
+    """
+    check_names(type(callback), Callback, _CALLBACK_HOOKS)
+
+
+def check_manual(module: TrainModule, settings: Settings) -> None:
+    """Refuse settings that only mean something where the Trainer steps the optimizer.
+
+    Raises:
+        ConfigurationError: manual optimization with clipping or accumulation by the Trainer.
+    """
+    if module.automatic_optimization:
         return
-    if not module.automatic_optimization:
+    value = settings.clipping[0]
+    if value is not None:
         raise ConfigurationError(
             f"gradient_clip_val={value} with automatic_optimization = False: call self.clip_gradients(optimizer, "
             f"gradient_clip_val={value}) in training_step before the step, and leave it out of the Trainer."
         )
-    if algorithm == "value" and not clips_by_value:
+    if settings.accumulation.constant != 1:
         raise ConfigurationError(
-            "gradient_clip_algorithm='value' needs whole gradients, and this strategy splits them: use 'norm'."
+            f"accumulate_grad_batches={settings.accumulation} with automatic_optimization = False: call the "
+            "optimizer's step in training_step when enough gradients have gathered, and leave it out of the Trainer."
         )
+
+
+def _described(given: Any) -> str:
+    return f"{given.__name__}, a class" if isinstance(given, type) else f"a {type(given).__name__}"
+
+
+def _how_to_fix(given: Any, wanted: type) -> str:
+    if isinstance(given, type):
+        return f"make an object of it, {given.__name__}(...)"
+    foreign = next((cls for cls in type(given).__mro__ if cls.__name__.startswith("Lightning")), None)
+    if foreign is not None:
+        return f"let {type(given).__name__} derive from phalanx.{wanted.__name__} instead of {foreign.__name__}"
+    if isinstance(given, nn.Module) and wanted is TrainModule:
+        return "subclass phalanx.TrainModule instead of nn.Module, or hold the network in one"
+    if isinstance(given, (TrainModule, DataModule)):
+        return "look at the order of the arguments"
+    return f"hand over an object of a class that derives from phalanx.{wanted.__name__}"

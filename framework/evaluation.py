@@ -127,16 +127,19 @@ def _of_loader(reduced: dict[str, float], index: int, count: int) -> dict[str, f
 def evaluating(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
     """Put the module in evaluation mode without gradients; afterwards each part is in the mode it was in."""
     modes = {part: part.training for part in run.module.modules()}
+    run.fabric.strategy.sync_buffers(run.module)
     own_eval = run.module_hook(f"on_{plan.prefix}_model_eval")
     for hook in own_eval:
         hook()
     if not own_eval:
         run.module.eval()
     context = torch.inference_mode() if plan.inference_mode else torch.no_grad()
+    run.evaluating = True
     try:
         with context:
             yield
     finally:
+        run.evaluating = False
         own_train = run.module_hook(f"on_{plan.prefix}_model_train")
         for hook in own_train:
             hook()

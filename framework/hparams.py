@@ -19,7 +19,8 @@ class AttributeDict(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(
-                f"there is no hyperparameter {name!r}.{did_you_mean(name, self)} Known: {', '.join(sorted(self)) or 'none'}."
+                f"there is no hyperparameter {name!r}.{did_you_mean(name, self)} "
+                f"Known: {', '.join(sorted(self)) or 'none'}."
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -87,7 +88,7 @@ def _init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any]:
     """Return the arguments of the chain of ``__init__`` frames of ``instance``; the outermost class wins."""
     arguments: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__":
-        names, varargs, keywords, values = inspect.getargvalues(frame)
+        names, _, keywords, values = inspect.getargvalues(frame)
         if not names or values.get(names[0]) is not instance:
             break
         arguments.update({name: values[name] for name in names[1:]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,12 @@ from .settings import Settings
 from .sources import prepare_evaluations, prepare_training
 from .world import World
 
+_ARGUMENTS = {
+    "train": "train_dataloaders",
+    "validate": "val_dataloaders",
+    "test": "dataloaders",
+    "predict": "dataloaders",
+}
 _LOADER_HOOKS = {
     "train": "train_dataloader",
     "validate": "val_dataloader",
@@ -37,11 +44,8 @@ class Data:
         """Return what the user gave for a stage, what the DataModule has, or what the module has; None for nothing."""
         if self.given.get(stage) is not None:
             return self.given[stage]
-        hook = _LOADER_HOOKS[stage]
-        for owner, base in ((self.datamodule, DataModule), (self.module, TrainModule)):
-            if owner is not None and getattr(type(owner), hook, None) is not getattr(base, hook):
-                return getattr(owner, hook)()
-        return None
+        owner = _provider(stage, self.module, self.datamodule)
+        return None if owner is None else getattr(owner, _LOADER_HOOKS[stage])()
 
     def training(self, settings: Settings) -> TrainingSource:
         """Return the training source.
@@ -52,7 +56,7 @@ class Data:
         loaders = self.loaders("train")
         if loaders is None:
             raise ConfigurationError(
-                "fit has no training data: pass train_dataloaders or a datamodule, or define train_dataloader()."
+                "train_dataloader() returned None, so there is nothing to train on: return a loader."
             )
         return prepare_training(
             loaders,
@@ -75,7 +79,7 @@ class Data:
             size=self.world.size,
             seed=self.seed,
             shard=self.shard,
-            name=_LOADER_HOOKS[stage] + "s",
+            name=_ARGUMENTS[stage],
         )
 
     def agreed_length(self, source: TrainingSource, position: dict[str, Any] | None) -> int | None:
@@ -85,6 +89,41 @@ class Data:
         return length if all(other == length for other in lengths) else None
 
 
+def check_given(
+    stage: str,
+    given: Mapping[str, Any],
+    module: TrainModule,
+    datamodule: DataModule | None,
+    size: int,
+    shard: bool,
+    required: bool,
+) -> None:
+    """Refuse loaders that cannot be used, and no data where data is ``required``. Reads no batch.
+
+    Raises:
+        ConfigurationError: with what was given, the rule and the next step.
+    """
+    # What fit calls val_dataloaders is dataloaders for validate.
+    name = _ARGUMENTS[stage] if stage == "train" or not required else "dataloaders"
+    loaders = given.get(stage)
+    if loaders is not None:
+        prepare = prepare_training if stage == "train" else prepare_evaluations
+        prepare(loaders, rank=0, size=size, seed=0, shard=shard, name=name)
+    elif required and _provider(stage, module, datamodule) is None:
+        raise ConfigurationError(
+            f"there is no data to {stage}: pass {name} or a datamodule, or define {_LOADER_HOOKS[stage]}()."
+        )
+
+
+def _provider(stage: str, module: TrainModule, datamodule: DataModule | None) -> TrainModule | DataModule | None:
+    """Return whose loader hook is asked: the DataModule's before the module's own; None where nobody has one."""
+    hook = _LOADER_HOOKS[stage]
+    if datamodule is not None and datamodule.provides(hook):
+        return datamodule
+    own = hook in vars(module) or getattr(type(module), hook, None) is not getattr(TrainModule, hook)
+    return module if own else None
+
+
 def require_data(sources: list[EvaluationSource], stage: str) -> None:
     """Refuse an evaluation without a loader.
 
@@ -92,4 +131,6 @@ def require_data(sources: list[EvaluationSource], stage: str) -> None:
         DataError: there is none.
     """
     if not sources:
-        raise DataError(f"{stage} has no data: pass dataloaders or a datamodule, or define {_LOADER_HOOKS[stage]}().")
+        raise DataError(
+            f"there is no data to {stage}: pass dataloaders or a datamodule, or define {_LOADER_HOOKS[stage]}()."
+        )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from .fabric import Fabric
+    from .log import MetricLog
     from .run import Run
     from .trainer import Trainer
 
@@ -37,6 +38,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
     automatic_optimization: bool = True
     example_input_array: Any = None
+    _metric_log: MetricLog | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
-        """Return the loss of a micro-batch, a 0-d tensor: the mean over the batch's items. Or a mapping with ``"loss"``.
+        """Return a micro-batch's loss, a 0-d tensor: the mean over the batch's items. Or a mapping with ``"loss"``.
 
         None says that this micro-batch adds nothing; its weight stays in the mean. Any subset of ranks may return None.
         """
@@ -69,14 +71,19 @@ class TrainModule(HyperparametersMixin, nn.Module):
     def batch_weight(self, batch: Any) -> int | float | Tensor:
         """Return how many items the batch's mean loss is over, such as its tokens that are no padding.
 
-        The gradient of an optimizer step is that of the weighted mean over all micro-batches of its window on all ranks.
+        The gradient of an optimizer step is that of the weighted mean over all micro-batches of its window, on all
+        ranks.
         """
         return 1
 
     # ---- configuration --------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, a list of them, ``(optimizers, schedulers)``, or a dict with ``optimizer`` and ``lr_scheduler``."""
+        """Return an optimizer, a list of them, ``(optimizers, schedulers)``, or a dict.
+
+        The dict has ``optimizer`` and ``lr_scheduler``: a scheduler, or a dict with ``scheduler``, ``interval``
+        (``"epoch"`` or ``"step"``), ``frequency`` and ``monitor``.
+        """
         return None
 
     def configure_model(self) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .assembly import FitRequest
 from .launch import launch_function
+from .stages import run_stage
 from .world import placement
 
 if TYPE_CHECKING:
@@ -13,16 +14,35 @@ if TYPE_CHECKING:
 
 
 def run_in_function(trainer: Trainer, stage: str, request: FitRequest) -> Any:
-    """Run an entry point in forked ranks; put weights, counters, metrics and callback states of rank 0 back here."""
+    """Run a stage in forked ranks; put weights, counters, metrics and callback states of rank 0 back here.
+
+    What hooks and steps set on the module or the DataModule stays in the ranks.
+    """
     resources = trainer.fabric.resources
+    trainer.last_module, trainer.datamodule = request.module, request.datamodule
     result, outcome = launch_function(_in_rank, (trainer, stage, request), resources.world_size)
+    # The ranks have built this in their copies; and trained in this dtype.
+    request.module.configure_model()
+    if resources.precision.converts_inputs:
+        request.module.to(resources.precision.storage)
     request.module.load_state_dict(outcome["weights"])
-    trainer.adopt(request.module, outcome)
+    trainer.state, trainer.last_progress, trainer.last_metrics = outcome["trainer"]
+    trainer.directory.version, trainer.directory.claimed = outcome["directory"]
+    for logger in trainer.loggers:
+        logger.attach(trainer.directory.root, trainer.directory.name, trainer.directory.version)
+    for callback in trainer.callbacks:
+        if (state := outcome["callbacks"].get(callback.state_key)) is not None:
+            callback.load_state_dict(state)
     return result
 
 
 def _in_rank(trainer: Trainer, stage: str, request: FitRequest) -> tuple[Any, dict[str, Any]]:
     trainer.fabric.resources.place = placement()
-    result = trainer.run_stage(stage, request)
-    weights = {name: tensor.cpu() for name, tensor in request.module.state_dict().items()}
-    return result, {"weights": weights, **trainer.outcome()}
+    result = run_stage(trainer, stage, request)
+    outcome = {
+        "weights": {name: tensor.cpu() for name, tensor in request.module.state_dict().items()},
+        "trainer": (trainer.state, trainer.last_progress, trainer.last_metrics),
+        "directory": (trainer.directory.version, trainer.directory.claimed),
+        "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
+    }
+    return result, outcome

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -16,7 +17,7 @@ _FORMS = "an optimizer, a list of them, (optimizers, schedulers), or a dict with
 
 @dataclass
 class SchedulerConfig:
-    """A scheduler and when it steps: every ``frequency`` epochs or applied optimizer steps, counted over the whole run."""
+    """A scheduler and when it steps: every ``frequency`` epochs or applied optimizer steps of the whole run."""
 
     scheduler: Any
     interval: str = "epoch"
@@ -31,12 +32,19 @@ class SchedulerConfig:
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
 
-def resolve_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def resolve_optimizers(returned: Any, module: nn.Module | None = None) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Return the optimizers and schedulers of what ``configure_optimizers`` returned; None means there are none.
 
     Raises:
-        ConfigurationError: it has none of the known forms.
+        ConfigurationError: it has none of the known forms, or an optimizer updates what is no parameter of ``module``.
     """
+    optimizers, schedulers = _resolved(returned)
+    if module is not None:
+        _check_parameters(optimizers, module)
+    return optimizers, schedulers
+
+
+def _resolved(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if returned is None:
         return [], []
     if isinstance(returned, Optimizer):
@@ -116,6 +124,26 @@ def _checked(
                 f"configure_optimizers: {type(config.scheduler).__name__} schedules an optimizer that is not returned."
             )
     return optimizers, schedulers
+
+
+def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """A parameter that the module does not know is neither moved to the device, nor averaged over ranks, nor saved."""
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        foreign = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in known]
+        if foreign:
+            raise ConfigurationError(
+                f"configure_optimizers: {type(optimizer).__name__} updates {len(foreign)} tensor"
+                f"{'s that are no parameters' if len(foreign) > 1 else ' that is no parameter'} of "
+                f"{type(module).__name__} (of shape {', '.join(map(str, foreign[:3]))}): make the network that holds "
+                "it an attribute of the module, and make the optimizer of self.parameters()."
+            )
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise ConfigurationError(
+                f"configure_optimizers: no parameter of {type(optimizer).__name__} requires a gradient, so nothing "
+                "would be trained: unfreeze some."
+            )
 
 
 def _describe(value: Any) -> str:

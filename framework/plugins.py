@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from .callback import Callback
+from .checks import check_callback
 from .errors import ConfigurationError
 from .logger import Logger
-from .registry import CALLBACKS, LOGGERS
+from .registry import CALLBACKS, LOGGERS, Registry
 from .settings import Settings
+
+_SWITCHES = {
+    "model_summary": "enable_model_summary",
+    "progress_bar": "enable_progress_bar",
+    "model_checkpoint": "enable_checkpointing",
+}
 
 
 def resolve_loggers(given: Any, settings: Settings) -> list[Logger]:
@@ -19,14 +27,17 @@ def resolve_loggers(given: Any, settings: Settings) -> list[Logger]:
         UnknownNameError: a name is not known.
         ConfigurationError: something is no logger.
     """
-    if settings.barebones or settings.fast_dev_run:
+    if given is False or (given is None and settings.barebones):
         return []
+    if settings.barebones:
+        raise ConfigurationError(
+            f"barebones=True keeps no logs, but logger={given!r} was given: leave one of them out."
+        )
     if given is None or given is True:
         given = "tensorboard"
-    if given is False:
-        return []
-    items = given if isinstance(given, Iterable) and not isinstance(given, (str, Logger)) else [given]
-    return [_built(LOGGERS, item, Logger, "logger") for item in items]
+    items = given if isinstance(given, (list, tuple, set)) else [given]
+    loggers = [_built(LOGGERS, item, Logger, "logger") for item in items]
+    return [] if settings.fast_dev_run else loggers
 
 
 def resolve_callbacks(
@@ -43,41 +54,57 @@ def resolve_callbacks(
         ConfigurationError: something is no callback, two share a state key, or two arguments contradict one another.
     """
     items = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
-    callbacks = [_built(CALLBACKS, item, Callback, "callback") for item in items]
+    callbacks: list[Callback] = [_built(CALLBACKS, item, Callback, "callback") for item in items]
+    for callback in callbacks:
+        check_callback(callback)
+    defaults = {
+        "model_summary": enable_model_summary,
+        "progress_bar": enable_progress_bar,
+        "model_checkpoint": enable_checkpointing,
+    }
     if settings.barebones:
-        if callbacks:
-            raise ConfigurationError("barebones=True runs no callbacks: leave them out, or leave barebones out.")
-        return []
-    development = bool(settings.fast_dev_run)
-    if settings.max_time is not None and not development:
-        timer = CALLBACKS.load("timer")
-        if _has(callbacks, timer):
-            raise ConfigurationError("max_time and a Timer callback both limit the time: leave one of them out.")
-        callbacks.append(timer(duration=settings.max_time))
-    if settings.accumulation.constant != 1 and _has(callbacks, CALLBACKS.load("gradient_accumulation_scheduler")):
-        raise ConfigurationError(
-            f"accumulate_grad_batches={settings.accumulation} and a GradientAccumulationScheduler contradict one another: "
-            "leave one of them out."
-        )
-    for name, wanted in (
-        ("model_summary", enable_model_summary),
-        ("progress_bar", enable_progress_bar),
-        ("model_checkpoint", enable_checkpointing),
-    ):
-        if wanted is False and not items:
-            continue
-        kind = CALLBACKS.load(name)
-        present = _has(callbacks, kind)
-        if present and wanted is False and name == "model_checkpoint":
+        wrong = next((f"{_SWITCHES[name]}=True" for name, wanted in defaults.items() if wanted), None)
+        if callbacks or wrong:
             raise ConfigurationError(
-                "enable_checkpointing=False contradicts the ModelCheckpoint among the callbacks: leave one of them out."
+                f"barebones=True runs no callbacks, but {wrong or 'callbacks'} was given: leave one of them out."
             )
-        if wanted is not False and not present and not (development and name == "model_checkpoint"):
-            callbacks.append(kind())
-    if development:
+        return []
+    _add_timer(callbacks, settings)
+    _check_accumulation(callbacks, settings)
+    for name, wanted in defaults.items():
+        if wanted is not False:
+            if not _has(callbacks, CALLBACKS.load(name)):
+                callbacks.append(CALLBACKS.load(name)())
+        elif name != "model_summary" and callbacks and (own := _has(callbacks, CALLBACKS.load(name))):
+            raise ConfigurationError(
+                f"{_SWITCHES[name]}=False contradicts the {type(own).__name__} among the callbacks: leave one of them "
+                "out."
+            )
+    if settings.fast_dev_run:
         callbacks = [callback for callback in callbacks if not isinstance(callback, CALLBACKS.load("model_checkpoint"))]
     check_state_keys(callbacks)
     return callbacks
+
+
+def _add_timer(callbacks: list[Callback], settings: Settings) -> None:
+    if settings.max_time is None:
+        return
+    timer = CALLBACKS.load("timer")
+    if _has(callbacks, timer):
+        raise ConfigurationError(
+            f"max_time={settings.max_time} and a Timer callback both limit the time: leave one of them out."
+        )
+    callbacks.append(timer(duration=settings.max_time))
+
+
+def _check_accumulation(callbacks: list[Callback], settings: Settings) -> None:
+    if settings.accumulation.constant == 1 or not callbacks:
+        return
+    if _has(callbacks, CALLBACKS.load("gradient_accumulation_scheduler")):
+        raise ConfigurationError(
+            f"accumulate_grad_batches={settings.accumulation} and a GradientAccumulationScheduler contradict one "
+            "another: leave one of them out."
+        )
 
 
 def check_state_keys(callbacks: Sequence[Callback]) -> None:
@@ -96,15 +123,38 @@ def check_state_keys(callbacks: Sequence[Callback]) -> None:
         keys.add(callback.state_key)
 
 
-def _has(callbacks: Sequence[Callback], kind: type[Any]) -> bool:
-    return any(isinstance(callback, kind) for callback in callbacks)
+def _has(callbacks: Sequence[Callback], kind: type[Any]) -> Callback | None:
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
-def _built(registry: Any, item: Any, kind: type[Any], what: str) -> Any:
-    built = registry.load(item)() if isinstance(item, str) else item
+def _built(registry: Registry, item: Any, kind: type[Any], what: str) -> Any:
+    built = _by_name(registry, item, what) if isinstance(item, str) else item
     if isinstance(built, kind):
         return built
-    made = (
-        f"{built.__name__}, a class: make an object of it" if isinstance(built, type) else f"a {type(built).__name__}"
+    foreign = next(
+        (cls for cls in getattr(built, "__mro__", type(built).__mro__) if cls.__name__ == kind.__name__), None
     )
-    raise ConfigurationError(f"{made} was given as a {what}; give a {kind.__name__} or a name: {', '.join(registry)}.")
+    if foreign is not None and not issubclass(foreign, kind):
+        hint = f"it is made for {foreign.__module__}; let its class derive from phalanx's {kind.__name__}"
+    elif isinstance(built, type):
+        hint = f"make an object of it, {built.__name__}(...)"
+    else:
+        hint = f"give a {kind.__name__} or one of the names {', '.join(registry)}"
+    given = f"{built.__name__}, a class," if isinstance(built, type) else f"{built!r}"
+    raise ConfigurationError(f"{given} was given as a {what}: {hint}.")
+
+
+def _by_name(registry: Registry, name: str, what: str) -> Any:
+    """Build what a name stands for; what only lacks the name of a metric watches the validation loss."""
+    build = registry.load(name)
+    parameters = inspect.signature(build).parameters.values()
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in plain]
+    if needed == ["monitor"]:
+        return build(monitor="val_loss")
+    if needed:
+        raise ConfigurationError(
+            f"the {what} {name!r} cannot be given by name alone, since it needs {', '.join(needed)}: "
+            f"give an object, {build.__name__}({', '.join(f'{each}=...' for each in needed)})."
+        )
+    return build()

@@ -89,7 +89,7 @@ def _device_type(accelerator: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(
-            f"accelerator={accelerator!r} but torch sees no CUDA device. Use accelerator='cpu', or install a CUDA build."
+            f"accelerator={accelerator!r} but torch sees no CUDA device: use 'cpu', or install a CUDA build of torch."
         )
     return device_type
 

@@ -58,6 +58,7 @@ class Run:
         self.latest_loss: Any = None
         self.metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
         self.sanity_checking = False
+        self.evaluating = False
         self.stop_reason: str | None = None
         self.stop_requested = False
         self.manual_backward: Callable[..., None] = _no_loop

@@ -58,7 +58,8 @@ class RunDirectory:
             holder = os.read(descriptor, 4096).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise StorageError(
-                f"{self.path} is being written by {holder}: wait for that run, end it, or give another default_root_dir."
+                f"{self.path} is being written by {holder}: wait for that run, end it, or give another "
+                "default_root_dir."
             )
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())

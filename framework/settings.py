@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,13 @@ from .update import check_clipping
 
 NONFINITE = ("raise", "skip", "ignore")
 Limit = int | float
+
+_LIMITS = {
+    "train": "limit_train_batches",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
 
 
 @dataclass
@@ -36,6 +44,7 @@ class Settings:
     nonfinite: str
     fast_dev_run: int
     barebones: bool
+    detect_anomaly: bool
     reload_every: int
     root: Path
 
@@ -47,7 +56,7 @@ class Settings:
         if total is None:
             if limit not in (0.0, 1.0):
                 raise ConfigurationError(
-                    f"limit_{stage}_batches={limit} is a fraction, but the loader has no length: give a whole number."
+                    f"{_LIMITS[stage]}={limit} is a fraction, but the loader has no length: give a whole number."
                 )
             return 0 if limit == 0.0 else None
         # A fraction that is not 0 keeps at least one batch.
@@ -58,7 +67,7 @@ def resolve_settings(
     *,
     max_epochs: int | None,
     min_epochs: int | None,
-    max_steps: int,
+    max_steps: int | None,
     min_steps: int | None,
     max_time: Any,
     limit_train_batches: Limit | None,
@@ -74,8 +83,9 @@ def resolve_settings(
     gradient_clip_val: float | None,
     gradient_clip_algorithm: str | None,
     nonfinite: str,
-    fast_dev_run: int | bool,
+    fast_dev_run: bool | int,
     barebones: bool,
+    detect_anomaly: bool,
     reload_dataloaders_every_n_epochs: int,
     default_root_dir: str | Path | None,
 ) -> Settings:
@@ -96,56 +106,58 @@ def resolve_settings(
     ):
         _check_count(name, value, least)
     limits = {
-        "train": _limit("limit_train_batches", limit_train_batches),
-        "validate": _limit("limit_val_batches", limit_val_batches),
-        "test": _limit("limit_test_batches", limit_test_batches),
-        "predict": _limit("limit_predict_batches", limit_predict_batches),
+        stage: _limit(_LIMITS[stage], value)
+        for stage, value in (
+            ("train", limit_train_batches),
+            ("validate", limit_val_batches),
+            ("test", limit_test_batches),
+            ("predict", limit_predict_batches),
+        )
     }
     overfit = _limit("overfit_batches", overfit_batches)
-    if overfit and (limit_train_batches is not None or limit_val_batches is not None):
-        given = "limit_train_batches" if limit_train_batches is not None else "limit_val_batches"
-        raise ConfigurationError(
-            f"overfit_batches={overfit_batches} and {given} contradict one another: both say how many batches to use. "
-            "Leave one out."
-        )
+    dev = _fast_dev_run(fast_dev_run)
+    interval = _interval(val_check_interval, check_val_every_n_epoch)
     if nonfinite not in NONFINITE:
         raise unknown("nonfinite", str(nonfinite), NONFINITE)
-    for low, high, lowest, highest in (
-        ("min_epochs", "max_epochs", min_epochs, max_epochs),
-        ("min_steps", "max_steps", min_steps, max_steps),
-    ):
-        if lowest is not None and highest is not None and 0 <= highest < lowest:
-            raise ConfigurationError(f"{low}={lowest} is larger than {high}={highest}.")
+    _check_order("min_epochs", min_epochs, "max_epochs", max_epochs)
+    _check_order("min_steps", min_steps, "max_steps", max_steps)
+    if overfit:
+        _refuse_both("overfit_batches", overfit_batches, "both say how many batches to use",
+                     limit_train_batches=limit_train_batches, limit_val_batches=limit_val_batches)  # fmt: skip
+    if barebones:
+        _refuse_both("barebones", True, "it leaves out whatever costs time",
+                     fast_dev_run=fast_dev_run or None, detect_anomaly=detect_anomaly or None,
+                     num_sanity_val_steps=num_sanity_val_steps)  # fmt: skip
     duration = resolve_duration("max_time", max_time) if max_time is not None else None
-    dev = _fast_dev_run(fast_dev_run)
     if dev:
         limits = dict.fromkeys(limits, dev)
-        max_epochs, max_steps, min_epochs, min_steps = 1, dev, None, None
-        num_sanity_val_steps, overfit, val_check_interval, log_every_n_steps = 0, 0, 1.0, 1
+        max_epochs, max_steps, min_epochs, min_steps, duration = 1, dev, None, None, None
+        num_sanity_val_steps, overfit, interval, check_val_every_n_epoch, log_every_n_steps = 0, 0, 1.0, 1, 1
     if overfit:
         limits["train"] = limits["validate"] = overfit
-    if max_epochs is None and max_steps == -1 and duration is None:
+    if max_epochs is None and max_steps in (None, -1) and duration is None:
         max_epochs = 1000
     return Settings(
         max_epochs=max_epochs,
         min_epochs=min_epochs,
-        max_steps=max_steps,
+        max_steps=-1 if max_steps is None else max_steps,
         min_steps=min_steps,
         max_time=duration,
         limits=limits,
         overfit_batches=overfit,
-        val_check_interval=_interval(val_check_interval),
+        val_check_interval=interval,
         check_val_every_n_epoch=check_val_every_n_epoch,
         num_sanity_val_steps=0 if barebones else 2 if num_sanity_val_steps is None else num_sanity_val_steps,
         # 0 means never; a number that no count of steps reaches spares the loop a second question.
-        log_every_n_steps=(50 if log_every_n_steps is None else log_every_n_steps) or 1 << 62,
+        log_every_n_steps=(0 if barebones else 50 if log_every_n_steps is None else log_every_n_steps) or 1 << 62,
         accumulation=resolve_accumulation(accumulate_grad_batches),
         clipping=check_clipping(gradient_clip_val, gradient_clip_algorithm),
         nonfinite=nonfinite,
         fast_dev_run=dev,
         barebones=barebones,
+        detect_anomaly=detect_anomaly,
         reload_every=reload_dataloaders_every_n_epochs,
-        root=Path(default_root_dir) if default_root_dir is not None else Path.cwd(),
+        root=_root(default_root_dir),
     )
 
 
@@ -189,18 +201,44 @@ def _limit(name: str, value: Any) -> Limit:
     return value
 
 
-def _interval(value: Any) -> Limit | timedelta:
-    if value is None:
-        return 1.0
+def _interval(value: Any, every_n_epoch: int | None) -> Limit | timedelta:
     if isinstance(value, (str, dict, timedelta)):
         return resolve_duration("val_check_interval", value)
-    limit = _limit("val_check_interval", value)
+    limit = 1.0 if value is None else _limit("val_check_interval", value)
     if not limit:
-        raise ConfigurationError("val_check_interval=0 never validates: leave it out, and set limit_val_batches=0.")
+        raise ConfigurationError(
+            f"val_check_interval={value} would never validate: leave it out, and set limit_val_batches=0 for that."
+        )
+    if every_n_epoch is None and isinstance(limit, float):
+        raise ConfigurationError(
+            f"check_val_every_n_epoch=None with val_check_interval={value}: without epochs there is no fraction of "
+            "one; give val_check_interval as a number of batches or as a time."
+        )
     return limit
 
 
-def _fast_dev_run(value: int | bool) -> int:
-    if not isinstance(value, (bool, int)) or value < 0:
+def _check_order(low: str, lowest: int | None, high: str, highest: int | None) -> None:
+    if lowest is not None and highest is not None and 0 <= highest < lowest:
+        raise ConfigurationError(f"{low}={lowest} is larger than {high}={highest}: give {low} at most {high}.")
+
+
+def _refuse_both(name: str, value: Any, reason: str, **others: Any) -> None:
+    for other, given in others.items():
+        if given is not None:
+            raise ConfigurationError(
+                f"{name}={value} and {other}={given} contradict one another: {reason}. Leave one of them out."
+            )
+
+
+def _root(given: Any) -> Path:
+    if given is None:
+        return Path.cwd()
+    if not isinstance(given, (str, os.PathLike)):
+        raise ConfigurationError(f"default_root_dir={given!r} must be a path.")
+    return Path(given).expanduser().absolute()
+
+
+def _fast_dev_run(value: bool | int) -> int:
+    if not isinstance(value, int) or value < 0:
         raise ConfigurationError(f"fast_dev_run={value!r} must be True, False or a number of batches from 0.")
     return int(value)

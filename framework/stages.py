@@ -1,0 +1,123 @@
+"""A stage of a Trainer's work (``fit``, ``validate``, ``test``, ``predict``) in one rank, from set-up to tear-down."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .assembly import FitRequest, assemble_evaluation, assemble_fit
+from .evaluation import evaluate, predict
+from .launch import install_rank_hooks
+from .report import box, end_lines, report, start_lines
+from .trainer_view import TrainerState
+from .training import FitLoop
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def run_stage(trainer: Trainer, stage: str, request: FitRequest) -> Any:
+    """Run a stage and return what it comes to: None for a fit, else a list with an item for each loader. Collective."""
+    with running(trainer, stage, request):
+        if stage == "fit":
+            return _fit(trainer, request)
+        run, plan = assemble_evaluation(trainer, request, stage)
+        results: Any = predict(run, plan) if stage == "predict" else evaluate(run, plan)
+        run.loggers.finalize("success")
+        return results
+
+
+@contextmanager
+def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None, None, None]:
+    """Hold a run: what is set up is taken down, whatever happens in between."""
+    install_rank_hooks(trainer.fabric.resources.place)
+    trainer.state = TrainerState(stage, "running")
+    trainer.last_module, trainer.datamodule = request.module, request.datamodule
+    if request.datamodule is not None:
+        request.datamodule.trainer = trainer
+    try:
+        yield
+    except BaseException as error:
+        trainer.state.status = "interrupted"
+        _fail(trainer, error)
+        raise
+    else:
+        trainer.state.status = "finished"
+        _teardown(trainer, stage)
+    finally:
+        _let_go(trainer, request)
+
+
+def _fit(trainer: Trainer, request: FitRequest) -> None:
+    loop = assemble_fit(trainer, request)
+    _begin(trainer, loop)
+    with torch.autograd.set_detect_anomaly(True) if trainer.settings.detect_anomaly else nullcontext():
+        loop()
+    _end(trainer, loop)
+
+
+def _begin(trainer: Trainer, loop: FitLoop) -> None:
+    """Tell loggers and the person how the fit is set up."""
+    run = loop.run
+    if hyperparameters := dict(run.module.hparams_to_log):
+        run.loggers.log_hyperparams(hyperparameters)
+    if not run.world.is_global_zero:
+        return
+    if trainer.writes:
+        trainer.directory.write_json("config.json", trainer.configuration())
+    if not trainer.settings.barebones:
+        logs = trainer.run_dir if trainer.loggers else None
+        saver = trainer.checkpoint_callback
+        saves = (getattr(saver, "dirpath", None) or trainer.checkpoint_dir) if saver is not None else None
+        trainer.note(box("phalanx", start_lines(run, loop.plan, loop.windows, logs, saves, loop.resumed_from)))
+
+
+def _end(trainer: Trainer, loop: FitLoop) -> None:
+    """Close the loggers; tell the person what came of the fit and what to do next."""
+    run = loop.run
+    run.loggers.finalize("success")
+    if not run.world.is_global_zero:
+        return
+    if trainer.writes:
+        trainer.directory.write_json("report.json", report(run, trainer.callbacks))
+    if not trainer.settings.barebones:
+        trainer.note(box("done", end_lines(run, trainer.callbacks, trainer.log_dir)))
+
+
+def _fail(trainer: Trainer, error: BaseException) -> None:
+    """Tell callbacks and loggers. No collective: other ranks may never come."""
+    run = trainer.run
+    if run is None:
+        return
+    for callback in run.callbacks:
+        if callback.wants("on_exception"):
+            callback.on_exception(trainer, run.module, error)
+    run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+
+
+def _teardown(trainer: Trainer, stage: str) -> None:
+    run = trainer.run
+    if run is None:
+        return
+    if trainer.datamodule is not None:
+        trainer.datamodule.teardown(stage)
+    for callback in run.callbacks:
+        if callback.wants("teardown"):
+            callback.teardown(trainer, run.module, stage)
+    run.module.teardown(stage)
+
+
+def _let_go(trainer: Trainer, request: FitRequest) -> None:
+    run = trainer.run
+    if run is not None:
+        trainer.last_progress = run.progress
+        trainer.last_metrics = {kind: run.metric_view(kind) for kind in trainer.last_metrics}
+        run.fabric.strategy.teardown()
+        run.world.close()
+    for name in ("_run", "_metric_log"):
+        request.module.__dict__[name] = None
+    trainer.directory.release()
+    trainer.run = trainer.loop = None
