@@ -176,7 +176,7 @@ def _place_model(trainer: Trainer, run: Run) -> None:
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:
-    run.optimizers, run.schedulers = resolve_optimizers(run.module.configure_optimizers())
+    run.optimizers, run.schedulers = resolve_optimizers(run.module.configure_optimizers(), run.module)
     if not run.module.automatic_optimization:
         if run.accumulation.constant != 1:
             raise ConfigurationError(
