@@ -6,16 +6,36 @@ What differs from rank to rank (random generators, what has been logged in the e
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, Shard, Snapshot
+from .checkpoint import Checkpoint, Shard, Snapshot, has_nonfinite, save
 from .codec import decode, encode, encode_inline
-from .errors import CheckpointError
+from .errors import CheckpointError, NonFiniteError
 from .model_state import check_model, encode_known
 from .optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
 from .run import Run
 from .seed import capture
 from .windows import Windows
+
+
+def save_run(run: Run, path: Path, windows: Windows | None, seed: int, weights_only: bool = False) -> None:
+    """Save a run as it stands after its last optimizer step. Collective.
+
+    Raises:
+        NonFiniteError: on all ranks; a weight is NaN or infinite, and nothing was written.
+        StorageError: on all ranks; it could not be written, and what was there is untouched.
+    """
+    strategy = run.fabric.strategy
+    # Each rank looks at what it holds; what one finds, all hear.
+    found = run.world.all_gather_object(has_nonfinite(strategy.model_state(run.module)))
+    name = next((name for name in found if name is not None), None)
+    if name is not None:
+        raise NonFiniteError(
+            f"{name} is not finite at optimizer step {run.progress.global_step}, so {path.name} was not saved: "
+            "resume from the last good checkpoint with a lower learning rate or with gradient clipping."
+        )
+    save(path, capture_run(run, windows, seed, weights_only), run.world, sharded=not strategy.traits.replicates)
 
 
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:

@@ -7,6 +7,7 @@ has to wrap something wraps a ``StepAdapter``, whose ``forward`` calls the step 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,6 +56,9 @@ class Strategy(ABC):
 
     world: World
     precision: Precision
+    routes_losses: bool = True
+    """Whether what is routed returns losses. Set before ``setup``; if not, it returns anything and ``contributed`` is
+    not asked."""
 
     def check(self, world_size: int) -> None:
         """Refuse a number of ranks this strategy cannot run on. Called before any process starts.
@@ -68,6 +72,10 @@ class Strategy(ABC):
         self.precision = precision
         self.world = World.from_environment(device_type, num_nodes)
         return self.world
+
+    def another(self) -> Strategy:
+        """Return a strategy like this one, of the same ranks, that holds no module. This one must hold none either."""
+        return copy.copy(self)
 
     def building(self) -> AbstractContextManager[Any]:
         """Return the context to build large layers in."""
@@ -84,9 +92,9 @@ class Strategy(ABC):
     def sync_gradients(self, enabled: bool) -> None:
         """Reduce gradients over ranks in the next forward and backward, or only keep them here."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients of a loss that carries its weight already."""
-        loss.backward()
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute gradients of a loss that carries its weight already; ``options`` are those of ``Tensor.backward``."""
+        loss.backward(**options)
 
     @abstractmethod
     def idle_backward(self) -> None:
@@ -126,6 +134,9 @@ class Strategy(ABC):
         """Apply the update; return whether it was applied. Collective."""
         optimizer.step()
         return True
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Give every rank the same buffers, so that all evaluate the one model that is saved. Collective."""
 
     def model_state(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Return this rank's part of the canonical state of a module, by parameter and buffer name."""

@@ -39,14 +39,17 @@ class DDPStrategy(Strategy):
             raise ConfigurationError(f"DDPStrategy({', '.join(taken)}=...) is set by phalanx itself; leave it out.")
         self._arguments = ddp_arguments
         self._ddp: nn.parallel.DistributedDataParallel | None = None
-        self._adapter: _Adapter | None = None
+        self._adapter: StepAdapter | None = None
+        self._flagged: _LossAdapter | None = None
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         """Make all ranks start from rank 0's weights; when training, wrap an adapter around the module. Collective."""
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if self.world.size > 1 and training and trainable:
-            self._adapter = _Adapter(module)
-            self._adapter.participation.data = self._adapter.participation.data.to(self.world.device)
+            if self.routes_losses:
+                self._adapter = self._flagged = _LossAdapter(module, self.world.device)
+            else:
+                self._adapter = StepAdapter(module)
             try:
                 self._ddp = nn.parallel.DistributedDataParallel(self._adapter, **self._arguments)
             except TypeError as error:
@@ -69,11 +72,11 @@ class DDPStrategy(Strategy):
         """Run DDP's forward and backward on a loss of zero that every parameter feeds. Collective."""
         if self._ddp is not None and self._adapter is not None:
             self.sync_gradients(True)
-            self._ddp(self._adapter.zero_loss).backward()
+            self._ddp(partial(_zero_loss, self._adapter)).backward()
 
     def contributed(self) -> bool:
         """Read the reduced gradient of the participation flag: positive when any rank had a loss."""
-        gradient = self._adapter.participation.grad if self._adapter is not None else None
+        gradient = self._flagged.participation.grad if self._flagged is not None else None
         return gradient is not None and bool(gradient > 0)
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -106,25 +109,38 @@ class DDPStrategy(Strategy):
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop gradients, the flag's too."""
         optimizer.zero_grad()
-        if self._adapter is not None:
-            self._adapter.participation.grad = None
+        if self._flagged is not None:
+            self._flagged.participation.grad = None
+
+    @torch.no_grad()
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Broadcast rank 0's buffers, as DDP does before each forward, unless it was told not to. Collective."""
+        if self.world.size == 1 or not self._arguments.get("broadcast_buffers", True):
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = self.world.broadcast(torch.cat([buffer.detach().reshape(-1) for buffer in buffers]))
+            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))
 
     def teardown(self) -> None:
         """Drop the wrapper, which takes its hooks off the parameters."""
         self._ddp = None
-        self._adapter = None
+        self._adapter = self._flagged = None
 
 
-class _Adapter(StepAdapter):
+class _LossAdapter(StepAdapter):
     """Adds to every loss a parameter that is 0 and stays 0: its reduced gradient says whether any rank had a loss.
 
     Without it, ranks whose steps returned None could not tell "nobody had a loss, so there is no update" from
     "another rank had one whose gradient is zero" unless they exchanged one more message in every step.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(module)
-        self.participation = nn.Parameter(torch.zeros(()))
+        self.participation = nn.Parameter(torch.zeros((), device=device))
 
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
         """Call ``step`` and let the flag feed its loss."""
@@ -135,13 +151,14 @@ class _Adapter(StepAdapter):
             return {**output, "loss": output["loss"] + self.participation}
         return output
 
-    def zero_loss(self) -> Tensor:
-        """Return a loss of zero, [1], that every parameter feeds, through one of its elements.
 
-        It has a dim so that ``forward`` does not take it for a loss of the user's.
-        """
-        parts = [parameter.flatten()[:1].sum() for parameter in self.parameters() if parameter.requires_grad]
-        return torch.stack([part.float() for part in parts]).nan_to_num().sum().reshape(1) * 0.0
+def _zero_loss(adapter: nn.Module) -> Tensor:
+    """Return a loss of zero, [1], that every parameter feeds, through one of its elements.
+
+    It has a dim so that ``_LossAdapter`` does not take it for a loss of the user's.
+    """
+    parts = [parameter.flatten()[:1].sum() for parameter in adapter.parameters() if parameter.requires_grad]
+    return torch.stack([part.float() for part in parts]).nan_to_num().sum().reshape(1) * 0.0
 
 
 def find_unused_parameters(**ddp_arguments: Any) -> DDPStrategy:

@@ -156,7 +156,6 @@ def test_a_checkpoint_that_is_refused_for_weights_that_are_not_finite_leaves_all
     assert any("No checkpoint was saved at step 8: layer.weight is not finite" in note for note in notes)
 
 
-@pytest.mark.xfail(reason="Trainer.save_checkpoint does not look at the weights yet")
 def test_a_checkpoint_with_weights_that_are_not_finite_is_not_saved(tmp_path: Path) -> None:
     class Spoiled(Tiny):
         def on_train_epoch_end(self) -> None:

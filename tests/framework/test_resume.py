@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import Callback, ModelCheckpoint
+from phalanx.framework.checkpoint import open_checkpoint
 from phalanx.framework.errors import CheckpointError
 
 
@@ -261,16 +262,19 @@ def test_a_missing_path_is_refused(tmp_path: Path) -> None:
 def test_auto_falls_back_to_the_newest_good_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(str(tmp_path), 1, "plain", 5)
     folder = tmp_path / "phalanx_logs" / "version_0" / "checkpoints"
-    newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    for name in (newest.name, "last.ckpt"):
-        file = next((folder / name).glob("model-*.safetensors"))
+    newest = open_checkpoint(folder / "last.ckpt").document["progress"]
+    damaged_ones = [path for path in folder.iterdir() if open_checkpoint(path).document["progress"] == newest]
+    assert len(damaged_ones) < len(list(folder.iterdir()))
+    for path in damaged_ones:
+        file = next(path.glob("model-*.safetensors"))
         damaged = bytearray(file.read_bytes())
         damaged[-1] ^= 1
         file.unlink()
         file.write_bytes(bytes(damaged))
     expected = run(str(tmp_path / "whole"), 1, "plain", None)
     assert equal(run(str(tmp_path), 1, "plain", None), expected)
-    assert "last.ckpt" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(path.name in shown for path in damaged_ones)
 
 
 def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
