@@ -1,0 +1,298 @@
+"""What ``Fabric.setup`` gives back: the module, optimizers and schedulers of the user, ready for many ranks.
+
+Each behaves like the original and adds what the ranks, the precision and the accumulation window ask for.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import ConfigurationError
+from .gradient_window import GradientWindow
+from .precision import LossScaler, Precision
+from .strategy import Strategy, parameters_of
+from .update import Updater
+
+M = TypeVar("M", bound=nn.Module)
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Engine:
+    """One set-up module: the strategy that took it over, the updater of its optimizers, its accumulation window."""
+
+    def __init__(self, module: nn.Module, strategy: Strategy, scaler: LossScaler | None) -> None:
+        self.module = module
+        self.strategy = strategy
+        self.updater = Updater(strategy, scaler)
+        self.optimizers: list[FabricOptimizer] = []
+        self.window: GradientWindow | None = None
+        self._idle_at: tuple[GradientWindow, int] | None = None
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether a parameter is one of the module's."""
+        return any(parameter is own for own in self.module.parameters())
+
+    def take_part(self) -> None:
+        """Join the reduction that ends a window, where this rank has called no backward for it. Collective."""
+        window = self.window
+        if window is None or not window.waits_for_loss or self._idle_at == (window, window.steps):
+            return
+        self._idle_at = (window, window.steps)
+        self.strategy.idle_backward()
+
+
+# ---- modules -----------------------------------------------------------------------------------------------------
+
+
+class _Calls:
+    """How a module's methods are called: in the precision's context, and through the strategy for gradients."""
+
+    def __init__(self, engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> None:
+        self.engine = engine
+        self._precision = precision
+        self._context = precision.context(device_type)
+        self._routes: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._compiled = compiled
+
+    def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in self._routes:
+            step = self._step(self._compiled if name == "__call__" else getattr(self.engine.module, name))
+            strategy = self.engine.strategy
+            self._routes[name] = strategy.route(step, training=True), strategy.route(step, training=False)
+        train, evaluate = self._routes[name]
+        return (train if torch.is_grad_enabled() else evaluate)(*args, **kwargs)
+
+    def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        context, precision = self._context, self._precision
+        if context is None:
+            return function
+        if not precision.autocasts:
+            return _converting(_within(context, function), precision)
+        return _returning_full(_within(context, function))
+
+
+def _within(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _converting(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = precision.convert_inputs(args), precision.convert_inputs(kwargs)
+        return _full(function(*args, **kwargs))
+
+    return call
+
+
+def _returning_full(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _full(function(*args, **kwargs))
+
+
+def _full(output: Any) -> Any:
+    """Return an output whose half-precision tensors are fp32, so that a loss computed from them is exact."""
+    return apply_to_collection(output, Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor)
+
+
+class FabricModule(nn.Module):
+    """A set-up module: the user's own, of its own class and with its own attributes, called through the strategy.
+
+    It and the original share one ``__dict__``, so parameters, buffers, hooks, attributes and ``state_dict`` are the
+    same under the same names, whichever of the two is asked.
+    """
+
+    # In a slot, because everything in the dict is the user's.
+    __slots__ = ("_calls",)
+    _calls: _Calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass as training on many ranks needs it."""
+        return self._calls("__call__", args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass as training on many ranks needs it."""
+        return self._calls("__call__", args, kwargs)
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Have another method that computes a loss or an output called as ``forward`` is.
+
+        Raises:
+            ConfigurationError: the module has no such method.
+        """
+        name = method if isinstance(method, str) else method.__name__
+        if not callable(getattr(self._calls.engine.module, name, None)):
+            raise ConfigurationError(f"mark_forward_method({name!r}): {type(self).__name__} has no such method.")
+
+        def call(module: FabricModule, *args: Any, **kwargs: Any) -> Any:
+            return module._calls(name, args, kwargs)
+
+        # The class is this object's alone.
+        setattr(type(self), name, call)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy or a pickle is of the plain module: what wraps it belongs to these ranks.
+        return self._calls.engine.module.__reduce_ex__(protocol)
+
+
+def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> Any:
+    """Return the ``FabricModule`` of an engine's module; ``compiled`` is what its forward pass calls."""
+    module = engine.module
+    kind = type(module)
+    fields = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    own = types.new_class(f"Fabric{kind.__name__}", (FabricModule, kind), exec_body=lambda space: space.update(fields))
+    wrapped: Any = object.__new__(own)
+    object.__setattr__(wrapped, "__dict__", module.__dict__)
+    object.__setattr__(wrapped, "_calls", _Calls(engine, compiled, precision, device_type))
+    return wrapped
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """Return the engine of a set-up module, None of any other."""
+    return module._calls.engine if isinstance(module, FabricModule) else None
+
+
+def unwrap(module: M) -> M:
+    """Return the user's own module for a set-up or compiled one; any other is returned as it is."""
+    engine = engine_of(module)
+    if engine is not None:
+        return engine.module  # type: ignore[return-value]
+    original: M = module.__dict__.get("_modules", {}).get("_orig_mod", module)
+    return original
+
+
+# ---- optimizers and schedulers -----------------------------------------------------------------------------------
+
+
+class FabricOptimizer:
+    """A set-up optimizer. Inside ``accumulate`` it acts at the end of a window only.
+
+    For ``isinstance`` it is of the original's class, and all else is the original's.
+
+    Attributes:
+        optimizer: The original.
+        applied: How many updates were applied.
+        step_was_skipped: Whether the last update was left out because gradients were not finite or no rank had a loss.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+        self.optimizer = optimizer
+        self.engine = engine
+        self.applied = 0
+        self.step_was_skipped = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What ``isinstance`` sees, beside the true class."""
+        return type(self.__dict__["optimizer"]) if "optimizer" in self.__dict__ else FabricOptimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if "optimizer" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("param_groups", "state", "defaults"):
+            setattr(self.optimizer, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"Fabric{self.optimizer!r}"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply an update, inside ``accumulate`` at the end of a window; return what a closure does. Collective."""
+        if self.waits:
+            return None
+        optimizer, strategy = self.optimizer, self.engine.strategy
+        result: Any = None
+
+        def apply() -> bool:
+            nonlocal result
+            if closure is None:
+                return strategy.step(optimizer)
+            result = optimizer.step(closure)
+            return True
+
+        applied = self.prepare() and self.engine.updater(optimizer, None, apply)
+        self.step_was_skipped = not applied
+        self.applied += applied
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, unless they wait for the end of an accumulation window."""
+        window = self.engine.window
+        if window is not None and window.keeps(id(self)):
+            return
+        if set_to_none:
+            self.engine.strategy.zero_grad(self.optimizer)
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients are still being accumulated."""
+        return self.engine.window is not None and not self.engine.window.sync
+
+    def prepare(self) -> bool:
+        """Make gradients those of the weighted mean, once a window; return whether there is an update. Collective."""
+        window = self.engine.window
+        if window is None:
+            return True
+        self.engine.take_part()
+        factor = window.settle(id(self))
+        if factor is not None and factor not in (0.0, 1.0):
+            self.engine.strategy.scale_gradients(parameters_of(self.optimizer), factor)
+        return not window.is_empty
+
+
+class FabricScheduler:
+    """A set-up scheduler; all that is not its own is the original's.
+
+    Attributes:
+        scheduler: The original.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: list[FabricOptimizer], with_optimizer: bool) -> None:
+        self.scheduler = scheduler
+        self._optimizers = optimizers
+        self._with_optimizer = with_optimizer
+        self._seen = self._applied()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What ``isinstance`` sees, beside the true class."""
+        return type(self.__dict__["scheduler"]) if "scheduler" in self.__dict__ else FabricScheduler
+
+    def __getattr__(self, name: str) -> Any:
+        if "scheduler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["scheduler"], name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, if an update was applied since the last time; so it is safe to call after every micro-batch."""
+        if self._with_optimizer:
+            now = self._applied()
+            if now == self._seen:
+                return
+            self._seen = now
+        self.scheduler.step(*args, **kwargs)
+
+    def catch_up(self) -> None:
+        """Take the updates so far as stepped for: the schedule of a checkpoint is put back with its counts."""
+        self._seen = self._applied()
+
+    def _applied(self) -> list[int]:
+        return [optimizer.applied for optimizer in self._optimizers]

@@ -1,0 +1,219 @@
+"""Collections of tensors and objects over ranks: gathered however many rows each has, padded, split, sliced.
+
+A *leaf* is a tensor, or anything else that is no collection with a tensor inside. The rows of a tensor are its first
+dim (a 0-d tensor is one row), those of a list or tuple its items; any other object is one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .errors import ConfigurationError, DesyncError
+from .sampling import part_of
+from .world import World
+
+_PEOPLE_SHOWN = 8
+
+
+def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
+    """Return a collection of the same form with ``function`` applied to its leaves."""
+    if isinstance(data, Tensor) or not _holds_tensor(data):
+        return function(data)
+    if isinstance(data, Mapping):
+        items = {key: map_leaves(function, value) for key, value in data.items()}
+        return type(data)(items) if type(data) is not dict else items  # type: ignore[call-arg]
+    parts = [map_leaves(function, item) for item in data]
+    if hasattr(data, "_fields"):
+        return type(data)(*parts)
+    return parts if type(data) is list else type(data)(parts)
+
+
+def _holds_tensor(data: Any) -> bool:
+    if isinstance(data, Tensor):
+        return True
+    if isinstance(data, Mapping):
+        # A dict is taken apart in any case: its values have names of their own.
+        return bool(data)
+    return isinstance(data, (list, tuple)) and any(_holds_tensor(item) for item in data)
+
+
+def leaves_of(data: Any) -> list[Any]:
+    """Return the leaves of a collection in order."""
+    found: list[Any] = []
+    map_leaves(found.append, data)
+    return found
+
+
+def gather_rows(world: World, data: Any, valid: bool = True, as_objects: bool = False) -> Any:
+    """Return the rows of all ranks one after the other, in every leaf of a collection. Collective.
+
+    Ranks may have different numbers of rows; those of a rank that is not ``valid`` are left out. With ``as_objects``
+    the whole of ``data`` is a list of rows of any type.
+
+    Raises:
+        ConfigurationError: on all ranks; tensors differ in more than their rows.
+    """
+    if as_objects:
+        told = world.all_gather_object(_rows_of(data) if valid else [])
+        return [row for rows in told for row in rows]
+    leaves = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) and leaf.dim() == 0 else leaf for leaf in leaves_of(data)]
+    described = [
+        (str(leaf.dtype), tuple(leaf.shape) if valid else (0, *leaf.shape[1:]))
+        if isinstance(leaf, Tensor)
+        else (_rows_of(leaf) if valid else [])
+        for leaf in leaves
+    ]
+    everyone = world.all_gather_object(described)
+    if any(len(other) != len(described) for other in everyone):
+        counts = ", ".join(f"rank {rank}: {len(other)}" for rank, other in enumerate(everyone[:_PEOPLE_SHOWN]))
+        raise DesyncError(f"ranks gather collections of different forms (leaves of each: {counts}).")
+    results: Iterator[Any] = iter(
+        [
+            _gather_tensor(world, leaf, [other[number] for other in everyone])  # type: ignore[misc]
+            if isinstance(leaf, Tensor)
+            else [row for other in everyone for row in other[number]]
+            for number, leaf in enumerate(leaves)
+        ]
+    )
+    return map_leaves(lambda leaf: next(results), data)
+
+
+def _rows_of(data: Any) -> list[Any]:
+    return list(data) if isinstance(data, (list, tuple)) else [data]
+
+
+def _gather_tensor(world: World, tensor: Tensor, described: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
+    rows = [shape[0] for _, shape in described]
+    kinds = {(dtype, shape[1:]) for dtype, shape in described if shape[0]}
+    if len(kinds) > 1:
+        shown = "; ".join(
+            f"rank {rank}: {list(shape)} {dtype.removeprefix('torch.')}"
+            for rank, (dtype, shape) in enumerate(described[:_PEOPLE_SHOWN])
+        )
+        raise ConfigurationError(
+            f"tensors to be gathered differ in more than their rows ({shown}): give them one dtype, and pad the other "
+            "dims first with pad_across_processes."
+        )
+    if not kinds:
+        return tensor[:0]
+    if world.size == 1:
+        return tensor
+    ((_, trailing),) = kinds
+    most, own = max(rows), rows[world.rank]
+    if own != most:
+        # A rank that has no valid rows may have other trailing dims: it sends padding alone.
+        padded = tensor.new_zeros((most, *trailing))
+        if own:
+            padded[:own] = tensor[:own]
+        tensor = padded
+    gathered = _all_gather(world, tensor)
+    if all(count == most for count in rows):
+        return gathered.flatten(0, 1)
+    return torch.cat([part[:count] for part, count in zip(gathered, rows, strict=True)])
+
+
+def _all_gather(world: World, tensor: Tensor) -> Tensor:
+    if tensor.dtype is torch.bool:
+        return world.all_gather(tensor.view(torch.uint8)).view(torch.bool)
+    return world.all_gather(tensor)
+
+
+class StackWithGradient(torch.autograd.Function):
+    """All ranks' tensors stacked; the gradient of a rank's own part is the sum of what all ranks' losses say of it."""
+
+    @staticmethod
+    def forward(ctx: Any, world: World, tensor: Tensor) -> Tensor:
+        ctx.world = world
+        return world.all_gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        total: Tensor = ctx.world.all_reduce(gradients[0].contiguous().clone())
+        return None, total[ctx.world.rank]
+
+
+def stack_tensors(world: World, data: Any, with_gradient: bool, device: torch.device) -> Any:
+    """Return a collection whose tensors, of one shape on all ranks, are stacked in a new first dim. Collective."""
+
+    def stack(leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float)):
+            leaf = torch.tensor(leaf, device=device)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if with_gradient and leaf.requires_grad:
+            return StackWithGradient.apply(world, leaf)  # type: ignore[no-untyped-call]
+        return _all_gather(world, leaf)
+
+    return map_leaves(stack, data)
+
+
+def pad_over_ranks(world: World, data: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
+    """Return a collection whose tensors are padded in ``dim`` to the largest size on any rank. Collective.
+
+    Tensors without that dim stay as they are.
+    """
+    sizes = [leaf.shape[dim] if _has_dim(leaf, dim) else -1 for leaf in leaves_of(data)]
+    largest = iter([max(column) for column in zip(*world.all_gather_object(sizes), strict=True)])
+
+    def fill(leaf: Any) -> Any:
+        size = next(largest)
+        if not _has_dim(leaf, dim) or leaf.shape[dim] == size:
+            return leaf
+        missing = size - leaf.shape[dim]
+        behind = leaf.dim() - 1 - (dim % leaf.dim())
+        return pad(leaf, [0, 0] * behind + ([missing, 0] if pad_first else [0, missing]), value=pad_index)
+
+    return map_leaves(fill, data)
+
+
+def _has_dim(leaf: Any, dim: int) -> bool:
+    return isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim()
+
+
+def split_rows(data: Any, rank: int, size: int, padded: bool) -> Any:
+    """Return one rank's part of a list, tuple or tensor, or of each value of a dict, as even as possible.
+
+    With ``padded`` all parts have as many rows as the largest, by repeating the last row.
+
+    Raises:
+        ConfigurationError: the values of a dict have different lengths.
+    """
+    if isinstance(data, Mapping):
+        lengths = {key: len(value) for key, value in data.items()}
+        if len(set(lengths.values())) > 1:
+            raise ConfigurationError(f"the values of a dict are split together, but their lengths differ: {lengths}.")
+        return type(data)({key: split_rows(value, rank, size, padded) for key, value in data.items()})  # type: ignore[call-arg]
+    begin, end = part_of(len(data), rank, size)
+    part = data[begin:end]
+    missing = -(-len(data) // size) - (end - begin) if padded else 0
+    if missing <= 0 or not len(data):
+        return part
+    last = data[-1:] if begin == end else data[end - 1 : end]
+    if isinstance(data, Tensor):
+        return torch.cat([part, *[last] * missing])
+    return part + last * missing
+
+
+def slice_rows(data: Any, begin: int, end: int) -> Any:
+    """Return rows ``begin`` to ``end`` of every leaf that has rows."""
+    rows = rows_in(data)
+
+    def cut(leaf: Any) -> Any:
+        sliceable = isinstance(leaf, (list, tuple)) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
+        return leaf[begin:end] if sliceable and len(leaf) == rows else leaf
+
+    return map_leaves(cut, data)
+
+
+def rows_in(data: Any) -> int:
+    """Return how many rows a batch has, by its first tensor, or else its first list."""
+    leaves = leaves_of(data)
+    tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+    if tensor is not None:
+        return len(tensor)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, (list, tuple))), 1)

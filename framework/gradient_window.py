@@ -1,0 +1,171 @@
+"""``GradientWindow``: the micro-batches of one optimizer step in a user's own loop, and the exact mean over them.
+
+Micro-batch i of rank r has the loss l_ri and the weight w_ri. Each loss is multiplied by its weight, strategies average
+gradients over ranks, and at the window's end the result is divided by the mean over ranks of the window's weights. That
+is the gradient of the weighted mean over all micro-batches of all ranks, whatever their number. The division comes last
+because a loop that calls ``backward`` batch by batch cannot know the total before; the total travels in one small
+reduction that is launched before the last backward and read after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+from .accumulation import AccumulationSchedule
+from .errors import ConfigurationError
+from .triggers import Triggers
+from .world import World
+
+
+class GradientWindow:
+    """Counts the contexts of ``accumulate`` for one set of modules.
+
+    ``sync`` says whether the present micro-batch ends its window; ``steps`` counts the windows that were ended.
+    """
+
+    def __init__(self, world: World, schedule: AccumulationSchedule, scaled: bool) -> None:
+        self.sync = True
+        self.inside = False
+        self.steps = 0
+        self._schedule = schedule
+        self._size = world.size
+        self._control = Triggers(world)
+        self._scaled = scaled
+        self._unit = self._used_unit = 1.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._count = 0
+        self._total = 0.0
+        self._weight: float | None = None
+        self._backwards = 0
+        self._launched = False
+        self._mean: float | None = None
+        self._settled: set[Hashable] = set()
+        self._closed = False
+
+    # ---- the context ----------------------------------------------------------------------------------------------
+
+    def enter(self, epoch: int, end_of_data: bool) -> None:
+        """Begin a micro-batch; the window ends with it when it is full or the data is at its end."""
+        if self._closed:
+            if self._launched and self._mean is None:
+                # Nobody stepped, but the reduction is under way: all ranks have to take it off the wire.
+                self._read()
+            self.steps += 1
+            self._begin()
+        self.inside = True
+        self._count += 1
+        self._weight = None
+        self.sync = end_of_data or self._count >= self._schedule(epoch, self.steps)
+
+    def leave(self) -> None:
+        """End a micro-batch."""
+        self.inside = False
+        self._closed = self.sync
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the last micro-batch has ended."""
+        return self._closed
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def factor(self, weight: float) -> float:
+        """Note this micro-batch's weight and return what its loss is multiplied by. Collective at the window's end.
+
+        Raises:
+            ConfigurationError: another weight was given for the same micro-batch, or it is none.
+        """
+        check_weight(weight)
+        if self._weight is None:
+            self._weight = weight
+            self._total += weight
+        elif weight != self._weight:
+            raise ConfigurationError(
+                f"backward was given the weights {self._weight:g} and {weight:g} for one micro-batch: the weight is "
+                "that of the micro-batch. Give the same one, or add the losses up and call backward once."
+            )
+        self._backwards += 1
+        if self.sync and self._size > 1:
+            self._launch()
+        return weight / self._unit
+
+    @property
+    def waits_for_loss(self) -> bool:
+        """Whether this rank called no backward in the micro-batch that ends the window."""
+        return self._weight is None and not self._launched
+
+    def settle(self, key: Hashable) -> float | None:
+        """Return what the gradients of ``key`` are still to be multiplied by, 0 where no rank had a weight.
+
+        None where that was returned before. Collective.
+        """
+        if key in self._settled:
+            return None
+        self._settled.add(key)
+        mean = self._read()
+        return self._used_unit / mean if mean else 0.0
+
+    def is_settled(self, key: Hashable) -> bool:
+        """Whether the gradients of ``key`` have been made use of in this window."""
+        return key in self._settled
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the window has reached no update: no rank gave it a weight. Only after ``settle``."""
+        return self._mean == 0.0
+
+    def keeps(self, key: Hashable) -> bool:
+        """Whether gradients wait here for the end of the window, so that they may not be dropped yet.
+
+        Dropping them *before* the backward of a micro-batch is the habit of loops that zero first; *after* the backward
+        that ends the window it means that the user wants no update.
+        """
+        if self._closed or key in self._settled or not self._backwards:
+            return False
+        return not (self.sync and self._weight is not None)
+
+    def _launch(self) -> None:
+        if not self._launched:
+            self._launched = True
+            self._control.launch(self.steps, self._total, self._count)
+
+    def _read(self) -> float:
+        if self._mean is None:
+            if self._size == 1:
+                self._mean = self._total
+            else:
+                self._launch()
+                self._mean = self._control.read().total_weight / self._size
+            self._used_unit = self._unit
+            if self._scaled and self._mean:
+                # Losses that carry large weights would leave fp16's range. A power of two changes no digit, and the
+                # last window's mean is the same on all ranks.
+                self._unit = 2.0 ** round(math.log2(self._mean))
+        return self._mean
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what the next window needs of those before it."""
+        return {"steps": self.steps + self._closed, "unit": self._unit}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over what ``state_dict`` returned; a window in progress is forgotten."""
+        self._begin()
+        self.steps, self._unit = int(state["steps"]), float(state["unit"])
+
+
+def check_weight(weight: float) -> None:
+    """Refuse what is no weight.
+
+    Raises:
+        ConfigurationError: it is negative or not finite.
+    """
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ConfigurationError(
+            f"weight={weight!r} must be a finite number of at least 0: how many items the micro-batch's mean loss is "
+            "over."
+        )
