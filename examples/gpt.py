@@ -57,12 +57,6 @@ class GPT(nn.Module):
             hidden = block(hidden)
         return nn.functional.linear(self.norm(hidden), self.tokens.weight)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Return the mean loss over the tokens of a batch that are no padding."""
-        tokens, targets = batch
-        logits = self(tokens)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
-
     @torch.no_grad()
     def sample(self, length: int, prompt: str = "def ", temperature: float = 0.7) -> str:
         """Return ``prompt`` continued by up to ``length`` characters."""
@@ -112,17 +106,27 @@ class LanguageModel(TrainModule):
         return num_tokens(batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self.gpt.loss(batch)
+        tokens, targets = batch
+        loss = token_loss(self.gpt(tokens), targets)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", self.gpt.loss(batch), prog_bar=True, batch_size=num_tokens(batch))
+        tokens, targets = batch
+        self.log("val_loss", token_loss(self.gpt(tokens), targets), prog_bar=True, batch_size=num_tokens(batch))
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate, weight_decay=0.01)
         schedule = cosine_with_warmup(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the loss over the tokens that are no padding; with ``"none"`` that of each token, 0 for padding."""
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction=reduction
+    )
+    return loss if reduction == "mean" else loss.view_as(targets)
 
 
 def num_tokens(batch: Batch) -> Tensor:

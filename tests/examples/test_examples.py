@@ -46,6 +46,16 @@ def test_gpt_learns_and_writes(tmp_path: Path) -> None:
     assert "--- sample\ndef " in output
 
 
+def test_fabric_loop_on_two_ranks_learns_and_loads_what_it_saved(tmp_path: Path) -> None:
+    output = run_example("fabric_loop.py", "--devices", "2", out=tmp_path)
+
+    after = number_after("validation loss after:", output)
+    assert after < number_after("validation loss before:", output) - 1.0
+    assert number_after("at step 40; loaded:", output) == after
+    assert output.count("validation loss after:") == 1
+    assert (tmp_path / "fabric_loop" / "last.ckpt" / "manifest.json").exists()
+
+
 def test_lightning_port_on_two_ranks_learns(tmp_path: Path) -> None:
     output = run_example("lightning_port.py", "--devices", "2", out=tmp_path)
 
