@@ -121,7 +121,7 @@ class AutomaticStep(TrainingStep):
 
     def __call__(self, batches: list[Any], consumed: int) -> bool:
         """Run a window of micro-batches; return False where no rank had one. Collective."""
-        run, progress = self.run, self.progress
+        progress = self.progress
         several = self.world_size > 1
         weights: Sequence[float] | None = None
         agreement: Agreement | None = None
@@ -165,7 +165,7 @@ class AutomaticStep(TrainingStep):
             if position == last:
                 self._update(contributed, mean, consumed, index)
             if self.batch_end:
-                outputs = self._outputs(output)
+                outputs = {"loss": output.detach()} if output.__class__ is Tensor else self._outputs(output)
                 for hook in self.batch_end:
                     hook(outputs, batch, index)
             index += 1
@@ -297,8 +297,6 @@ class AutomaticStep(TrainingStep):
 
     @staticmethod
     def _outputs(output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return {"loss": output.detach()}
         if isinstance(output, Mapping):
             return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
         return output

@@ -142,7 +142,7 @@ class FitLoop:
                 if progress.global_step % log_every == 0 and progress.global_step != published:
                     published = progress.global_step
                     run.publish_step()
-                if one_rank and (triggers.pending or triggers.fired):
+                if one_rank and (triggers.raised or triggers.fired):
                     triggers.take()
                 if triggers.fired:
                     run.heed_triggers()
@@ -176,9 +176,7 @@ class FitLoop:
         if due and progress.validated_at != progress.global_batch:
             self._validate()
         before, after = run.hooks_around("on_train_epoch_end")
-        for hook in before:
-            hook()
-        run.publish_epoch(run.train_log)
+        run.publish_epoch(run.train_log, before)
         if whole:
             run.update_learning_rates("epoch")
             progress.epoch_ended = True

@@ -34,27 +34,23 @@ class Triggers:
     def __init__(self, world: World) -> None:
         self.world = world
         self.fired: dict[str, dict[int, Any]] = {}
-        self._raised: dict[str, Any] = {}
+        self.raised: dict[str, Any] = {}
+        """What this rank has raised and no boundary has seen. The loop looks whether it is empty in every step."""
         self._launched: tuple[torch.Tensor, Any, dict[str, Any]] | None = None
 
     def set(self, name: str, payload: Any = None) -> None:
         """Raise a trigger on this rank. Safe in a signal handler; raising it twice before it fires keeps the first."""
-        self._raised.setdefault(name, payload)
-
-    @property
-    def pending(self) -> bool:
-        """Whether this rank has raised something that no boundary has seen."""
-        return bool(self._raised)
+        self.raised.setdefault(name, payload)
 
     def take(self) -> None:
         """One process: make what was raised fire now."""
-        raised, self._raised = self._raised, {}
+        raised, self.raised = self.raised, {}
         self.fired = {name: {0: payload} for name, payload in raised.items()}
 
     def launch(self, step: int, weight: float, batches: int) -> None:
         """Start the control reduction of optimizer step ``step``. Collective."""
         # The swap comes first: what a signal handler raises between the lines goes into the old dict and is counted.
-        raised, self._raised = self._raised, {}
+        raised, self.raised = self.raised, {}
         vector = torch.tensor(
             (weight, batches, batches * batches, batches > 0, bool(raised), step, step * step), dtype=torch.float64
         )
@@ -86,9 +82,11 @@ class Triggers:
         """Exchange what was raised and wait for it: the blocking form. Collective. Returns ``fired``."""
         if self.world.size == 1:
             self.take()
-        else:
-            raised, self._raised = self._raised, {}
-            self._fire(raised)
+            return self.fired
+        raised, self.raised = self.raised, {}
+        anywhere = torch.tensor([bool(raised)], dtype=torch.float64)
+        self.world.control_reduce(anywhere).wait()
+        self._fire(raised if anywhere.item() else None)
         return self.fired
 
     def _fire(self, raised: dict[str, Any] | None) -> None:

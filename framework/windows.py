@@ -34,6 +34,7 @@ class Windows:
         self.source = source
         self.schedule = schedule
         self.full = self.end = full
+        self._constant = schedule.constant
         self._progress = progress
         self._several_ranks = world_size > 1
         self._iterator: Iterator[Any] = iter(())
@@ -49,13 +50,15 @@ class Windows:
         With several ranks the list may be shorter than the count, or empty, where this rank's data has run out.
         """
         progress = self._progress
-        size = self.schedule.constant or self.schedule(progress.epoch, progress.global_step)
+        size = self._constant or self.schedule(progress.epoch, progress.global_step)
         if self.end is not None and size > self.end - progress.batch_in_epoch:
             size = self.end - progress.batch_in_epoch
             if size <= 0:
                 return None
         if size == 1:
             item = next(self._iterator, _END)
+            if item is not _END and not self._several_ranks:
+                return [item], 1
             batches = [] if item is _END else [item]
         else:
             batches = list(islice(self._iterator, size))

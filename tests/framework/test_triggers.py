@@ -59,12 +59,12 @@ def test_ranks_at_different_steps_are_told(steps: tuple[int, int]) -> None:
 
 def test_one_process_exchanges_nothing() -> None:
     triggers = Triggers(World.single())
-    assert not triggers.pending
+    assert not triggers.raised
     triggers.set("stop", "enough")
-    assert triggers.pending
+    assert triggers.raised
     triggers.take()
     assert triggers.fired == {"stop": {0: "enough"}}
-    assert not triggers.pending
+    assert not triggers.raised
 
 
 # ---- stopping ---------------------------------------------------------------------------------------------------------
