@@ -3,7 +3,7 @@
     for each loader:
         for each of this rank's batches:
             on_<stage>_batch_start -> <stage>_step -> on_<stage>_batch_end
-    on_<stage>_epoch_end; metrics are reduced in one exchange; on_<stage>_end
+    metrics are reduced in one exchange; on_<stage>_epoch_end, which sees them; on_<stage>_end
 
 Ranks take whole batches in turn, composed as one process would compose them, so that a metric is the same number
 however many ranks there are. Nothing is exchanged between batches, so ranks may have different numbers of them.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,10 +22,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from .evaluation_loaders import EvaluationSource
-from .log import MetricLog
-from .run import Run
+from .log import MetricLog, NoLog
+from .log_entries import Entry
+from .run import Run, as_numbers
 from .steps import in_context, with_arity
 
+# How many batches' step figures wait on a device before they are read for the loggers.
+_STEPS_WAITING = 256
 _PREFIX = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
@@ -37,6 +41,8 @@ class EvaluationPlan:
     limits: Sequence[int | None]
     transfer: Callable[[Any, int], Any] | None
     inference_mode: bool = True
+    seen: dict[int, int] = field(default_factory=dict)
+    """Of each loader, the batches that this rank has seen so far, in all evaluations of this plan."""
 
     @property
     def prefix(self) -> str:
@@ -47,37 +53,45 @@ class EvaluationPlan:
 def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
     """Evaluate all loaders; return one dict of metrics for each. Collective."""
     log = MetricLog(plan.stage, run.world)
-    reduced: dict[str, float] = {}
-    with evaluating(run, plan), logging_to(run, log):
-        _start(run, plan)
-        for index, source in enumerate(plan.sources):
-            several = len(plan.sources) > 1
-            log.suffix = f"/dataloader_idx_{index}" if several else ""
-            log.in_step = True
-            _run_loader(run, plan, source, index, log)
-            log.in_step = False
-        log.suffix = ""
-        run.call(f"on_{plan.prefix}_epoch_end")
-        reduced = run.publish_epoch(log)
-        before, after = run.hooks_around(f"on_{plan.prefix}_end")
-        for hook in (*before, *after):
-            hook()
-    return [_of_loader(reduced, index, len(plan.sources)) for index in range(len(plan.sources))]
+    several = len(plan.sources) > 1
+    with evaluating(run, plan):
+        with logging_to(run, log):
+            _start(run, plan)
+            for index, source in enumerate(plan.sources):
+                log.loader = index if several else None
+                log.in_step = True
+                _run_loader(run, plan, source, index, _StepFigures(run, plan, log, index))
+                log.in_step = False
+            log.loader = None
+            reduced = run.publish_epoch(log, run.hooks(f"on_{plan.prefix}_epoch_end"))
+        with logging_to(run, NoLog(f"on_{plan.prefix}_end", f"use on_{plan.prefix}_epoch_end")):
+            before, after = run.hooks_around(f"on_{plan.prefix}_end")
+            for hook in (*before, *after):
+                hook()
+    return [_of_loader(reduced, index) for index in range(len(plan.sources))]
 
 
-def predict(run: Run, plan: EvaluationPlan) -> list[list[Any]]:
-    """Predict over all loaders; return for each the outputs of all batches, in the dataset's order. Collective."""
-    results: list[list[Any]] = []
-    with evaluating(run, plan), logging_to(run, None):
+def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]]:
+    """Predict over all loaders; return for each the outputs of all batches, in the dataset's order. Collective.
+
+    With ``keep`` False the outputs are let go, once the hooks have seen them.
+    """
+    outputs: list[list[tuple[int, Any]]] = [[] for _ in plan.sources]
+    refusal = NoLog("predict", "return it from predict_step, or hand it to self.logger")
+    with evaluating(run, plan), logging_to(run, refusal):
         _start(run, plan)
         for index, source in enumerate(plan.sources):
-            outputs: list[tuple[int, Any]] = []
-            _run_loader(run, plan, source, index, None, outputs)
-            gathered = [item for rank in run.world.all_gather_object(outputs) for item in rank]
-            results.append([output for _, output in sorted(gathered, key=lambda item: item[0])])
+            _run_loader(run, plan, source, index, outputs[index] if keep else None)
+        results = _in_order(run.world.all_gather_object(outputs)) if keep else [[] for _ in plan.sources]
         run.call("on_predict_epoch_end")
         run.call("on_predict_end")
     return results
+
+
+def _in_order(ranks: list[list[list[tuple[int, Any]]]]) -> list[list[Any]]:
+    """Return the outputs of each loader by the numbers of their batches, from the numbered outputs of all ranks."""
+    loaders = [[item for rank in ranks for item in rank[index]] for index in range(len(ranks[0]))]
+    return [[output for _, output in sorted(loader, key=itemgetter(0))] for loader in loaders]
 
 
 def _start(run: Run, plan: EvaluationPlan) -> None:
@@ -85,25 +99,56 @@ def _start(run: Run, plan: EvaluationPlan) -> None:
     run.call(f"on_{plan.prefix}_epoch_start")
 
 
+class _StepFigures:
+    """What is logged with ``on_step=True`` in an evaluation, for the loggers, by the number of batches seen.
+
+    Figures wait a while, so that a device is not waited for in every batch.
+    """
+
+    def __init__(self, run: Run, plan: EvaluationPlan, log: MetricLog, loader: int) -> None:
+        self.log = log
+        self._run = run
+        self._seen = plan.seen
+        self._loader = loader
+        self._waiting: list[tuple[int, dict[str, Any]]] = []
+
+    def note(self) -> None:
+        """Take down the figures of a batch."""
+        seen = self._seen[self._loader] = self._seen.get(self._loader, 0) + 1
+        if (values := self.log.step_values("logger")) and not self._run.sanity_checking:
+            self._waiting.append((seen, values))
+            if len(self._waiting) >= _STEPS_WAITING:
+                self.flush()
+
+    def flush(self) -> None:
+        """Hand over what waits."""
+        for step, values in self._waiting:
+            self._run.loggers.log_metrics({**as_numbers(values), "epoch": float(self._run.progress.epoch)}, step)
+        self._waiting = []
+
+
 def _run_loader(
     run: Run,
     plan: EvaluationPlan,
     source: EvaluationSource,
     index: int,
-    log: MetricLog | None,
-    outputs: list[tuple[int, Any]] | None = None,
+    sink: _StepFigures | list[tuple[int, Any]] | None,
 ) -> None:
+    """Run this rank's batches of a loader; a list gets the numbered outputs."""
     names = ("batch", "batch_idx", "dataloader_idx")
     context = run.fabric.precision.context(run.world.device.type)
     user_step = with_arity(getattr(run.module, f"{plan.prefix}_step"), names)
     step = run.fabric.strategy.route(in_context(user_step, context), training=False)
     batch_start = [with_arity(hook, names) for hook in run.hooks(f"on_{plan.prefix}_batch_start")]
     batch_end = [with_arity(hook, ("outputs", *names)) for hook in run.hooks(f"on_{plan.prefix}_batch_end")]
+    figures = sink if isinstance(sink, _StepFigures) else None
+    outputs = sink if isinstance(sink, list) else None
     # By position of the rank's own batches, as the user's step would count them.
     for batch_index, (place, batch) in enumerate(source.start(limit=plan.limits[index])):
         if plan.transfer is not None:
             batch = plan.transfer(batch, index)
-        if log is not None:
+        if figures is not None:
+            log = figures.log
             log.batch, log.items = batch, None
             log.batches += 1
         for hook in batch_start:
@@ -111,16 +156,23 @@ def _run_loader(
         output = step(batch, batch_index, index)
         for hook in batch_end:
             hook(output, batch, batch_index, index)
+        if figures is not None:
+            figures.note()
         if outputs is not None:
-            outputs.append((place, apply_to_collection(output, Tensor, lambda tensor: tensor.detach().cpu())))
+            outputs.append((place, apply_to_collection(output, Tensor, _kept)))
+    if figures is not None:
+        figures.flush()
 
 
-def _of_loader(reduced: dict[str, float], index: int, count: int) -> dict[str, float]:
-    """Return the metrics of one loader: those with its suffix, and those that belong to none."""
-    if count == 1:
-        return reduced
-    mine = f"/dataloader_idx_{index}"
-    return {name: value for name, value in reduced.items() if name.endswith(mine) or "/dataloader_idx_" not in name}
+def _kept(tensor: Tensor) -> Tensor:
+    """Return a tensor to keep on the host: of its own memory where it is a small part of something larger."""
+    tensor = tensor.detach().cpu()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _of_loader(reduced: dict[Entry, float], index: int) -> dict[str, float]:
+    """Return the metrics of one loader: those logged in it, and those that belong to none."""
+    return {entry.epoch_name: value for entry, value in reduced.items() if entry.loader in (None, index)}
 
 
 @contextmanager
@@ -149,11 +201,15 @@ def evaluating(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
 
 
 @contextmanager
-def logging_to(run: Run, log: MetricLog | None) -> Generator[None, None, None]:
-    """Let ``self.log`` write to another log; None lets nothing be logged."""
+def logging_to(run: Run, log: MetricLog | NoLog) -> Generator[None, None, None]:
+    """Let ``self.log`` write to another log."""
     kept = run.module.__dict__["_metric_log"]
     run.module.__dict__["_metric_log"] = log
+    if isinstance(log, MetricLog):
+        run.logs.append(log)
     try:
         yield
     finally:
         run.module.__dict__["_metric_log"] = kept
+        if isinstance(log, MetricLog):
+            run.logs.remove(log)

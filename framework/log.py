@@ -7,21 +7,22 @@ result. In a step there is neither a collective nor a synchronisation with a dev
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import ConfigurationError, MetricError, did_you_mean
-from .exact import ExactSum, total_of
-from .metrics import gather_states, metric_inputs, with_states
+from .log_entries import Entry, Flags, settle
+from .log_exchange import exchange
+from .metrics import is_collection, is_metric, load_metric_states, metric_states
 from .world import World
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _EQUIVALENTS: dict[Any, str] = {
+    "avg": "mean",
     torch.mean: "mean",
     torch.sum: "sum",
     torch.min: "min",
@@ -30,108 +31,7 @@ _EQUIVALENTS: dict[Any, str] = {
     min: "min",
     max: "max",
 }
-_COMPACT_AT = 256
-
-
-class Entry:
-    """One logged name: how it is reduced, where it goes, its newest value and what has gathered so far."""
-
-    __slots__ = ("device", "extreme", "flags", "fx", "last", "logger", "metric", "name", "on_epoch", "on_step",
-                 "prog_bar", "total", "weight")  # fmt: skip
-
-    def __init__(self, name: str, flags: tuple[Any, ...], fx: str, on_step: bool, on_epoch: bool) -> None:
-        self.name = name
-        self.flags = flags
-        self.prog_bar: bool = flags[0]
-        self.logger: bool = flags[1]
-        self.fx = fx
-        self.on_step = on_step
-        self.on_epoch = on_epoch
-        self.metric: Any = None
-        self.last: Any = None
-        self.clear()
-
-    @property
-    def step_name(self) -> str:
-        """The name of the step's value: suffixed where there is an epoch's value too."""
-        return f"{self.name}_step" if self.on_epoch else self.name
-
-    @property
-    def epoch_name(self) -> str:
-        """The name of the epoch's value: suffixed where there is a step's value too."""
-        return f"{self.name}_epoch" if self.on_step else self.name
-
-    def clear(self) -> None:
-        """Forget what has gathered."""
-        self.total = ExactSum()
-        self.weight = 0.0
-        self.extreme: float | None = None
-        self.device: list[tuple[Tensor, float]] = []
-
-    def add(self, value: float, weight: float) -> None:
-        """Gather a number."""
-        if self.fx == "mean":
-            self.total.add(value * weight)
-            self.weight += weight
-        elif self.fx == "sum":
-            self.total.add(value)
-            self.weight += 1.0
-        else:
-            better = max if self.fx == "max" else min
-            self.extreme = value if self.extreme is None else better(self.extreme, value)
-            self.weight += 1.0
-
-    def add_on_device(self, value: Tensor, weight: float) -> None:
-        """Gather a tensor without waiting for its device; every so often many become one, there."""
-        self.device.append((value, weight))
-        if len(self.device) >= _COMPACT_AT and self.fx in ("mean", "sum"):
-            values = torch.stack([tensor.double().reshape(()) for tensor, _ in self.device])
-            weights = torch.tensor([w for _, w in self.device], dtype=torch.float64).to(
-                values.device, non_blocking=True
-            )
-            self.weight += sum(w for _, w in self.device) if self.fx == "mean" else 0.0
-            combined = (values * weights).sum() if self.fx == "mean" else values.sum()
-            self.device = [(combined, 0.0)] if self.fx == "sum" else [(combined, -1.0)]
-
-    def settle(self) -> None:
-        """Bring what is on the device into the sums: the one synchronisation, when somebody reads."""
-        waiting, self.device = self.device, []
-        if not waiting:
-            return
-        numbers = torch.stack([tensor.double().reshape(()) for tensor, _ in waiting]).tolist()
-        for number, (_, weight) in zip(numbers, waiting, strict=True):
-            if weight < 0:  # many values, combined with their weights already
-                self.total.add(number)
-            else:
-                self.add(number, weight)
-
-    def local(self) -> tuple[str, list[float], float]:
-        """Return this rank's part: the reduction's name, its numbers, its weight."""
-        self.settle()
-        if self.fx in ("mean", "sum"):
-            return self.fx, self.total.partials(), self.weight
-        return self.fx, [] if self.extreme is None else [self.extreme], self.weight
-
-    def restore(self, numbers: list[float], weight: float) -> None:
-        """Take over what ``local`` returned."""
-        self.weight = weight
-        if self.fx in ("mean", "sum"):
-            self.total = ExactSum(list(numbers))
-        else:
-            self.extreme = numbers[0] if numbers else None
-
-
-def combine(parts: Sequence[tuple[str, list[float], float]]) -> float:
-    """Return the value of one name from the parts of all ranks."""
-    numbers = [number for _, values, _ in parts for number in values]
-    fx = parts[0][0]
-    if fx in ("min", "max"):
-        return (min if fx == "min" else max)(numbers) if numbers else float("nan")
-    total = total_of(numbers)
-    if fx == "sum":
-        return total
-    weight = total_of([weight for _, _, weight in parts])
-    return total / weight if weight else float("nan")
+_LOADER_SUFFIX = "/dataloader_idx_"
 
 
 class MetricLog:
@@ -141,17 +41,21 @@ class MetricLog:
     ``batch`` for each micro-batch, from which the weight of an epoch's mean is read when it is needed.
     """
 
-    def __init__(self, stage: str, world: World) -> None:
+    def __init__(self, stage: str, world: World, module: nn.Module | None = None) -> None:
+        """``module`` is the one whose metrics are part of the state."""
         self.stage = stage
         self.world = world
         self.batch: Any = None
         self.items: int | None = None
         self.batches = 0
-        self.suffix = ""
-        self.results: dict[str, Tensor] = {}
+        self._module = module
+        self._loader: int | None = None
+        self._suffix = ""
         self._scopes: dict[bool, dict[str, Entry]] = {True: {}, False: {}}
         self._entries = self._scopes[False]
         self._training = stage == "train"
+        self._speaks = world.rank == 0
+        self._used_metrics: list[Any] = []
 
     @property
     def in_step(self) -> bool:
@@ -161,6 +65,21 @@ class MetricLog:
     @in_step.setter
     def in_step(self, value: bool) -> None:
         self._entries = self._scopes[value]
+        # A value of the epoch weighs the same on every rank, whatever the last batch was, which is let go here.
+        self.batch = None
+        self.items = None
+
+    @property
+    def loader(self) -> int | None:
+        """The number of the evaluation loader, where there are several: names get it as a suffix."""
+        return self._loader
+
+    @loader.setter
+    def loader(self, value: int | None) -> None:
+        self._loader = value
+        self._suffix = "" if value is None else f"{_LOADER_SUFFIX}{value}"
+
+    # ---- writing --------------------------------------------------------------------------------------------------
 
     def log(
         self,
@@ -173,14 +92,16 @@ class MetricLog:
         reduce_fx: str | Callable[..., Any],
         batch_size: int | float | Tensor | None,
         add_dataloader_idx: bool,
+        rank_zero_only: bool = False,
     ) -> None:
         """Keep a value. The first call of a name fixes how it is reduced and where it goes."""
-        if self.suffix and add_dataloader_idx:
-            name += self.suffix
-        flags = (prog_bar, logger, on_step, on_epoch, reduce_fx)
-        entry = self._entries.get(name)
+        if rank_zero_only and not self._speaks:
+            return
+        key = name + self._suffix if add_dataloader_idx and self._suffix else name
+        flags = (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
+        entry = self._entries.get(key)
         if entry is None or entry.flags != flags:
-            entry = self._new_entry(name, flags, entry)
+            entry = self._entry(name, key, flags, entry)
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self._keep_on_device(entry, value, batch_size)
@@ -190,69 +111,90 @@ class MetricLog:
                 value = value.item()
             except RuntimeError:
                 raise _not_one_element(name, value) from None
-        elif value.__class__ is not float and not isinstance(value, (int, float)):
-            value = self._unusual(entry, value)
+        if value.__class__ is not float:
+            value = self._number(entry, value)
             if value is None:
                 return
         entry.last = value
         if entry.on_epoch:
-            entry.add(value, 1.0 if entry.fx != "mean" else self._weight(batch_size))
+            if batch_size is None:
+                entry.add(value, self.items or self._count_items(entry))
+            elif isinstance(batch_size, Tensor) and not batch_size.is_cpu:
+                entry.add_on_device(value, batch_size.detach().clone())
+            else:
+                entry.add(value, float(batch_size))
 
-    def _weight(self, batch_size: int | float | Tensor | None) -> float:
-        if batch_size is not None:
-            return float(batch_size)
-        if self.items is None:
+    def _count_items(self, entry: Entry) -> int:
+        """Return the weight of the batch: its items, counted when a mean first needs them."""
+        if self.items is None and entry.fx == "mean":
             self.items = batch_items(self.batch)
-        return self.items
+        return self.items or 0
 
     def _keep_on_device(self, entry: Entry, value: Tensor, batch_size: int | float | Tensor | None) -> None:
         if value.numel() != 1:
             raise _not_one_element(entry.name, value)
-        # A tensor without graph may be a buffer that its owner changes in place later; a loss is nobody's buffer.
-        value = value.detach() if value.requires_grad else value.clone()
+        # A copy: the tensor may be a buffer, or be added to in place (`loss += penalty`) before anybody reads it.
+        value = value.detach().clone()
         entry.last = value
         if entry.on_epoch:
-            entry.add_on_device(value, 1.0 if entry.fx != "mean" else self._weight(batch_size))
+            if batch_size is None:
+                batch_size = self.items or self._count_items(entry)
+            elif isinstance(batch_size, Tensor):
+                batch_size = float(batch_size) if batch_size.is_cpu else batch_size.detach().clone()
+            entry.add_on_device(value, batch_size)
 
-    def _unusual(self, entry: Entry, value: Any) -> float | None:
-        """Return the number of a value that is no plain number or tensor; None for a metric, which keeps itself."""
-        torchmetrics = sys.modules.get("torchmetrics")
-        if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
+    def _number(self, entry: Entry, value: Any) -> float | None:
+        """Return a value that is no float as one; None for a metric, which keeps itself."""
+        if is_metric(value):
             entry.metric = value
             if entry.on_step:
                 entry.last = value._forward_cache
             return None
         try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise MetricError(
-                f"log({entry.name!r}, ...) got a {type(value).__name__}; "
-                "a value must be a number, a tensor with one element, or a torchmetrics Metric."
-            ) from None
+            if not isinstance(value, (str, bytes)):
+                return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+        hint = "; log a MetricCollection with log_dict" if is_collection(value) else ""
+        raise MetricError(
+            f"log({entry.name!r}, ...) got a {type(value).__name__}; "
+            f"a value must be a number, a tensor with one element, or a torchmetrics Metric{hint}."
+        )
 
-    def _new_entry(self, name: str, flags: tuple[Any, ...], old: Entry | None) -> Entry:
-        if old is not None:
-            raise ConfigurationError(
-                f"log({name!r}, ...) was called with other arguments before in this hook: the arguments "
-                "prog_bar, logger, on_step, on_epoch and reduce_fx of a name must stay the same; use another name."
-            )
-        _, _, on_step, on_epoch, reduce_fx = flags
+    def _entry(self, name: str, key: str, flags: Flags, old: Entry | None) -> Entry:
+        """Return the entry of a name that is new, or whose arguments are written differently than before."""
         if not isinstance(name, str):
             raise ConfigurationError(f"log({name!r}, ...): a name must be a string.")
-        fx = _EQUIVALENTS.get(reduce_fx, reduce_fx) if not isinstance(reduce_fx, str) else reduce_fx
-        if fx not in _REDUCTIONS:
+        fx = _reduction(name, flags[4])
+        if old is not None:
+            if (*old.flags[:4], old.fx, old.flags[5]) == (*flags[:4], fx, flags[5]):
+                old.flags = flags
+                return old
             raise ConfigurationError(
-                f"log({name!r}, reduce_fx={reduce_fx!r}) is not known.{did_you_mean(str(fx), _REDUCTIONS)} "
-                f"Known: {', '.join(_REDUCTIONS)}; for anything else log a torchmetrics Metric."
+                f"log({name!r}, ...) was called with other arguments before in this epoch: the arguments "
+                "prog_bar, logger, on_step, on_epoch and reduce_fx of a name must stay the same; use another name."
             )
+        on_step, on_epoch = self._when(name, *flags[2:4])
+        if self._loader is not None and _LOADER_SUFFIX in name and key != name:
+            raise ConfigurationError(
+                f"log({name!r}, ...): the number of the loader is added by itself; leave it out of the name, or say "
+                "add_dataloader_idx=False."
+            )
+        suffix = key[len(name) :]
+        entry = self._entries[key] = Entry(name, flags, fx, on_step, on_epoch, self._loader, suffix)
+        return entry
+
+    def _when(self, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
         stepwise = self._training and self.in_step
         on_step = stepwise if on_step is None else on_step
         on_epoch = not stepwise if on_epoch is None else on_epoch
         if on_step and not self.in_step:
             raise ConfigurationError(f"log({name!r}, on_step=True) in a hook of the epoch: use on_epoch=True there.")
-        entry = Entry(name, flags, fx, on_step, on_epoch)
-        self._entries[name] = entry
-        return entry
+        if not on_step and not on_epoch:
+            raise ConfigurationError(f"log({name!r}, ...) with on_step and on_epoch both False keeps nothing.")
+        return bool(on_step), bool(on_epoch)
+
+    # ---- reading --------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Entry]:
         for scope in self._scopes.values():
@@ -267,118 +209,98 @@ class MetricLog:
         }
 
     def current(self) -> dict[str, Any]:
-        """Return the newest step values for callbacks: under the step's name, and under the plain one."""
+        """Return the newest step values for callbacks: under the step's name, and under the plain one.
+
+        As in Lightning callbacks see no step values of an evaluation.
+        """
+        if not self._training:
+            return {}
         values = self.step_values("on_step")
-        values.update({e.name: e.last for e in self if e.on_step and e.on_epoch and e.last is not None})
+        values.update({e.plain_name: e.last for e in self if e.on_step and e.on_epoch and e.last is not None})
         return values
 
-    def reduce(self) -> dict[Entry, Tensor]:
-        """Return the epoch's value of each entry and start anew. Collective, one exchange for all names.
+    def reduce(self, more: bool = False) -> tuple[dict[Entry, Tensor], bool]:
+        """Return the epoch's values of what was logged since the last call, and whether any rank has ``more`` to log.
+
+        Entries start anew; ``finish`` resets the metrics. Collective, one exchange for all names.
 
         Raises:
-            MetricError: ranks that had data logged different names.
+            MetricError: ranks that had data logged different names, or a metric has no single value.
         """
-        entries = {entry.name: entry for entry in self if entry.on_epoch}
-        if not self._any_rank_has(entries):
-            self._start_anew()
-            return {}
-        metrics = {name: entry for name, entry in entries.items() if entry.metric is not None}
-        payload = {
-            "batches": self.batches,
-            "values": {name: entry.local() for name, entry in entries.items() if entry.metric is None},
-            "metrics": {name: metric_inputs(entry.metric, self.world.size) for name, entry in metrics.items()},
-            "flags": {name: (entry.flags[:2], entry.on_step) for name, entry in entries.items()},
-        }
-        gathered = self.world.all_gather_object(payload)
-        self._check_same_names(gathered)
-        results = self._values(gathered, entries)
-        self._start_anew()
-        return results
+        entries = {entry.epoch_name: entry for entry in self if entry.on_epoch}
+        settle(entries.values())
+        self._used_metrics += [entry.metric for entry in entries.values() if entry.metric is not None]
+        for scope in self._scopes.values():
+            scope.clear()
+        return exchange(self.world, self.stage, entries, self.batches > 0, more)
 
-    def _any_rank_has(self, entries: Mapping[str, Entry]) -> bool:
-        # With several ranks the exchange must not depend on what one of them logged.
-        return bool(entries) or self.world.size > 1
-
-    def _values(self, gathered: list[dict[str, Any]], entries: dict[str, Entry]) -> dict[Entry, Tensor]:
-        results: dict[Entry, Tensor] = {}
-        names = dict.fromkeys(name for part in gathered for name in part["flags"])
-        for name in names:
-            entry = entries.get(name) or _stand_in(name, gathered)
-            parts = [part["values"][name] for part in gathered if name in part["values"]]
-            if parts:
-                results[entry] = torch.tensor(combine(parts), dtype=torch.float32)
-            elif entry.metric is not None:
-                states = gather_states(part["metrics"][name] for part in gathered if name in part["metrics"])
-                results[entry] = with_states(entry.metric, states, self.world.size > 1)
-        if self.world.size > 1 and any(part["metrics"] for part in gathered):
-            results = self._complete(gathered, results, names, entries)
-        return results
-
-    def _complete(
-        self,
-        gathered: list[dict[str, Any]],
-        results: dict[Entry, Tensor],
-        names: Mapping[str, None],
-        entries: dict[str, Entry],
-    ) -> dict[Entry, Tensor]:
-        """Give the values of metrics to ranks that had no data, and so never logged the metric."""
-        if all(set(part["flags"]) == set(names) for part in gathered):
-            return results
-        source = next(rank for rank, part in enumerate(gathered) if part["metrics"])
-        values = self.world.broadcast_object({entry.name: value for entry, value in results.items()}, src=source)
-        return {entries.get(name) or _stand_in(name, gathered): value for name, value in values.items()}
-
-    def _check_same_names(self, gathered: list[dict[str, Any]]) -> None:
-        with_data = {rank: set(part["flags"]) for rank, part in enumerate(gathered) if part["batches"]}
-        everything = set().union(*with_data.values()) if with_data else set()
-        for rank, names in with_data.items():
-            for name in sorted(everything - names):
-                other = next(r for r, theirs in with_data.items() if name in theirs)
-                raise MetricError(
-                    f"rank {rank} did not log {name!r} in {self.stage}, rank {other} did; "
-                    "every rank that has data must log the same names in an epoch."
-                    + did_you_mean(name, names - with_data[other])
-                )
-
-    def _start_anew(self) -> None:
-        for entry in self:
-            if entry.metric is not None and entry.on_epoch:
-                entry.metric.reset()
-        self._scopes[True].clear()
-        self._scopes[False].clear()
+    def finish(self) -> None:
+        """Start a new epoch: metrics that were logged are reset."""
+        for metric in self._used_metrics:
+            metric.reset()
+        self._used_metrics = []
         self.batches = 0
         self.batch = None
         self.items = None
 
+    # ---- state ----------------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has gathered in the epoch so far."""
+        """Return what this rank has gathered in the epoch so far, the metrics of the module included."""
+        entries = [entry for entry in self._scopes[True].values() if entry.on_epoch and entry.metric is None]
+        settle(entries)
         return {
             "batches": self.batches,
             "entries": [
-                {"name": e.name, "flags": _plain(e.flags), "on_step": e.on_step, "on_epoch": e.on_epoch, "fx": e.fx}
-                | {"local": list(e.local())[1:]}
-                for e in self._scopes[True].values()
-                if e.on_epoch and e.metric is None
+                {
+                    "name": entry.name,
+                    "flags": [*entry.flags[:4], entry.fx, entry.flags[5]],
+                    "when": [entry.on_step, entry.on_epoch],
+                    "local": list(entry.local()[1:]),
+                }
+                for entry in entries
             ],
+            "metrics": metric_states(self._module) if self._module is not None else {},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue an epoch from what ``state_dict`` returned."""
         self.batches = state["batches"]
         for item in state["entries"]:
-            entry = Entry(item["name"], tuple(item["flags"]), item["fx"], item["on_step"], item["on_epoch"])
+            flags = tuple(item["flags"])
+            entry = Entry(item["name"], flags, flags[4], *item["when"])
             entry.restore(*item["local"])
             self._scopes[True][entry.name] = entry
+        if self._module is not None:
+            load_metric_states(self._module, state["metrics"])
 
 
-def _plain(flags: tuple[Any, ...]) -> list[Any]:
-    return [*flags[:4], flags[4] if isinstance(flags[4], str) else _EQUIVALENTS[flags[4]]]
+class NoLog:
+    """Stands where a ``MetricLog`` would, in hooks where nothing can be logged."""
+
+    def __init__(self, where: str, instead: str) -> None:
+        self._where = where
+        self._instead = instead
+
+    def log(self, name: str, *arguments: Any) -> None:
+        """Refuse a value.
+
+        Raises:
+            MetricError: always.
+        """
+        raise MetricError(f"log({name!r}, ...) in {self._where}, where nothing is gathered any more: {self._instead}.")
 
 
-def _stand_in(name: str, gathered: list[dict[str, Any]]) -> Entry:
-    """Return an entry for a name that this rank did not log, having had no data."""
-    flags, on_step = next(part["flags"][name] for part in gathered if name in part["flags"])
-    return Entry(name, (*flags, on_step, True, "mean"), "mean", on_step, True)
+def _reduction(name: str, given: Any) -> str:
+    fx = given.lower() if isinstance(given, str) else given
+    if isinstance(fx, Hashable):
+        fx = _EQUIVALENTS.get(fx, fx)
+    if fx not in _REDUCTIONS:
+        raise ConfigurationError(
+            f"log({name!r}, reduce_fx={given!r}) is not known.{did_you_mean(str(fx), _REDUCTIONS)} "
+            f"Known: {', '.join(_REDUCTIONS)}; for anything else log a torchmetrics Metric."
+        )
+    return str(fx)
 
 
 def _not_one_element(name: str, value: Tensor) -> MetricError:
@@ -389,22 +311,30 @@ def _not_one_element(name: str, value: Tensor) -> MetricError:
 
 
 def batch_items(batch: Any) -> int:
-    """Return how many items a batch holds: the first dimension of its first tensor, or 1 where there is none."""
-    sizes = _sizes(batch)
-    return next(sizes, 1)
+    """Return how many items a batch holds: the first dim of its first tensor, else the length of its first list of
+    strings, else 1."""
+    if (batch.__class__ is list or batch.__class__ is tuple) and batch and batch[0].__class__ is Tensor:
+        first: Tensor = batch[0]
+        return first.shape[0] if first.dim() else 1
+    texts: list[int] = []
+    return next(_sizes(batch, texts), texts[0] if texts else 1)
 
 
-def _sizes(batch: Any) -> Iterator[int]:
-    if isinstance(batch, Tensor):
-        yield batch.size(0) if batch.dim() else 1
-    elif isinstance(batch, str):
-        yield len(batch)
+def _sizes(batch: Any, texts: list[int]) -> Iterator[int]:
+    """Yield the first dim of each tensor or array; note the lengths of lists of strings in ``texts``."""
+    if isinstance(batch, Tensor) or (hasattr(batch, "shape") and hasattr(batch, "dtype")):
+        yield batch.shape[0] if len(batch.shape) else 1
+    elif isinstance(batch, (str, bytes)):
+        return
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _sizes(value)
-    elif isinstance(batch, Sequence):
-        for value in batch:
-            yield from _sizes(value)
+            yield from _sizes(value, texts)
+    elif isinstance(batch, Iterable) and not isinstance(batch, Iterator):
+        items = list(batch)
+        if items and isinstance(items[0], (str, bytes)):
+            texts.append(len(items))
+        for value in items:
+            yield from _sizes(value, texts)
     elif is_dataclass(batch) and not isinstance(batch, type):
         for field in fields(batch):
-            yield from _sizes(getattr(batch, field.name))
+            yield from _sizes(getattr(batch, field.name), texts)

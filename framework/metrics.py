@@ -1,68 +1,194 @@
 """torchmetrics without its own communication: the states of all metrics travel in the epoch's one exchange.
 
-A metric that is synchronised asks a function for the tensors of all ranks, state by state. Asked once with a function
-that only writes down what it is handed, it tells its states; asked again with one that reads out what was gathered, it
-computes the value over all ranks.
+The states of all ranks are put together as torchmetrics would, but for lists (``cat`` states): a rank's k-th update
+stands where one process would have made it, so that a metric over the whole list sees the list of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .errors import MetricError
+
+States = dict[str, Any]
+"""What a metric and those inside it have gathered: of each, by position, how many updates and its packed states."""
+_NOTHING = object()
 
 
-def _parts(metric: Any) -> list[Any]:
+def is_metric(value: Any) -> bool:
+    """Whether ``value`` is a torchmetrics ``Metric``; looks at torchmetrics only where somebody has imported it."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def is_collection(value: Any) -> bool:
+    """Whether ``value`` is a torchmetrics ``MetricCollection``."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.MetricCollection)
+
+
+def logged_items(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Return the names and values of a mapping, or of a ``MetricCollection`` with its prefix and postfix."""
+    # By default the collection would copy the states that its metrics share, at every call.
+    return values.items(copy_state=False) if is_collection(values) else values.items()  # type: ignore[call-arg]
+
+
+def _parts(metric: nn.Module) -> list[Any]:
     """Return the metric and the metrics inside it."""
-    kind = next(
-        base for base in type(metric).__mro__ if base.__module__ == "torchmetrics.metric" and base.__name__ == "Metric"
-    )
-    return [part for part in metric.modules() if isinstance(part, kind)]
+    return [part for part in metric.modules() if is_metric(part)]
 
 
-def metric_inputs(metric: Any, world_size: int) -> list[list[Tensor]]:
-    """Return the state tensors of a metric and of those inside it, on the CPU, in the order they are asked for.
+# ---- over ranks ---------------------------------------------------------------------------------------------------
 
-    One process has nobody to tell: each list is empty.
+
+def packed_states(metric: Any) -> list[tuple[int, States]]:
+    """Return the states of a metric and of those inside it, in little room, for ``compute_over_ranks``."""
+    return [
+        (part.update_count, {name: _pack(state) for name, state in part.metric_state.items()})
+        for part in _parts(metric)
+    ]
+
+
+def compute_over_ranks(name: str, metric: Any, ranks: Sequence[list[tuple[int, States]]] = ()) -> Tensor:
+    """Return the value of a metric over the packed states of several ranks; of none, over its own state.
+
+    The metric's own state stays as it is.
+
+    Raises:
+        MetricError: the value is not one number.
     """
-    states: list[list[Tensor]] = []
-    for part in _parts(metric) if world_size > 1 else ():
-        seen: list[Tensor] = []
-
-        def note(tensor: Tensor, group: Any = None, seen: list[Tensor] = seen) -> list[Tensor]:
-            seen.append(tensor.detach().cpu())
-            return [tensor]
-
-        part.sync(dist_sync_fn=note, distributed_available=lambda: True)
-        part.unsync()
-        states.append(seen)
-    return states
-
-
-def gather_states(ranks: Iterable[list[list[Tensor]]]) -> list[list[list[Tensor]]]:
-    """Return ``[part][state][rank]`` from ``[rank][part][state]``."""
-    return [[list(state) for state in zip(*part, strict=True)] for part in zip(*ranks, strict=True)]
-
-
-def with_states(metric: Any, states: list[list[list[Tensor]]], distributed: bool) -> Tensor:
-    """Compute a metric over the gathered states of all ranks; its own state stays as it is."""
     parts = _parts(metric)
-    kept = [(part.dist_sync_fn, part.distributed_available_fn) for part in parts]
-    for part, gathered in zip(parts, states if distributed else [[]] * len(parts), strict=True):
-        part.dist_sync_fn = _reader(iter(gathered), part.device)
-        part.distributed_available_fn = (lambda: True) if distributed else (lambda: False)
+    with _alone(parts):
+        if len(ranks) > 1:
+            for part, states in zip(parts, zip(*ranks, strict=True), strict=True):
+                _put_together(part, states)
+        with torch.no_grad():
+            value = metric.compute()
     try:
-        value = metric.compute()
+        return torch.as_tensor(value).detach().float().cpu().reshape(())
+    except (TypeError, ValueError, RuntimeError):
+        shape = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+        raise MetricError(
+            f"log({name!r}, ...) got a {type(metric).__name__} whose value {shape}; it must be one number: "
+            "compute() it in the hook at the epoch's end, and log its parts."
+        ) from None
+
+
+@contextmanager
+def _alone(parts: list[Any]) -> Generator[None, None, None]:
+    """Let metrics neither communicate nor remember a value; afterwards their states are those from before."""
+    kept = [(part.metric_state, part._update_count, part.distributed_available_fn) for part in parts]
+    for part in parts:
+        part.distributed_available_fn = _never
+        part._computed = None
+    try:
+        yield
     finally:
-        for part, (function, available) in zip(parts, kept, strict=True):
-            part.dist_sync_fn, part.distributed_available_fn = function, available
-    return torch.as_tensor(value).detach().float().cpu()
+        for part, (states, count, available) in zip(parts, kept, strict=True):
+            _set(part, states, count)
+            part.distributed_available_fn = available
 
 
-def _reader(gathered: Iterator[list[Tensor]], device: torch.device) -> Any:
-    def read(tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return [part.to(device) for part in next(gathered)]
+def _never() -> bool:
+    return False
 
-    return read
+
+def _set(part: Any, states: Mapping[str, Any], count: int) -> None:
+    for name, state in states.items():
+        setattr(part, name, state)
+    part._update_count = count
+    part._computed = None
+
+
+def _put_together(part: Any, ranks: Sequence[tuple[int, States]]) -> None:
+    """Give a metric the states that it would have if it had seen the data of all ranks."""
+    counts = [count for count, _ in ranks]
+    # A state that nothing was added to may be no neutral element of its reduction.
+    filled = [states for count, states in ranks if count or not any(counts)]
+    merged: States = {}
+    for name, reduction in part._reductions.items():
+        states = [_unpack(state[name], _device_of(part, state[name])) for state in filled]
+        merged[name] = states[0] if len(states) == 1 else _reduced(reduction, states)
+    _set(part, merged, sum(counts))
+
+
+def _reduced(reduction: Callable[[Any], Any] | None, states: list[Any]) -> Any:
+    if any(isinstance(state, list) for state in states):
+        lists = [state if isinstance(state, list) else [state] for state in states]
+        rows = chain.from_iterable(zip_longest(*lists, fillvalue=_NOTHING))
+        merged = [item for item in rows if item is not _NOTHING]
+        concatenates = getattr(reduction, "__name__", "") == "dim_zero_cat"
+        return merged if reduction is None or concatenates else reduction(merged)
+    stacked = torch.stack(states)
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _device_of(part: Any, packed: Any) -> torch.device:
+    return torch.device("cpu") if packed[0] == "list" and part.compute_on_cpu else part.device
+
+
+def _pack(state: Any) -> tuple[Any, ...]:
+    """Return a state as plain bytes: a pickled tensor takes several hundred of them."""
+    kind, tensors = ("list", state) if isinstance(state, list) else ("tensor", [state])
+    if not all(isinstance(tensor, Tensor) for tensor in tensors) or len({tensor.dtype for tensor in tensors}) > 1:
+        return "other", state
+    if not tensors:
+        return kind, None, [], b""
+    # One transfer from the device for all of a list.
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    return kind, str(flat.dtype).removeprefix("torch."), shapes, flat.view(torch.uint8).numpy().tobytes()
+
+
+def _unpack(packed: tuple[Any, ...], device: torch.device) -> Any:
+    if packed[0] == "other":
+        return packed[1]
+    kind, dtype, shapes, data = packed
+    if not shapes:
+        return []
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    flat = flat.view(getattr(torch, dtype)).to(device)
+    tensors = [part.reshape(shape) for part, shape in zip(flat.split([_size(s) for s in shapes]), shapes, strict=True)]
+    return tensors if kind == "list" else tensors[0]
+
+
+def _size(shape: Iterable[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+# ---- over time ----------------------------------------------------------------------------------------------------
+
+
+def metric_states(module: nn.Module) -> dict[str, Any]:
+    """Return what the metrics of a module have gathered so far, by the name of each; empty ones are left out."""
+    for part in module.modules():
+        if is_collection(part):
+            # Only the first of metrics that share their states is updated; this hands the states on to the others.
+            list(part.values(copy_state=False))  # type: ignore[operator]
+    return {
+        name: {"updates": part.update_count, "states": part.metric_state}
+        for name, part in module.named_modules()
+        if is_metric(part) and part.update_count
+    }
+
+
+def load_metric_states(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Put back what ``metric_states`` returned; metrics that had gathered nothing start anew."""
+    for name, part in module.named_modules():
+        if not is_metric(part):
+            continue
+        if name not in saved:
+            part.reset()
+            continue
+        states = {
+            key: [item.to(part.device) for item in state] if isinstance(state, list) else state.to(part.device)
+            for key, state in saved[name]["states"].items()
+        }
+        _set(part, states, saved[name]["updates"])

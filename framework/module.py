@@ -16,6 +16,7 @@ from .checkpoint import open_checkpoint
 from .errors import ConfigurationError
 from .hparams import HyperparametersMixin
 from .logger import Logger
+from .metrics import logged_items
 from .model_state import rebuild_module
 
 if TYPE_CHECKING:
@@ -204,25 +205,33 @@ class TrainModule(HyperparametersMixin, nn.Module):
         sync_dist: bool = True,
         batch_size: int | float | Tensor | None = None,
         add_dataloader_idx: bool = True,
-        **lightning_only: Any,
+        rank_zero_only: bool = False,
+        enable_graph: bool = False,
+        sync_dist_group: Any = None,
+        metric_attribute: str | None = None,
     ) -> None:
         """Log a number, a tensor with one element, or a torchmetrics ``Metric``. Costs no synchronisation.
 
         A step's value is this rank's. An epoch's value is the exact mean over all ranks, weighted by ``batch_size``
         (default: the first dimension of the batch's first tensor), or what ``reduce_fx`` says: ``"mean"``, ``"sum"``,
         ``"min"``, ``"max"``. Defaults: in ``training_step`` the step, elsewhere the epoch. With both, the names get the
-        suffixes ``_step`` and ``_epoch``. ``sync_dist`` and what only Lightning knows is accepted and changes nothing.
+        suffixes ``_step`` and ``_epoch``. With ``rank_zero_only`` rank 0 alone logs the name, and its value is that of
+        all. ``sync_dist``, ``enable_graph``, ``sync_dist_group`` and ``metric_attribute`` are accepted for modules
+        written for Lightning, and change nothing.
 
         Raises:
             MetricError: the value is nothing that can be logged.
         """
         sink = self._metric_log
         if sink is not None:
-            sink.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
+            sink.log(
+                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx,
+                rank_zero_only,
+            )  # fmt: skip
 
     def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
         """Log each item of a mapping, or of a torchmetrics ``MetricCollection``, with the arguments of ``log``."""
-        for name, value in dictionary.items():
+        for name, value in logged_items(dictionary):
             self.log(name, value, **arguments)
 
     # ---- manual optimization --------------------------------------------------------------------------------------

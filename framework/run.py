@@ -14,7 +14,8 @@ from .accumulation import AccumulationSchedule
 from .callback import Callback, in_call_order, wanted
 from .errors import MetricError, NonFiniteError, did_you_mean
 from .fabric import Fabric
-from .log import Entry, MetricLog
+from .log import MetricLog
+from .log_entries import Entry
 from .log_fanout import LoggerFanout
 from .module import TrainModule
 from .optimization import SchedulerConfig
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 Hook = Callable[..., Any]
+# Which entries of a log are for whom.
+_WANTED = {"progress_bar": "prog_bar", "logged": "logger"}
 
 
 class Run:
@@ -54,7 +57,8 @@ class Run:
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
         self.schedulers: list[SchedulerConfig] = []
-        self.train_log = MetricLog("train", self.world)
+        self.train_log = MetricLog("train", self.world, module)
+        self.logs: list[MetricLog] = [self.train_log]
         self.latest_loss: Any = None
         self.metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
         self.sanity_checking = False
@@ -104,35 +108,44 @@ class Run:
             self.metrics["logged"].update(numbers)
             self.loggers.log_metrics({**numbers, "epoch": float(self.progress.epoch)}, self.log_step)
 
-    def publish_epoch(self, log: MetricLog) -> dict[str, float]:
-        """Reduce an epoch's values over the ranks, keep them and hand them to the loggers. Collective."""
-        self.metrics["callback"].update(log.current())
-        self.metrics["progress_bar"].update(log.step_values("prog_bar"))
-        reduced = log.reduce()
-        logged: dict[str, float] = {}
-        for entry, value in reduced.items():
-            self._keep(entry, value, logged)
-        if logged and not self.sanity_checking:
-            self.metrics["logged"].update(logged)
-            self.loggers.log_metrics({**logged, "epoch": float(self.progress.epoch)}, self.log_step)
-        return {entry.epoch_name: value.item() for entry, value in reduced.items()}
+    def publish_epoch(self, log: MetricLog, hooks: Sequence[Hook] = ()) -> dict[Entry, float]:
+        """Reduce an epoch's values over the ranks, call hooks, reduce what they logged, and hand all on. Collective.
 
-    def _keep(self, entry: Entry, value: Tensor, logged: dict[str, float]) -> None:
-        self.metrics["callback"][entry.epoch_name] = value
-        self.metrics["callback"][entry.name] = value
-        if entry.prog_bar:
-            self.metrics["progress_bar"][entry.epoch_name] = value
-        if entry.logger:
-            logged[entry.epoch_name] = value.item()
+        The hooks see the values of the steps, as in Lightning; a second exchange follows only where there are hooks.
+        """
+        self.metrics["callback"].update(log.current())
+        for kind, flag in _WANTED.items():
+            self.metrics[kind].update(log.step_values(flag))
+        reduced, more = log.reduce(more=bool(hooks))
+        self._keep(reduced)
+        if more:
+            for hook in hooks:
+                hook()
+            later, _ = log.reduce()
+            self._keep(later)
+            reduced |= later
+        log.finish()
+        logged = {entry.epoch_name: value.item() for entry, value in reduced.items() if entry.logger}
+        if logged and not self.sanity_checking:
+            self.loggers.log_metrics({**logged, "epoch": float(self.progress.epoch)}, self.log_step)
+        return {entry: value.item() for entry, value in reduced.items()}
+
+    def _keep(self, reduced: dict[Entry, Tensor]) -> None:
+        for entry, value in reduced.items():
+            name = entry.epoch_name
+            self.metrics["callback"][name] = value
+            self.metrics["callback"][entry.plain_name] = value
+            if entry.prog_bar:
+                self.metrics["progress_bar"][name] = value
+            if entry.logger:
+                self.metrics["logged"][name] = value
 
     def metric_view(self, which: str) -> dict[str, Tensor]:
         """Return the metrics for ``"callback"``, ``"logged"`` or ``"progress_bar"`` as 0-d tensors."""
-        live = {
-            "callback": self.train_log.current,
-            "progress_bar": partial(self.train_log.step_values, "prog_bar"),
-            "logged": dict,
-        }[which]()
-        return {name: torch.as_tensor(value) for name, value in {**self.metrics[which], **live}.items()}
+        values = dict(self.metrics[which])
+        for log in self.logs:
+            values.update(log.current() if which == "callback" else log.step_values(_WANTED[which]))
+        return {name: torch.as_tensor(value) for name, value in values.items()}
 
     def metric(self, name: str, who: str) -> Tensor:
         """Return a logged metric.

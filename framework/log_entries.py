@@ -1,0 +1,199 @@
+"""What gathers under one logged name: numbers on the host, and tensors that wait on their device to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exact import partials_of, total_of
+
+_COMPACT_AT = 1024
+_PARK_AT = 256
+
+Flags = tuple[bool, bool, bool | None, bool | None, Any, bool]
+"""The arguments of ``log`` that must stay the same: prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only."""
+Part = tuple[str, list[float], list[float]]
+"""What one rank has of a name: the reduction, numbers, and for a mean numbers that add up to its weight."""
+
+
+class Entry:
+    """One logged name: how it is reduced, where it goes, its newest value and what has gathered so far."""
+
+    __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "last", "loader", "metric", "name", "on_epoch",
+                 "on_step", "suffix", "values", "weights")  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        flags: Flags,
+        fx: str,
+        on_step: bool,
+        on_epoch: bool,
+        loader: int | None = None,
+        suffix: str = "",
+    ) -> None:
+        self.name = name
+        self.flags = flags
+        self.fx = fx
+        self.on_step = on_step
+        self.on_epoch = on_epoch
+        self.loader = loader
+        self.suffix = suffix
+        self.metric: Any = None
+        self.last: Any = None
+        self.values: list[float] = []
+        self.weights: list[float] = []
+        self.extreme: float | None = None
+        self._waiting: list[tuple[Any, Any]] = []
+        self._parked: list[_Parked] = []
+
+    # ---- names ----------------------------------------------------------------------------------------------------
+
+    @property
+    def prog_bar(self) -> bool:
+        """Whether the progress bar shows it."""
+        return self.flags[0]
+
+    @property
+    def logger(self) -> bool:
+        """Whether loggers get it."""
+        return self.flags[1] is not False
+
+    @property
+    def rank_zero_only(self) -> bool:
+        """Whether rank 0 alone logs it."""
+        return self.flags[5]
+
+    @property
+    def plain_name(self) -> str:
+        """The name without the suffixes for step and epoch."""
+        return self.name + self.suffix
+
+    @property
+    def step_name(self) -> str:
+        """The name of the step's value: suffixed where there is an epoch's value too."""
+        return f"{self.name}_step{self.suffix}" if self.on_epoch else self.plain_name
+
+    @property
+    def epoch_name(self) -> str:
+        """The name of the epoch's value: suffixed where there is a step's value too."""
+        return f"{self.name}_epoch{self.suffix}" if self.on_step else self.plain_name
+
+    # ---- gathering ------------------------------------------------------------------------------------------------
+
+    def add(self, value: float, weight: float) -> None:
+        """Gather a number; one of weight 0 changes nothing, be it NaN."""
+        if self.fx == "mean":
+            if weight:
+                self.values.append(value * weight)
+                self.weights.append(weight)
+        elif self.fx == "sum":
+            self.values.append(value)
+        elif self.extreme is None or value != value or self._beats(value, self.extreme):
+            self.extreme = value
+        if len(self.values) >= _COMPACT_AT:
+            self._compact()
+
+    def _beats(self, value: float, extreme: float) -> bool:
+        return value > extreme if self.fx == "max" else value < extreme
+
+    def _compact(self) -> None:
+        self.values = partials_of(self.values)
+        self.weights = partials_of(self.weights)
+
+    def add_on_device(self, value: Tensor | float, weight: Tensor | float) -> None:
+        """Gather a number that is not on the host yet, without waiting for its device."""
+        self._waiting.append((value, weight))
+        if len(self._waiting) >= _PARK_AT:
+            while self._parked and self._parked[0].is_on_host():
+                self._absorb(self._parked.pop(0))
+            self._parked.append(_Parked(self._take()))
+
+    def _take(self) -> list[tuple[Any, Any]]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def _absorb(self, parked: _Parked) -> None:
+        for value, weight in parked.read():
+            self.add(value, weight)
+
+    def local(self) -> Part:
+        """Return this rank's part; ``settle`` comes before."""
+        if self.fx in ("mean", "sum"):
+            self._compact()
+            return self.fx, self.values, self.weights
+        return self.fx, [] if self.extreme is None else [self.extreme], []
+
+    def restore(self, values: list[float], weights: list[float]) -> None:
+        """Take over what ``local`` returned."""
+        if self.fx in ("mean", "sum"):
+            self.values, self.weights = [*values], [*weights]
+        else:
+            self.extreme = values[0] if values else None
+
+
+def settle(entries: Iterable[Entry]) -> None:
+    """Bring what waits on a device to the host, for all entries in one synchronisation: somebody reads."""
+    taken = [(entry, entry._take()) for entry in entries]
+    pairs = [pair for _, waiting in taken for pair in waiting]
+    numbers = iter(_Parked(pairs).read() if pairs else ())
+    for entry, waiting in taken:
+        while entry._parked:
+            entry._absorb(entry._parked.pop(0))
+        for _ in waiting:
+            entry.add(*next(numbers))
+
+
+class _Parked:
+    """Pairs of numbers, some of them tensors, on their way to the host.
+
+    Values are stacked, one tensor for each device and dtype; from CUDA they are copied to pinned memory behind the
+    work under way, so that a later look finds them there without having waited.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._numbers: list[Any] = [number for pair in pairs for number in pair]
+        self._copies: list[tuple[list[int], Tensor, Any]] = []
+        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for place, number in enumerate(self._numbers):
+            if isinstance(number, Tensor):
+                places.setdefault((number.device, number.dtype), []).append(place)
+        for (device, _), group in places.items():
+            stacked = torch.stack([self._numbers[place].reshape(()) for place in group])
+            event = None
+            if device.type == "cuda":
+                stacked = stacked.to("cpu", non_blocking=True)
+                event = torch.cuda.current_stream(device).record_event()
+            self._copies.append((group, stacked, event))
+            for place in group:
+                self._numbers[place] = None
+
+    def is_on_host(self) -> bool:
+        """Whether reading waits for nothing."""
+        return all(event is not None and event.query() for _, _, event in self._copies)
+
+    def read(self) -> list[tuple[float, float]]:
+        """Return the pairs as numbers; waits for the device where it must."""
+        for group, stacked, event in self._copies:
+            if event is not None:
+                event.synchronize()
+            for place, number in zip(group, stacked.tolist(), strict=True):
+                self._numbers[place] = float(number)
+        return list(zip(self._numbers[::2], self._numbers[1::2], strict=True))
+
+
+def combine(parts: Sequence[Part]) -> float:
+    """Return the value of one name from the parts of all ranks; NaN where none has a value."""
+    fx = parts[0][0]
+    numbers = [number for _, values, _ in parts for number in values]
+    if fx == "sum":
+        return total_of(numbers)
+    if fx == "mean":
+        weight = total_of([weight for _, _, weights in parts for weight in weights])
+        return total_of(numbers) / weight if weight else float("nan")
+    if not numbers or any(number != number for number in numbers):
+        return float("nan")
+    return max(numbers) if fx == "max" else min(numbers)

@@ -1,0 +1,152 @@
+"""The end of an epoch for what was logged: one exchange of all names between the ranks, the same result on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import MetricError, did_you_mean
+from .log_entries import Entry, Part, combine
+from .metrics import compute_over_ranks, packed_states
+from .world import World
+
+
+@dataclass
+class Contribution:
+    """What one rank brings to the exchange. Fields are short and shared: it should fit into one message."""
+
+    counts: bool
+    """Whether this rank must have logged what others did: it had data."""
+    more: bool
+    """Whether hooks of this rank may log more, which takes another exchange."""
+    kinds: dict[str, tuple[Any, ...]]
+    """Of each name what a rank that did not log it needs to know."""
+    values: dict[str, Part]
+    metrics: dict[str, list[Any]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Contribution, (self.counts, self.more, self.kinds, self.values, self.metrics)
+
+
+def exchange(
+    world: World, stage: str, entries: Mapping[str, Entry], counts: bool, more: bool
+) -> tuple[dict[Entry, Tensor], bool]:
+    """Return the value of each name over all ranks, and whether any rank has ``more`` to log. Collective.
+
+    Raises:
+        MetricError: on all ranks; those that count logged different names or reductions, or a metric has no value.
+    """
+    if world.size == 1:
+        return {entry: _value(key, entry, []) for key, entry in entries.items()}, more
+    mine = _contribution(entries, counts, more)
+    gathered = world.all_gather_object(mine)
+    _check(stage, gathered)
+    names = dict.fromkeys(name for part in gathered for name in part.kinds)
+    known = {name: entries.get(name) or _stand_in(name, gathered) for name in names}
+    values = {name: _number(_parts_of(name, gathered)) for name in names if not _is_metric(name, gathered)}
+    values |= _metric_values(world, entries, gathered, [name for name in names if name not in values])
+    return {known[name]: values[name] for name in names}, any(part.more for part in gathered)
+
+
+def _contribution(entries: Mapping[str, Entry], counts: bool, more: bool) -> Contribution:
+    # Pickled once each: most names are of the same kind.
+    shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    kinds = {key: shared.setdefault(kind := _kind(entry), kind) for key, entry in entries.items()}
+    plain = {key: entry.local() for key, entry in entries.items() if entry.metric is None}
+    metrics = {key: packed_states(entry.metric) for key, entry in entries.items() if entry.metric is not None}
+    return Contribution(counts, more, kinds, plain, metrics)
+
+
+def _kind(entry: Entry) -> tuple[Any, ...]:
+    fx = entry.fx if entry.metric is None else type(entry.metric).__name__
+    return fx, entry.prog_bar, entry.logger, entry.on_step, entry.rank_zero_only, entry.loader, entry.suffix
+
+
+def _stand_in(key: str, gathered: list[Contribution]) -> Entry:
+    """Return an entry for a name that this rank did not log, having had no data."""
+    kind = next(part.kinds[key] for part in gathered if key in part.kinds)
+    fx, prog_bar, logger, on_step, rank_zero_only, loader, suffix = kind
+    flags = (prog_bar, logger, on_step, True, fx, rank_zero_only)
+    return Entry(_name(key, kind), flags, fx, on_step, True, loader, suffix)
+
+
+def _name(key: str, kind: tuple[Any, ...]) -> str:
+    """Return the name that was given to ``log``."""
+    _, _, _, on_step, _, _, suffix = kind
+    name = key.removesuffix(suffix)
+    return name.removesuffix("_epoch") if on_step else name
+
+
+def _check(stage: str, gathered: list[Contribution]) -> None:
+    """Compare what ranks logged that had data; a name for rank 0 alone is nobody else's."""
+    counting = {rank: part.kinds for rank, part in enumerate(gathered) if part.counts}
+    everything = {name: rank for rank, kinds in reversed(counting.items()) for name in kinds if not kinds[name][4]}
+    for rank, kinds in counting.items():
+        for name, other in sorted(everything.items()):
+            theirs = counting[other][name]
+            shown = _name(name, theirs)
+            if name not in kinds:
+                raise MetricError(
+                    f"rank {rank} did not log {shown!r} in {stage}, rank {other} did; "
+                    "every rank that has data must log the same names in an epoch."
+                    + did_you_mean(name, set(kinds) - set(counting[other]))
+                )
+            if kinds[name][0] != theirs[0]:
+                raise MetricError(
+                    f"rank {rank} logged {shown!r} in {stage} as {kinds[name][0]!r}, rank {other} as {theirs[0]!r}; "
+                    "every rank must reduce a name alike."
+                )
+
+
+def _is_metric(name: str, gathered: list[Contribution]) -> bool:
+    return any(name in part.metrics for part in gathered)
+
+
+def _parts_of(name: str, gathered: list[Contribution]) -> list[Part]:
+    return [part.values[name] for part in gathered if name in part.values]
+
+
+def _value(key: str, entry: Entry, ranks: list[Any]) -> Tensor:
+    return _number([entry.local()]) if entry.metric is None else compute_over_ranks(key, entry.metric, ranks)
+
+
+def _number(parts: list[Part]) -> Tensor:
+    default = torch.get_default_dtype()
+    # Lightning's rule: a value is of the default dtype, but never of a half precision.
+    return torch.tensor(combine(parts), dtype=default if default.itemsize >= 4 else torch.float32)
+
+
+def _metric_values(
+    world: World, entries: Mapping[str, Entry], gathered: list[Contribution], names: list[str]
+) -> dict[str, Tensor]:
+    """Compute metrics over the states of all ranks, on each rank that has them; a rank without gets the values sent."""
+    sources = {name: next(r for r, part in enumerate(gathered) if name in part.metrics) for name in names}
+    everywhere = all(name in part.metrics for part in gathered for name in names)
+    told: dict[str, Tensor | MetricError] = {}
+    for name in names:
+        if everywhere or sources[name] == world.rank:
+            states = [part.metrics[name] for part in gathered if name in part.metrics]
+            told[name] = _computed(name, entries[name], states)
+    if not everywhere:
+        for source in sorted(set(sources.values())):
+            told |= world.broadcast_object(dict(told) if source == world.rank else {}, src=source)
+    values: dict[str, Tensor] = {}
+    for name, value in told.items():
+        if isinstance(value, MetricError):
+            raise value
+        values[name] = value
+    return values
+
+
+def _computed(name: str, entry: Entry, states: list[Any]) -> Tensor | MetricError:
+    """Compute a metric; an error is returned, so that no rank is left waiting for the others."""
+    try:
+        return compute_over_ranks(name, entry.metric, states)
+    except MetricError as error:
+        return error
+    except Exception as error:
+        return MetricError(f"{type(entry.metric).__name__}, logged as {name!r}, failed: {error}")
