@@ -20,10 +20,7 @@ class AccumulationSchedule:
     """
 
     def __init__(self, factors: int | Mapping[int, int], unit: Literal["epoch", "step"] = "epoch") -> None:
-        if isinstance(factors, Mapping):
-            table = dict(factors)
-        else:
-            table = {0: factors}
+        table = dict(factors) if isinstance(factors, Mapping) else {0: factors}
         if unit not in ("epoch", "step"):
             raise ConfigurationError(f"unit={unit!r} is not known; an accumulation schedule counts 'epoch' or 'step'.")
         for start, factor in table.items():

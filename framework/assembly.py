@@ -116,7 +116,7 @@ def assemble_evaluation(trainer: Trainer, request: FitRequest, stage: str) -> tu
     return run, plan
 
 
-# ---- the parts ----------------------------------------------------------------------------------------------------
+# ---- the parts -----------------------------------------------------------------------------------
 
 
 def _begin(trainer: Trainer, request: FitRequest, stage: str) -> Run:
@@ -279,7 +279,7 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
     elif interval < 1.0:
         if batches is None:
             raise ConfigurationError(
-                f"val_check_interval={interval} is a fraction, but the training loader has no length: give whole batches."
+                f"val_check_interval={interval} is a fraction, but the training loader has no length: give a number."
             )
         plan.validate_every_batches, plan.validate_at_epoch_end = max(1, int(batches * interval)), False
     return plan

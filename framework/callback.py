@@ -17,8 +17,8 @@ class Callback:
     """Base class of callbacks; override the hooks you need.
 
     A hook that is not overridden costs nothing. Callbacks run in the order of the user's list, before the module's own
-    hook of the same name; those with ``monitors`` run after it in ``on_train_epoch_end`` and ``on_validation_end``, when
-    metrics are reduced; those with ``runs_last`` run after all others.
+    hook of the same name; those with ``monitors`` run after it in ``on_train_epoch_end`` and ``on_validation_end``,
+    when metrics are reduced; those with ``runs_last`` run after all others.
     """
 
     monitors: bool = False

@@ -242,7 +242,7 @@ def _check_fork() -> None:
         raise ConfigurationError(
             "This system cannot fork a process, which several ranks in a notebook need: put the code into a script."
         )
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         raise ConfigurationError(
             "CUDA is in use in this process, and no forked rank could use it then: restart, and move nothing to CUDA "
             "before the ranks start; or put the code into a script."

@@ -100,8 +100,9 @@ def resolve_precision(given: str | int | None) -> Precision:
 class LossScaler:
     """Dynamic loss scaling (Micikevicius et al. 2018, "Mixed Precision Training").
 
-    The loss is multiplied by ``scale`` before backward and gradients divided by it before they are used. An update whose
-    gradients are not finite is skipped and the scale halved; after ``growth_interval`` good updates in a row it doubles.
+    The loss is multiplied by ``scale`` before backward and gradients divided by it before they are used. An update
+    whose gradients are not finite is skipped and the scale halved; after ``growth_interval`` good updates in a row it
+    doubles.
     The scale is a number on the host: it is part of the factor that every loss is multiplied by anyway, and whether
     an update was good has to reach the host in any case, since counters and schedulers depend on it.
     """

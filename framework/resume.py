@@ -46,9 +46,9 @@ def claim_directory(
     note: Callable[[str], None],
     writes: bool,
 ) -> Origin:
-    """Decide on a run's directory and the checkpoint to start from, and lock the directory if the run writes. Collective.
+    """Decide on a run's directory and where it starts from; lock it if the run writes. Collective.
 
-    ``"auto"`` continues the newest version that holds a checkpoint which verifies; everything else starts a new version.
+    ``"auto"`` continues the newest version that holds a checkpoint which verifies; all else starts a new version.
 
     Raises:
         CheckpointError: what was asked for is not there.

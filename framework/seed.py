@@ -56,7 +56,7 @@ def capture() -> dict[str, Any]:
             "has_gauss": int(legacy["has_gauss"]),
             "gauss": float(legacy["gauss"]),
         }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

@@ -38,7 +38,7 @@ class Updater:
     def clip(
         self, optimizer: Optimizer, value: float, algorithm: str = "norm", norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the gradients of an optimizer; return their norm before, a 0-d tensor, when clipping by norm. Collective."""
+        """Clip an optimizer's gradients; return their norm before, a 0-d tensor, when clipping by norm. Collective."""
         parameters = parameters_of(optimizer)
         self.unscale(optimizer)
         if algorithm == "value":

@@ -23,8 +23,8 @@ _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh
 class DDPStrategy(Strategy):
     """Replicates the model and averages gradients.
 
-    Keyword arguments go to ``torch.nn.parallel.DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``,
-    ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...).
+    Keyword arguments go to ``torch.nn.parallel.DistributedDataParallel`` (``find_unused_parameters``,
+    ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...).
 
     Raises:
         ConfigurationError: an argument that phalanx sets itself is given.

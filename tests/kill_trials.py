@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SCRIPT = '''
+SCRIPT = """
 import hashlib, json, random, sys, time
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ if __name__ == "__main__":
         with open(root + "/result.json", "w") as file:
             json.dump({"weights": hashlib.sha256(weights).hexdigest(), "metrics": metrics,
                        "steps": trainer.global_step}, file)
-'''
+"""
 
 
 def start(script: Path, root: Path, ranks: int) -> subprocess.Popen[bytes]:
@@ -130,7 +130,9 @@ def whole_run(script: Path, root: Path, ranks: int) -> tuple[dict[str, object], 
     return result, time.monotonic() - began
 
 
-def trial(script: Path, root: Path, ranks: int, seconds: float, random_: random.Random, kills: int) -> dict[str, object]:
+def trial(
+    script: Path, root: Path, ranks: int, seconds: float, random_: random.Random, kills: int
+) -> dict[str, object]:
     """Kill a run ``kills`` times at random instants, then let it end; return its result."""
     root.mkdir(parents=True)
     for _ in range(kills):

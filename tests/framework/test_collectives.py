@@ -58,4 +58,7 @@ def test_a_step_takes_one_gradient_reduction_and_one_control_reduction(window: i
 @pytest.mark.parametrize("names", [1, 10, 100])
 def test_an_epoch_ends_with_one_exchange_of_metrics_and_one_of_triggers(names: int) -> None:
     for found in run_on_ranks(2, per_epoch, names):
-        assert {name: count for name, count in found.items() if count} == {"gloo:all_gather": 1.0, "gloo:all_reduce": 1.0}
+        assert {name: count for name, count in found.items() if count} == {
+            "gloo:all_gather": 1.0,
+            "gloo:all_reduce": 1.0,
+        }

@@ -58,8 +58,12 @@ def per_update(ranks: list[list[float]], windows: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("windows", [[1], [4], [1, 2, 3, 1, 4, 2]], ids=["1", "4", "schedule"])
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (1, "ddp"), (2, "ddp"), (2, "ddp_find_unused_parameters_true")])
-def test_losses_and_weights_equal_plain_torch(ranks: int, strategy: str, windows: list[int], clip: float | None) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "single"), (1, "ddp"), (2, "ddp"), (2, "ddp_find_unused_parameters_true")]
+)
+def test_losses_and_weights_equal_plain_torch(
+    ranks: int, strategy: str, windows: list[int], clip: float | None
+) -> None:
     if ranks == 1:
         results = [trained(1, strategy, windows, clip)]
     else:
@@ -73,7 +77,7 @@ def test_losses_and_weights_equal_plain_torch(ranks: int, strategy: str, windows
         assert torch.equal(own, results[0][1])
 
 
-# ---- Hugging Face's worked examples of gradient accumulation ------------------------------------------------------
+# ---- Hugging Face's worked examples of gradient accumulation ---------------------------------------
 
 
 class Doubler(TrainModule):
@@ -185,7 +189,7 @@ def test_ranks_without_data_contribute_weight_zero(count: int) -> None:
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
-# ---- steps that return None ---------------------------------------------------------------------------------------
+# ---- steps that return None ---------------------------------------
 
 
 class SometimesNone(Regressor):
@@ -253,7 +257,7 @@ def test_none_adds_nothing_in_one_process() -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
-# ---- precision ----------------------------------------------------------------------------------------------------
+# ---- precision ---------------------------------------
 
 
 def in_precision(ranks: int, precision: str) -> tuple[Tensor, torch.dtype]:
@@ -277,7 +281,9 @@ def in_precision(ranks: int, precision: str) -> tuple[Tensor, torch.dtype]:
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_precision_trains_the_same_model(ranks: int, precision: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_every_precision_trains_the_same_model(
+    ranks: int, precision: str, dtype: torch.dtype, tolerance: float
+) -> None:
     expected, _ = in_precision(1, "32-true")
     results = [in_precision(1, precision)] if ranks == 1 else run_on_ranks(2, in_precision, 2, precision)
     for weights, found in results:

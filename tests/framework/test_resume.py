@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,10 @@ def run(root: str, ranks: int, kind: str, stop: int | None, precision: str = "32
         enable_model_summary=False,
         accumulate_grad_batches=AccumulationSchedule.cycle([1, 2, 3]),
         val_check_interval=5,
-        callbacks=[ModelCheckpoint(every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True), StopAfter(stop)],
+        callbacks=[
+            ModelCheckpoint(every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True),
+            StopAfter(stop),
+        ],
     )
     try:
         trainer.fit(module, data(kind), loader(12, 5), ckpt_path="auto")
@@ -151,7 +155,7 @@ def test_resuming_again_and_again_with_workers(tmp_path: Path) -> None:
     assert equal(run(root, 1, "workers", None), expected)
 
 
-# ---- onto another number of ranks -------------------------------------------------------------------------------------
+# ---- onto another number of ranks ---------------------------------------
 
 
 class Seen(Regressor):
@@ -179,10 +183,8 @@ def part(root: str, ranks: int, batch_size: int, stop: int | None) -> tuple[list
         callbacks=[ModelCheckpoint(every_n_train_steps=1, save_last=True), StopAfter(stop)],
         enable_checkpointing=True,
     )
-    try:
+    with suppress(KeyboardInterrupt):
         trainer.fit(module, loader(50, batch_size, shuffle=True), ckpt_path="auto")
-    except KeyboardInterrupt:
-        pass
     return module.seen, weights_of(module)
 
 
@@ -213,7 +215,7 @@ def test_the_global_batches_stay_the_same_on_another_number_of_ranks(tmp_path: P
         torch.testing.assert_close(weights, whole, rtol=1e-5, atol=1e-7)
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------
 
 
 def saved(root: Path) -> Path:
@@ -243,7 +245,9 @@ class OtherOptimizer(Regressor):
         (OtherOptimizer, ["optimizer 0 is SGD", "AdamW"]),
     ],
 )
-def test_another_model_is_refused_by_name_and_left_alone(tmp_path: Path, module: type[Regressor], words: list[str]) -> None:
+def test_another_model_is_refused_by_name_and_left_alone(
+    tmp_path: Path, module: type[Regressor], words: list[str]
+) -> None:
     path = saved(tmp_path)
     other = module()
     before = weights_of(other)

@@ -67,7 +67,7 @@ def test_one_process_exchanges_nothing() -> None:
     assert not triggers.raised
 
 
-# ---- stopping ---------------------------------------------------------------------------------------------------------
+# ---- stopping ---------------------------------------
 
 
 class LocalMetric(Regressor):
@@ -131,7 +131,7 @@ def test_one_process_stops_at_once() -> None:
     assert trainer.global_step == 6
 
 
-# ---- losses that are not finite ------------------------------------------------------------------------------------
+# ---- losses that are not finite ---------------------------------------
 
 
 class Exploding(Regressor):
