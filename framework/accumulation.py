@@ -24,8 +24,8 @@ class AccumulationSchedule:
         if unit not in ("epoch", "step"):
             raise ConfigurationError(f"unit={unit!r} is not known; an accumulation schedule counts 'epoch' or 'step'.")
         for start, factor in table.items():
-            _check_whole("an accumulation schedule starts a factor at", start, 0)
-            _check_whole("accumulate_grad_batches", factor, 1)
+            _check_whole("a factor of accumulate_grad_batches starts at ", start, 0)
+            _check_whole("accumulate_grad_batches=", factor, 1)
         table.setdefault(0, 1)
         self.unit = unit
         self._starts = sorted(table)
@@ -39,7 +39,7 @@ class AccumulationSchedule:
             raise ConfigurationError("a cycle of accumulation factors is empty; give at least one.")
         schedule = cls(1, unit="step")
         for factor in factors:
-            _check_whole("an accumulation factor", factor, 1)
+            _check_whole("a factor of an accumulation cycle is ", factor, 1)
         schedule._cycle = tuple(factors)
         return schedule
 
@@ -96,4 +96,4 @@ def resolve_accumulation(given: int | Mapping[int, int] | AccumulationSchedule) 
 
 def _check_whole(what: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{what}={value!r} must be a whole number of at least {least}.")
+        raise ConfigurationError(f"{what}{value!r}: it must be a whole number of at least {least}.")

@@ -1,0 +1,537 @@
+"""Every mistake gets one sentence, before any process starts: what was given, the rule, the next step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from models import Regressor, loader, regression_data, silent_trainer
+from ranks import run_script
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import AccumulationSchedule, Callback, DataModule, PhalanxError, Trainer, TrainModule
+from phalanx.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, Timer
+from phalanx.framework.errors import ConfigurationError, LoopError, MetricError, UnknownNameError
+from phalanx.strategies import SingleDeviceStrategy
+
+
+def message(error: type[PhalanxError], action: Callable[[], object]) -> str:
+    """Return the message of the error that an action raises, which is one paragraph that ends like a sentence."""
+    with pytest.raises(error) as raised:
+        action()
+    text = str(raised.value)
+    assert "\n" not in text
+    assert text.rstrip()[-1] in ".)"
+    return text
+
+
+def refusal(**arguments: Any) -> str:
+    """Return how a Trainer refuses its arguments."""
+    return message(ConfigurationError, lambda: Trainer(**{"accelerator": "cpu", **arguments}))
+
+
+# ---- arguments of the Trainer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"strategy": "dpd"}, "Did you mean 'ddp'?"),
+        ({"precision": "bf16-mxied"}, "Did you mean 'bf16-mixed'?"),
+        ({"accelerator": "gpuu"}, "Did you mean 'gpu'?"),
+        ({"logger": "tensorbord"}, "Did you mean 'tensorboard'?"),
+        ({"callbacks": ["early_stoping"]}, "Did you mean 'early_stopping'?"),
+        ({"nonfinite": "rase"}, "Did you mean 'raise'?"),
+        ({"gradient_clip_algorithm": "norn", "gradient_clip_val": 1.0}, "Did you mean 'norm'?"),
+    ],
+)
+def test_unknown_names_get_the_closest_known_one(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UnknownNameError) as raised:
+        Trainer(**{"accelerator": "cpu", **arguments})
+    assert expected in str(raised.value)
+    assert "Known: " in str(raised.value)
+    assert isinstance(raised.value, ValueError)
+    assert isinstance(raised.value, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"max_epoch": 3}, "Did you mean 'max_epochs'?"),
+        ({"gpus": 2}, "Did you mean 'devices'?"),
+        ({"num_train_epochs": 2}, "Did you mean 'max_epochs'?"),
+        ({"gradient_accumulation_steps": 2}, "Did you mean 'accumulate_grad_batches'?"),
+        ({"limit_validation_batches": 2}, "Did you mean 'limit_val_batches'?"),
+        ({"resume_from_checkpoint": "a.ckpt"}, "fit(model, ckpt_path=...)"),
+        ({"batch_size": 4}, "belongs to the DataLoader"),
+        ({"seed": 4}, "seed_everything(seed)"),
+        ({"flux_capacitor": True}, "Known: accelerator, strategy"),
+    ],
+)
+def test_unknown_arguments_get_a_hint(arguments: dict[str, Any], expected: str) -> None:
+    text = refusal(**arguments)
+    ((name, value),) = arguments.items()
+    assert text.startswith(f"Trainer({name}={value!r}): there is no such argument")
+    assert expected in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_epochs": -2}, {"max_epochs": True}, {"max_epochs": 1.5}, {"max_epochs": "3"}, {"min_epochs": -1},
+        {"max_steps": -2}, {"max_steps": 1.0}, {"min_steps": False}, {"check_val_every_n_epoch": 0},
+        {"num_sanity_val_steps": -2}, {"log_every_n_steps": -1}, {"reload_dataloaders_every_n_epochs": -1},
+        {"num_nodes": 0}, {"num_nodes": True}, {"devices": 0}, {"devices": True}, {"devices": "many"}, {"devices": 1.0},
+        {"devices": -2}, {"accumulate_grad_batches": 0}, {"accumulate_grad_batches": 1.5},
+        {"accumulate_grad_batches": {0: 0}}, {"accumulate_grad_batches": {-1: 2}},
+        {"limit_train_batches": -1}, {"limit_val_batches": 1.5}, {"limit_test_batches": True},
+        {"limit_predict_batches": "all"}, {"overfit_batches": -0.5}, {"val_check_interval": -1},
+        {"fast_dev_run": -1}, {"fast_dev_run": 0.5}, {"gradient_clip_val": -1.0}, {"gradient_clip_val": "1"},
+        {"precision": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_number_out_of_range_is_refused(arguments: dict[str, Any]) -> None:
+    ((name, value),) = arguments.items()
+    text = refusal(**arguments)
+    assert name in text
+    assert "must be" in text or "must list" in text
+    if not isinstance(value, dict):
+        assert f"{name}={value!r}" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark", "inference_mode",
+        "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
+    ],
+)  # fmt: skip
+def test_a_switch_is_true_or_false(name: str) -> None:
+    assert refusal(**{name: "false"}) == f"{name}='false' must be True or False."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_time": "00:00:01:00", "callbacks": [Timer("00:01:00:00")]}, ["max_time=0:01:00", "Timer"]),
+        ({"overfit_batches": 2, "limit_train_batches": 3}, ["overfit_batches=2", "limit_train_batches=3"]),
+        ({"overfit_batches": 2, "limit_val_batches": 0}, ["overfit_batches=2", "limit_val_batches=0"]),
+        (
+            {"enable_checkpointing": False, "callbacks": [ModelCheckpoint()]},
+            ["enable_checkpointing=False", "ModelCheckpoint"],
+        ),
+        ({"enable_progress_bar": False, "callbacks": "progress_bar"}, ["enable_progress_bar=False", "ProgressBar"]),
+        (
+            {"accumulate_grad_batches": 2, "callbacks": [GradientAccumulationScheduler({1: 2})]},
+            ["accumulate_grad_batches=2", "GradientAccumulationScheduler"],
+        ),
+        (
+            {
+                "accumulate_grad_batches": AccumulationSchedule.cycle([1, 2]),
+                "callbacks": [GradientAccumulationScheduler({1: 2})],
+            },
+            ["accumulate_grad_batches=cycle of 1, 2", "GradientAccumulationScheduler"],
+        ),
+        ({"min_epochs": 3, "max_epochs": 2}, ["min_epochs=3", "max_epochs=2"]),
+        ({"min_steps": 3, "max_steps": 2}, ["min_steps=3", "max_steps=2"]),
+        ({"check_val_every_n_epoch": None}, ["check_val_every_n_epoch=None", "number of batches"]),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ["val_check_interval=0.5"]),
+        ({"val_check_interval": 0}, ["limit_val_batches=0"]),
+        ({"barebones": True, "callbacks": [Timer()]}, ["barebones=True", "callbacks"]),
+        ({"barebones": True, "logger": "csv"}, ["barebones=True", "logger='csv'"]),
+        ({"barebones": True, "enable_checkpointing": True}, ["barebones=True", "enable_checkpointing=True"]),
+        ({"barebones": True, "detect_anomaly": True}, ["barebones=True", "detect_anomaly=True"]),
+        ({"barebones": True, "fast_dev_run": True}, ["barebones=True", "fast_dev_run=True"]),
+        ({"strategy": "single", "devices": 2}, ["strategy='single'", "2 ranks", "ddp"]),
+        ({"strategy": SingleDeviceStrategy(), "devices": 2}, ["2 ranks"]),
+        ({"num_nodes": 2}, ["num_nodes=2", "torchrun"]),
+        ({"devices": [0, 1]}, ["devices=[0, 1]", "'cpu'"]),
+        ({"callbacks": [Timer(), Timer()]}, ["two callbacks", "'Timer'", "state_key"]),
+        ({"max_time": "soon"}, ["max_time='soon'", "DD:HH:MM:SS"]),
+        ({"max_time": {"fortnights": 1}}, ["max_time={'fortnights': 1}"]),
+        ({"max_time": timedelta(0)}, ["longer than zero"]),
+        ({"deterministic": "yes"}, ["deterministic='yes'", "'warn'"]),
+        ({"profiler": "simple"}, ["profiler", "torch.profiler"]),
+        ({"plugins": []}, ["plugins"]),
+        ({"default_root_dir": 3}, ["default_root_dir=3", "a path"]),
+    ],
+    ids=lambda value: None if isinstance(value, list) else ", ".join(value),
+)
+def test_contradictions_are_refused(arguments: dict[str, Any], words: list[str]) -> None:
+    text = refusal(**arguments)
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"callbacks": [Timer]}, ["Timer, a class", "Timer(...)"]),
+        ({"callbacks": [3]}, ["3 was given as a callback", "early_stopping"]),
+        ({"callbacks": ["gradient_accumulation_scheduler"]}, ["GradientAccumulationScheduler(scheduling=...)"]),
+        ({"logger": 3}, ["3 was given as a logger", "csv"]),
+        ({"logger": [Timer()]}, ["as a logger"]),
+        ({"strategy": SingleDeviceStrategy}, ["strategy=", "object"]),
+        ({"strategy": 3}, ["strategy=3"]),
+    ],
+)  # fmt: skip
+def test_the_wrong_kind_of_object_is_refused(arguments: dict[str, Any], words: list[str]) -> None:
+    text = refusal(**arguments)
+    for word in words:
+        assert word in text
+
+
+@pytest.fixture
+def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    # Lightning sets this one when it is imported.
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return pytest.importorskip("lightning.pytorch")
+
+
+def test_a_callback_made_for_lightning_is_told_apart(lightning: Any) -> None:
+    text = refusal(callbacks=[lightning.callbacks.Timer()])
+    assert "made for lightning.pytorch" in text
+
+
+def test_early_stopping_by_name_watches_the_validation_loss() -> None:
+    (callback,) = (c for c in Trainer(accelerator="cpu", callbacks=["early_stopping"]).early_stopping_callbacks)
+    assert isinstance(callback, EarlyStopping)
+    assert callback.monitor == "val_loss"
+
+
+def test_settings_cannot_be_changed_behind_the_trainers_back() -> None:
+    trainer = silent_trainer(max_epochs=1)
+    assert "Trainer(...)" in message(ConfigurationError, lambda: setattr(trainer, "max_epochs", 3))
+    assert trainer.max_epochs == 1
+
+
+# ---- the module ---------------------------------------------------------------------------------------------------
+
+
+class Forgetful(TrainModule):
+    def __init__(self) -> None:
+        pass
+
+
+class NoOptimizers(Regressor):
+    configure_optimizers = TrainModule.configure_optimizers
+
+
+class NoStep(TrainModule):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Linear(2, 1), ["a Linear", "subclass phalanx.TrainModule"]),
+        (lambda: Regressor, ["Regressor, a class", "Regressor(...)"]),
+        (lambda: None, ["a NoneType"]),
+        (lambda: DataModule(), ["a DataModule", "order of the arguments"]),
+        (Forgetful, ["Forgetful.__init__", "super().__init__()"]),
+        (NoOptimizers, ["NoOptimizers has no configure_optimizers"]),
+        (NoStep, ["NoStep has no training_step"]),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(make: Callable[[], Any], words: list[str]) -> None:
+    text = message(ConfigurationError, lambda: silent_trainer(devices=1).fit(make(), loader()))
+    for word in words:
+        assert word in text
+
+
+def test_a_lightning_module_is_told_how_to_become_one_of_phalanx(lightning: Any) -> None:
+    class Old(lightning.LightningModule):  # type: ignore[misc]
+        pass
+
+    text = message(ConfigurationError, lambda: silent_trainer().fit(Old(), loader()))
+    assert "let Old derive from phalanx.TrainModule instead of LightningModule" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("validaton_step", "validation_step"),
+        ("on_train_epoch_ends", "on_train_epoch_end"),
+        ("configure_optimizer", "configure_optimizers"),
+        ("on_train_batch_ends", "on_train_batch_end"),
+        ("validation_epoch_end", "on_validation_epoch_end"),
+        ("training_epoch_end", "on_train_epoch_end"),
+        ("on_epoch_end", "on_train_epoch_end"),
+        ("configure_sharded_model", "configure_model"),
+        ("val_dataloaders", "val_dataloader"),
+    ],
+)
+def test_a_hook_that_nobody_would_call_is_refused(name: str, meant: str) -> None:
+    base = NoOptimizers if meant == "configure_optimizers" else Regressor
+    kind = type("Mine", (base,), {name: lambda self, *args: None})
+    text = message(ConfigurationError, lambda: silent_trainer().fit(kind(), loader()))
+    assert text.startswith(f"Mine.{name} is called by nobody. Did you mean {meant!r}?")
+
+
+def test_a_helper_with_a_name_of_its_own_is_fine() -> None:
+    class Mine(Regressor):
+        def train_loss(self) -> None: ...
+        def on_gradient_norm(self) -> None: ...
+        def shared_step(self, batch: Any) -> None: ...
+        def validation_metrics(self) -> None: ...
+
+    silent_trainer(max_steps=1).fit(Mine(), loader())
+
+
+def test_misspelled_hooks_of_callbacks_and_data_modules_are_found_too() -> None:
+    class Watching(Callback):
+        def on_validaton_end(self, trainer: Any, module: Any) -> None: ...
+
+    class Data(DataModule):
+        def train_dataloaders(self) -> Any: ...
+
+    assert "Did you mean 'on_validation_end'?" in refusal(callbacks=[Watching()])
+    text = message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), datamodule=Data()))
+    assert "Did you mean 'train_dataloader'?" in text
+
+
+@pytest.mark.parametrize(
+    ("stage", "lacks"),
+    [("validate", "no validation_step"), ("test", "no test_step"), ("predict", "neither predict_step")],
+)
+def test_an_evaluation_needs_its_step(stage: str, lacks: str) -> None:
+    text = message(ConfigurationError, lambda: getattr(silent_trainer(), stage)(NoStep(), loader()))
+    assert lacks in text
+
+
+def test_an_evaluation_needs_a_model() -> None:
+    assert "pass model=..." in message(ConfigurationError, lambda: silent_trainer().test())
+
+
+def test_a_step_with_other_arguments_is_refused() -> None:
+    class Three(Regressor):
+        def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any: ...  # type: ignore[override]
+
+    assert "(batch, batch_idx, optimizer_idx)" in message(LoopError, lambda: silent_trainer().fit(Three(), loader()))
+
+
+# ---- what the module returns --------------------------------------------------------------------------------------
+
+
+class Returning(Regressor):
+    """Returns what a function makes of the loss."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.change(super().training_step(batch, batch_idx))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda loss: loss.item(), ["a float", "scalar loss"]),
+        (lambda loss: {"los": loss}, ["without 'loss'", "los"]),
+        (lambda loss: {"loss": 1.0}, ["a float"]),
+        (lambda loss: (loss, 1), ["a tuple"]),
+        (lambda loss: loss.detach(), ["no parameter feeds"]),
+        (lambda loss: loss.repeat(3), ["shape (3,)", "mean()"]),
+    ],
+)
+def test_a_step_that_returns_the_wrong_thing(change: Callable[[Tensor], Any], words: list[str]) -> None:
+    text = message(LoopError, lambda: silent_trainer(max_steps=1).fit(Returning(change), loader()))
+    for word in words:
+        assert word in text
+
+
+class Optimizing(Regressor):
+    """Returns what a function makes of the module, from configure_optimizers."""
+
+    def __init__(self, make: Callable[[TrainModule], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def scheduler(module: nn.Module) -> Any:
+    return torch.optim.lr_scheduler.ConstantLR(sgd(module))
+
+
+def scheduled(module: nn.Module, **config: Any) -> dict[str, Any]:
+    """Return an optimizer and a scheduler of it, with more keys for the scheduler."""
+    made = scheduler(module)
+    return {"optimizer": made.optimizer, "lr_scheduler": {"scheduler": made, **config}}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m: None, ["returned none", "exactly one"]),
+        (lambda m: [sgd(m), sgd(m)], ["returned 2", "automatic_optimization = False"]),
+        (lambda m: 3, ["a int", "must return an optimizer"]),
+        (lambda m: {"optimiser": sgd(m)}, ["'optimiser'", "Did you mean 'optimizer'?"]),
+        (lambda m: {"lr_scheduler": scheduler(m)}, ["no optimizer under 'optimizer'"]),
+        (lambda m: {"optimizer": sgd(m), "lr_scheduler": {"interval": "step"}}, ["under 'scheduler'"]),
+        (lambda m: scheduled(m, intervall="step"), ["Did you mean 'interval'?"]),
+        (lambda m: scheduled(m, interval="batch"), ["interval='batch'", "'epoch' or 'step'"]),
+        (lambda m: scheduled(m, frequency=0), ["frequency=0"]),
+        (lambda m: ([o := sgd(m)], [torch.optim.lr_scheduler.ReduceLROnPlateau(o)]), ["ReduceLROn", "'monitor'"]),
+        (lambda m: ([sgd(m)], [scheduler(m)]), ["ConstantLR", "not returned"]),
+        (lambda m: ([sgd(m)], [3]), ["a int", "no step()"]),
+        (lambda m: sgd(nn.Linear(2, 1)), ["SGD updates 2 tensors", "(1, 2)", "self.parameters()"]),
+        (lambda m: sgd(m.requires_grad_(False)), ["requires a gradient"]),
+        (lambda m: torch.optim.LBFGS(m.parameters()), ["LBFGS", "automatic_optimization = False"]),
+    ],
+)  # fmt: skip
+def test_configure_optimizers_that_returns_the_wrong_thing(
+    make: Callable[[TrainModule], Any], words: list[str]
+) -> None:
+    text = message(ConfigurationError, lambda: silent_trainer(max_steps=1).fit(Optimizing(make), loader()))
+    for word in words:
+        assert word in text
+
+
+def test_a_monitor_that_is_never_logged_is_named_with_what_was() -> None:
+    class Logging(Regressor):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+    trainer = silent_trainer(max_epochs=1, callbacks=[EarlyStopping("val_los")])
+    text = message(MetricError, lambda: trainer.fit(Logging(), loader(), loader()))
+    assert "'val_los'" in text
+    assert "val_loss" in text
+
+    def plateau(module: TrainModule) -> Any:
+        optimizer = sgd(module)
+        watched = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": watched, "monitor": "val_los"}
+
+    text = message(MetricError, lambda: silent_trainer(max_epochs=1).fit(Optimizing(plateau), loader()))
+    assert "ReduceLROnPlateau needs the metric 'val_los'" in text
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (None, ["no data to train", "train_dataloaders", "train_dataloader()"]),
+        (regression_data(8), ["a TensorDataset, a dataset", "DataLoader(dataset"]),
+        ("data.csv", ["train_dataloaders is a str"]),
+        (torch.ones(4, 2), ["train_dataloaders is a Tensor"]),
+        (3, ["train_dataloaders is a int"]),
+        ({}, ["an empty dict"]),
+        ([], ["yields no batch"]),
+        (DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=4, drop_last=True), ["yields no batch", "drop_last"]),
+        (lambda: loader(), ["call it"]),
+        ({"a": loader(), "b": "x"}, ["train_dataloaders['b'] is a str"]),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused(data: Any, words: list[str]) -> None:
+    text = message(ConfigurationError, lambda: silent_trainer(max_steps=1).fit(Regressor(), data))
+    for word in words:
+        assert word in text
+
+
+def test_data_modules_that_are_none() -> None:
+    class Data(DataModule):
+        pass
+
+    assert "Data, a class" in message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), datamodule=Data))  # type: ignore[arg-type]
+    assert "no data to train" in message(
+        ConfigurationError, lambda: silent_trainer().fit(Regressor(), datamodule=Data())
+    )
+    text = message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), loader(), datamodule=Data()))
+    assert "both loaders and a datamodule" in text
+
+
+def test_validation_data_without_a_validation_step() -> None:
+    text = message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), loader(), loader()))
+    assert "Regressor has no validation_step" in text
+
+
+def test_a_checkpoint_that_does_not_exist() -> None:
+    from phalanx.framework.errors import CheckpointError
+
+    text = message(CheckpointError, lambda: silent_trainer().fit(Regressor(), loader(), ckpt_path="nowhere.ckpt"))
+    assert "'nowhere.ckpt' does not exist" in text
+
+
+class Manual(Regressor):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"gradient_clip_val": 1.0}, ["gradient_clip_val=1.0", "self.clip_gradients"]),
+        ({"accumulate_grad_batches": 4}, ["accumulate_grad_batches=4", "training_step"]),
+    ],
+)
+def test_settings_that_mean_nothing_under_manual_optimization(arguments: dict[str, Any], words: list[str]) -> None:
+    text = message(ConfigurationError, lambda: silent_trainer(**arguments).fit(Manual(), loader()))
+    for word in words:
+        assert word in text
+
+
+# ---- no process is started ----------------------------------------------------------------------------------------
+
+_SCRIPT = """
+import os, sys
+print("PROCESS", os.getpid(), flush=True)
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx import Trainer, TrainModule
+
+class M(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+{method}
+
+data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False{arguments}).fit({fit})
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "fit", "expected"),
+    [
+        ("", ", max_epoch=3", "M(), data", "Did you mean 'max_epochs'?"),
+        ("", "", "M(), data.dataset", "a TensorDataset, a dataset"),
+        ("", "", "M", "M, a class"),
+        ("", "", "M()", "no data to train"),
+        ("    def validaton_step(self, batch, batch_idx): ...", "", "M(), data", "Did you mean 'validation_step'?"),
+        ("    automatic_optimization = False", ", gradient_clip_val=1.0", "M(), data", "self.clip_gradients"),
+        ("", "", "M(), data, ckpt_path='x.ckpt'", "'x.ckpt' does not exist"),
+    ],
+)
+def test_no_rank_is_started_for_a_mistake(method: str, arguments: str, fit: str, expected: str) -> None:
+    done = run_script(_SCRIPT.format(method=method, arguments=arguments, fit=fit))
+    assert expected in done.stdout
+    assert len(re.findall("^PROCESS", done.stdout, re.MULTILINE)) == 1
+    assert done.returncode != 0
+
+
+def test_devices_that_the_launcher_did_not_start() -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}  # fmt: skip
+    script = "from phalanx import Trainer\nTrainer(accelerator='cpu', devices=4)"
+    done = run_script(script, env=variables)
+    assert "devices=4" in done.stdout
+    assert "torchrun" in done.stdout
