@@ -317,7 +317,8 @@ def batch_items(batch: Any) -> int:
         first: Tensor = batch[0]
         return first.shape[0] if first.dim() else 1
     texts: list[int] = []
-    return next(_sizes(batch, texts), texts[0] if texts else 1)
+    found = next(_sizes(batch, texts), None)
+    return found if found is not None else texts[0] if texts else 1
 
 
 def _sizes(batch: Any, texts: list[int]) -> Iterator[int]:
