@@ -25,7 +25,8 @@ class ManualOptimizer:
         self.optimizer = optimizer
         self._run = run
         self._applied = applied
-        self._reduce = run.world.size > 1
+        self._several_ranks = run.world.size > 1
+        self.reduced = False
         self._hooks = run.hooks("on_before_optimizer_step")
 
     def __getattr__(self, name: str) -> Any:
@@ -43,12 +44,18 @@ class ManualOptimizer:
             result = optimizer.step(closure)
             return True
 
-        if self._reduce:
-            fabric.strategy.reduce_gradients(parameters_of(optimizer))
+        self.reduce()
         hooks = partial(self._call_hooks, optimizer) if self._hooks else None
         if fabric.updater(optimizer, hooks, apply):
             self._applied()
+        self.reduced = False
         return result
+
+    def reduce(self) -> None:
+        """Average the gradients over ranks, once for each update: before it, or before they are clipped. Collective."""
+        if self._several_ranks and not self.reduced:
+            self._run.fabric.strategy.reduce_gradients(parameters_of(self.optimizer))
+            self.reduced = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients."""
@@ -93,6 +100,9 @@ class ManualStep(TrainingStep):
                 self.watch(loss, self.progress.global_step)
         for hook in self.before_backward:
             hook(loss)
+        for optimizer in self.run.manual_optimizers:
+            # What this adds is this rank's alone; averaging what was averaged before leaves it as it is.
+            optimizer.reduced = False
         (loss if scaler is None else loss * scaler.scale).backward(*args, **kwargs)
         for hook in self.after_backward:
             hook()

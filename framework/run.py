@@ -177,7 +177,9 @@ class Run:
             self.stop_reason = next((reason for reason in fired["stop"].values() if reason), self.stop_reason)
 
     def update_learning_rates(self, interval: str) -> None:
-        """Advance the schedulers of an interval that are due."""
+        """Advance the schedulers of an interval that are due; under manual optimization the user advances them."""
+        if not self.module.automatic_optimization:
+            return
         progress = self.progress
         count = progress.global_step if interval == "step" else progress.epoch + 1
         for config in self.schedulers:
@@ -196,6 +198,10 @@ class Run:
     def clip_gradients(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip an optimizer's gradients, where a value is given. Collective."""
         if value:
+            for manual in self.manual_optimizers:
+                if optimizer is manual or optimizer is manual.optimizer:
+                    optimizer = manual.optimizer
+                    manual.reduce()
             self.fabric.updater.clip(optimizer, value, algorithm or "norm")
 
 
