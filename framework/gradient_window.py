@@ -31,6 +31,9 @@ class GradientWindow:
         self._schedule = schedule
         self._size = world.size
         self._control = Triggers(world)
+        if world.size > 1:
+            # Built by all ranks at one place: where it is first used differs, when a rank calls no backward.
+            _ = world.control
         self._scaled = scaled
         self._unit = self._used_unit = 1.0
         self._begin()

@@ -1,0 +1,415 @@
+"""Accumulation in a user's own loop: the update is that of the weighted mean over the window, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from phalanx import AccumulationSchedule, Fabric
+from phalanx.framework.errors import ConfigurationError, NonFiniteError
+
+PAD = 0
+
+
+def line_data() -> TensorDataset:
+    inputs = torch.arange(1.0, 9.0).reshape(-1, 1)
+    return TensorDataset(inputs, 2 * inputs)
+
+
+def line_model() -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+@pytest.mark.parametrize(("accumulate", "batch_size"), [(4, 2), (1, 8), (8, 1)])
+def test_the_linear_example_comes_to_the_same_weight_with_and_without_accumulation(
+    accumulate: int, batch_size: int
+) -> None:
+    fabric = Fabric(accelerator="cpu", accumulate=accumulate)
+    original = line_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.02))
+    for inputs, targets in fabric.setup_dataloaders(DataLoader(line_data(), batch_size=batch_size)):
+        with fabric.accumulate(model):
+            fabric.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.applied == 1
+    assert model.weight.item() == pytest.approx(2.04, abs=1e-6)
+
+
+# ---- a causal language model with padding --------------------------------------------------------------------------
+
+
+class Sentences(Dataset[Tensor]):
+    """Sequences of different lengths, padded to one, [count, 9]."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(1, 11, (count, 9), generator=generator)
+        lengths = torch.randint(2, 10, (count,), generator=generator)
+        self.tokens[torch.arange(9) >= lengths.unsqueeze(1)] = PAD
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index]
+
+
+def language_model() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11))
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
+    """Return the mean loss over the tokens that are no padding, and their number."""
+    logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD)
+    return loss, int((targets != PAD).sum())
+
+
+def full_batch_updates(count: int, global_batch: int) -> list[Tensor]:
+    model, tokens = language_model(), Sentences(count).tokens
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in tokens.split(global_batch):
+        optimizer.zero_grad()
+        next_token_loss(model, batch)[0].backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def language_model_loop(count: int, accumulate: int) -> list[Tensor]:
+    fabric = Fabric(accelerator="cpu", accumulate=accumulate)
+    original = language_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.5))
+    for batch in fabric.setup_dataloaders(DataLoader(Sentences(count), batch_size=2)):
+        with fabric.accumulate(model):
+            loss, tokens = next_token_loss(model, batch)
+            fabric.backward(loss, weight=tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach() for parameter in original.parameters()]
+
+
+@pytest.mark.parametrize("count", [8, 21])
+def test_token_weights_give_the_full_batch_on_one_device_and_on_two_ranks(count: int) -> None:
+    wanted = full_batch_updates(count, 8)
+    torch.testing.assert_close(language_model_loop(count, 4), wanted, rtol=1e-5, atol=1e-6)
+    for found in run_on_ranks(2, language_model_loop, count, 2):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+# ---- parity with a hand-written loop ---------------------------------------------------------------------------------
+
+
+def regression(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def micro_batches(count: int, width: int, ranks: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return for each round the micro-batches of the ranks that have data."""
+    inputs, targets = regression(count).tensors
+    rounds = []
+    for begin in range(0, count, width * ranks):
+        x, y = inputs[begin : begin + width * ranks], targets[begin : begin + width * ranks]
+        parts = list(zip(x.tensor_split(ranks), y.tensor_split(ranks), strict=True))
+        rounds.append([part for part in parts if len(part[0])])
+    return rounds
+
+
+def hand_written(count: int, ranks: int, accumulate: int, epochs: int, by_rows: bool) -> list[Tensor]:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    rounds = micro_batches(count, 2, ranks)
+    for _ in range(epochs):
+        for begin in range(0, len(rounds), accumulate):
+            window = [part for each in rounds[begin : begin + accumulate] for part in each]
+            weights = [len(x) if by_rows else 1 for x, _ in window]
+            optimizer.zero_grad()
+            for (x, y), weight in zip(window, weights, strict=True):
+                (mse_loss(model(x), y) * (weight / sum(weights))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            scheduler.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def fabric_loop(count: int, accumulate: int, epochs: int, by_rows: bool, zero_first: bool) -> list[Any]:
+    fabric = Fabric(accelerator="cpu", accumulate=accumulate)
+    original = network()
+    model, optimizer = fabric.setup(original, torch.optim.AdamW(original.parameters(), lr=0.02))
+    scheduler = fabric.setup_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    loader = fabric.setup_dataloaders(DataLoader(regression(count), batch_size=2))
+    norms = []
+    for _ in range(epochs):
+        for x, y in loader:
+            with fabric.accumulate(model):
+                if zero_first:
+                    optimizer.zero_grad()
+                fabric.backward(mse_loss(model(x), y), weight=len(x) if by_rows else None)
+                norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.3))
+                optimizer.step()
+                scheduler.step()
+                if not zero_first:
+                    optimizer.zero_grad()
+    assert sum(norm is not None for norm in norms) == optimizer.applied == scheduler.scheduler.last_epoch
+    return [parameter.detach() for parameter in original.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("by_rows", "zero_first"), [(False, False), (True, True)])
+def test_a_loop_with_clipping_equals_plain_torch_on_one_process(
+    ranks: int, accumulate: int, by_rows: bool, zero_first: bool
+) -> None:
+    # 21 samples: the last round is short, and on two ranks one of them has no data in it.
+    wanted = hand_written(21, ranks, accumulate, 2, by_rows)
+    arguments = (21, accumulate, 2, by_rows, zero_first)
+    found = [fabric_loop(*arguments)] if ranks == 1 else run_on_ranks(ranks, fabric_loop, *arguments)
+    for each in found:
+        torch.testing.assert_close(each, wanted, rtol=1e-5, atol=1e-6)
+
+
+def plain_loop(count: int, own_accumulation: int) -> list[Tensor]:
+    fabric = Fabric(accelerator="cpu")
+    original = network()
+    model, optimizer = fabric.setup(original, torch.optim.AdamW(original.parameters(), lr=0.02))
+    loader = fabric.setup_dataloaders(DataLoader(regression(count), batch_size=2))
+    for number, (x, y) in enumerate(loader, 1):
+        ends = number % own_accumulation == 0 or loader.end
+        with fabric.no_backward_sync(model, enabled=not ends):
+            fabric.backward(mse_loss(model(x), y))
+        if ends:
+            fabric.clip_gradients(model, optimizer, max_norm=0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach() for parameter in original.parameters()]
+
+
+def test_a_plain_loop_weighs_a_rank_without_data_nothing() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for parts in micro_batches(21, 2, 2):
+        optimizer.zero_grad()
+        for x, y in parts:
+            (mse_loss(model(x), y) / len(parts)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    for found in run_on_ranks(2, plain_loop, 21, 1):
+        torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_that_accumulates_by_itself_keeps_ranks_alike() -> None:
+    first, second = run_on_ranks(2, plain_loop, 21, 3)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def skipped_backward() -> list[float]:
+    fabric = Fabric(accelerator="cpu", accumulate=2)
+    original = line_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.1))
+    weights = []
+    for number in range(4):
+        with fabric.accumulate(model):
+            loss = mse_loss(model(torch.ones(1, 1)), torch.ones(1, 1))
+            # Rank 1 leaves out the micro-batch that ends the first window, and both all of the second.
+            if number == 0 or (number == 1 and fabric.global_rank == 0):
+                fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.item())
+    assert optimizer.applied == 1
+    assert optimizer.step_was_skipped
+    return weights
+
+
+def test_a_rank_that_calls_no_backward_still_takes_part() -> None:
+    first, second = run_on_ranks(2, skipped_backward)
+    assert first == second
+    # The gradient of the mean loss is -2 whatever the number of micro-batches it is over.
+    assert first == pytest.approx([0.0, 0.2, 0.2, 0.2])
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+def boundaries(accumulate: Any, lengths: Sequence[int]) -> list[bool]:
+    fabric = Fabric(accelerator="cpu", accumulate=accumulate)
+    model = fabric.setup(line_model())
+    found = []
+    for length in lengths:
+        for _ in fabric.setup_dataloaders(DataLoader(range(length), batch_size=1)):  # type: ignore[arg-type]
+            with fabric.accumulate(model):
+                found.append(fabric.sync_gradients)
+    return found
+
+
+def test_a_window_ends_at_the_factor_and_at_the_end_of_the_loader() -> None:
+    assert boundaries(2, [3, 2]) == [False, True, True, False, True]
+    assert boundaries(AccumulationSchedule.cycle([1, 2]), [4]) == [True, False, True, True]
+
+
+def test_each_set_of_models_has_windows_of_its_own() -> None:
+    fabric = Fabric(accelerator="cpu", accumulate=2)
+    generator, critic = line_model(), line_model()
+    first, first_optimizer = fabric.setup(generator, torch.optim.SGD(generator.parameters(), lr=1.0))
+    second, second_optimizer = fabric.setup(critic, torch.optim.SGD(critic.parameters(), lr=1.0))
+    for _ in range(2):
+        for model, optimizer in ((first, first_optimizer), (second, second_optimizer)):
+            with fabric.accumulate(model):
+                fabric.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert (first_optimizer.applied, second_optimizer.applied) == (1, 1)
+    assert (generator.weight.item(), critic.weight.item()) == (-1.0, -1.0)
+
+
+def test_gradients_dropped_at_the_end_of_a_window_are_no_update() -> None:
+    fabric = Fabric(accelerator="cpu", accumulate=2)
+    original = line_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=1.0))
+    for number in range(4):
+        with fabric.accumulate(model):
+            fabric.backward(model(torch.ones(1, 1)).sum())
+            if number > 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert model.weight.item() == -1.0
+
+
+def test_several_losses_of_a_micro_batch_share_its_weight() -> None:
+    fabric = Fabric(accelerator="cpu")
+    original = line_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=1.0))
+    with fabric.accumulate(model):
+        for _ in range(2):
+            fabric.backward(model(torch.ones(1, 1)).sum(), weight=5)
+        optimizer.step()
+    assert model.weight.item() == -2.0
+    with fabric.accumulate(model), pytest.raises(ConfigurationError, match="the weights 5 and 6"):
+        fabric.backward(model(torch.ones(1, 1)).sum(), weight=5)
+        fabric.backward(model(torch.ones(1, 1)).sum(), weight=6)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_what_is_no_weight_is_refused(weight: float) -> None:
+    fabric = Fabric(accelerator="cpu")
+    model = fabric.setup(line_model())
+    with fabric.accumulate(model), pytest.raises(ConfigurationError, match="finite number of at least 0"):
+        fabric.backward(model(torch.ones(1, 1)).sum(), weight=weight)
+
+
+# ---- clipping and the loss scale -------------------------------------------------------------------------------------
+
+
+def test_clipping_by_value_and_norm() -> None:
+    fabric = Fabric(accelerator="cpu")
+    original = line_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=1.0))
+    fabric.backward(3 * model(torch.ones(1, 1)).sum())
+    norm = fabric.clip_gradients(model, optimizer, max_norm=2.0)
+    assert norm is not None
+    assert norm.item() == 3.0
+    assert original.weight.grad is not None
+    assert original.weight.grad.item() == pytest.approx(2.0)
+    assert fabric.clip_gradients(model, optimizer, clip_val=0.5) is None
+    assert original.weight.grad.item() == 0.5
+    fabric.clip_grad_value_(model.parameters(), 0.25)
+    assert original.weight.grad.item() == 0.25
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        fabric.clip_gradients(model, optimizer)
+    original.weight.grad.fill_(float("inf"))
+    with pytest.raises(NonFiniteError, match="inf"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_fp16_scales_the_loss_once_and_unscales_once(accumulate: int) -> None:
+    fabric = Fabric(accelerator="cpu", precision="16-mixed", accumulate=accumulate)
+    assert fabric.scaler is not None
+    fabric.scaler.scale = 256.0
+    original = line_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.25))
+    for _ in range(accumulate):
+        with fabric.accumulate(model):
+            output = model(torch.ones(1, 1))
+            assert output.dtype is torch.float32
+            fabric.backward(2 * output.sum(), weight=3)
+            if fabric.sync_gradients:
+                assert original.weight.grad is not None
+                assert original.weight.grad.item() == 2 * 3 * accumulate * fabric.scaler.scale
+                fabric.unscale_gradients(optimizer)
+                assert original.weight.grad.item() == pytest.approx(2.0)
+            norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+    assert norm is not None
+    assert norm.item() == pytest.approx(2.0)
+    assert original.weight.item() == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize("clipping", [{}, {"clip_val": 0.1}, {"max_norm": 0.1}])
+def test_an_update_with_overflow_is_none_for_weights_and_schedule(clipping: dict[str, float]) -> None:
+    fabric = Fabric(accelerator="cpu", precision="16-mixed")
+    assert fabric.scaler is not None
+    original = line_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=1.0))
+    scheduler = fabric.setup_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    scale = fabric.scaler.scale
+    for loss_factor in (float("inf"), 1.0):
+        with fabric.accumulate(model):
+            fabric.backward(model(torch.ones(1, 1)).sum() * loss_factor)
+            if clipping:
+                fabric.clip_gradients(model, optimizer, **clipping)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if loss_factor != 1.0:
+            assert (optimizer.applied, optimizer.step_was_skipped, model.weight.item()) == (0, True, 0.0)
+            assert fabric.scaler.scale == scale / 2
+            assert scheduler.get_last_lr() == [1.0]
+    assert (optimizer.applied, optimizer.step_was_skipped) == (1, False)
+    assert model.weight.item() == pytest.approx(-0.1 if clipping else -1.0, rel=1e-4)
+    assert scheduler.get_last_lr() == [0.5]
+
+
+def test_large_weights_stay_within_the_range_of_fp16() -> None:
+    fabric = Fabric(accelerator="cpu", precision="16-mixed")
+    original = line_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.0))
+    skipped = []
+    for _ in range(20):
+        with fabric.accumulate(model):
+            fabric.backward(model(torch.ones(1, 1)).sum() / 4, weight=5000)
+            optimizer.step()
+            optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    # Until the first window is through, its mean weight is not known.
+    assert not any(skipped[skipped.index(False) :])
+
+
+def test_a_scheduler_may_go_by_the_loop_instead_of_by_updates() -> None:
+    fabric = Fabric(accelerator="cpu", accumulate=4)
+    original = line_model()
+    _, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=1.0))
+    plain = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = fabric.setup_schedulers(plain, step_scheduler_with_optimizer=False)
+    optimizer.step()
+    for _ in range(2):
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.25]

@@ -1,0 +1,205 @@
+"""The rank verbs: gathering, reducing, splitting, waiting, agreeing, and starting the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks, run_script
+
+from phalanx import Fabric
+from phalanx.framework.errors import ConfigurationError, DesyncError, UnknownNameError
+
+
+def gather_all() -> dict[str, Any]:
+    fabric = Fabric(accelerator="cpu")
+    rank = fabric.global_rank
+    rows = torch.full((rank + 1, 2), rank)
+    weight = torch.tensor(1.0, requires_grad=True)
+    stacked = fabric.all_gather(weight * (rank + 1), sync_grads=True)
+    (stacked * torch.tensor([1.0, 10.0])).sum().backward()
+    assert weight.grad is not None
+    return {
+        "ragged": fabric.gather({"rows": rows, "flag": torch.tensor(rank == 1)}),
+        "objects": fabric.gather_object([f"rank {rank}"] * (rank + 1)),
+        "stacked": fabric.all_gather([torch.tensor([rank]), 2.5]),
+        "mean": fabric.all_reduce({"a": torch.tensor([1.0 + rank]), "b": rank}),
+        "sum": fabric.all_reduce(torch.tensor(rank + 1), op="sum"),
+        "scaled": fabric.reduce(torch.tensor(1.0 + rank), "mean", scale=10.0),
+        "kept": fabric.reduce(torch.tensor(rank), "none"),
+        "broadcast": fabric.broadcast({"who": rank, "tensor": torch.tensor(rank)}, src=1),
+        "padded": fabric.pad_across_processes([rows, torch.tensor(3)], pad_index=-1),
+        "padded_first": fabric.pad_across_processes(rows[:, : rank + 1], dim=1, pad_index=-1, pad_first=True),
+        "gradient": weight.grad,
+    }
+
+
+def test_data_travels_over_ranks() -> None:
+    first, second = run_on_ranks(2, gather_all)
+    for found in (first, second):
+        assert found["ragged"]["rows"].tolist() == [[0, 0], [1, 1], [1, 1]]
+        assert found["ragged"]["flag"].tolist() == [False, True]
+        assert found["objects"] == ["rank 0", "rank 1", "rank 1"]
+        assert found["stacked"][0].tolist() == [[0], [1]]
+        assert found["stacked"][1].tolist() == [2.5, 2.5]
+        assert (found["mean"]["a"].item(), found["mean"]["b"].item()) == (1.5, 0.5)
+        assert (found["sum"].item(), found["scaled"].item()) == (3, 15.0)
+        assert found["broadcast"] == {"who": 1, "tensor": torch.tensor(1)}
+    assert first["padded"][0].tolist() == [[0, 0], [-1, -1]]
+    assert second["padded"][0].tolist() == [[1, 1], [1, 1]]
+    assert first["padded_first"].tolist() == [[-1, 0]]
+    assert (first["kept"].item(), second["kept"].item()) == (0, 1)
+    # Each rank's part is read by both ranks' losses: 2 x 1 x (0 + 1) and 2 x 10 x (1 + 1).
+    assert (first["gradient"].item(), second["gradient"].item()) == (2.0, 40.0)
+
+
+def test_one_process_gathers_itself() -> None:
+    fabric = Fabric(accelerator="cpu")
+    assert fabric.gather(torch.tensor(3)).tolist() == [3]
+    assert fabric.gather((torch.ones(2), "a"))[1] == ["a"]
+    assert fabric.all_gather(torch.ones(2)).shape == (1, 2)
+    assert fabric.broadcast("x") == "x"
+    assert fabric.gather_for_metrics(torch.empty(0, 3)).shape == (0, 3)
+    with pytest.raises(UnknownNameError, match="Did you mean 'mean'"):
+        fabric.reduce(torch.ones(1), "mena")
+
+
+def gather_what_differs() -> None:
+    fabric = Fabric(accelerator="cpu")
+    with pytest.raises(ConfigurationError, match=r"rank 0: \[1, 1\] float32; rank 1: \[1, 2\] float32"):
+        fabric.gather(torch.ones(1, 1 + fabric.global_rank))
+    with pytest.raises(DesyncError, match="rank 0: 1, rank 1: 2"):
+        fabric.gather([torch.ones(1)] * (1 + fabric.global_rank))
+
+
+def test_what_cannot_be_gathered_is_refused_on_all_ranks() -> None:
+    run_on_ranks(2, gather_what_differs)
+
+
+def split() -> list[Any]:
+    fabric = Fabric(accelerator="cpu")
+    found: list[Any] = []
+    with fabric.split_between_processes(["a", "b", "c"]) as part:
+        found.append(part)
+    with fabric.split_between_processes(torch.arange(3), apply_padding=True) as part:
+        found.append(part.tolist())
+    with fabric.split_between_processes({"x": [1], "y": torch.tensor([2])}, apply_padding=True) as part:
+        found.append((part["x"], part["y"].tolist()))
+    return found
+
+
+def test_inputs_are_split_between_ranks() -> None:
+    first, second = run_on_ranks(2, split)
+    assert first == [["a", "b"], [0, 1], ([1], [2])]
+    assert second == [["c"], [2, 2], ([1], [2])]
+
+
+def triggers() -> list[bool]:
+    fabric = Fabric(accelerator="cpu")
+    seen = [fabric.check_trigger()]
+    if fabric.global_rank == 1:
+        fabric.set_trigger()
+        fabric.set_trigger("save")
+    # A trigger waits for a check of its own name, and is gone after it.
+    seen += [fabric.check_trigger("other"), fabric.check_trigger(), fabric.check_trigger()]
+    seen += [fabric.check_trigger("save"), fabric.check_trigger("save")]
+    return seen
+
+
+def test_a_trigger_of_one_rank_is_seen_by_all() -> None:
+    assert run_on_ranks(2, triggers) == [[False, False, True, False, True, False]] * 2
+    fabric = Fabric(accelerator="cpu")
+    fabric.set_trigger()
+    assert [fabric.check_trigger(), fabric.check_trigger()] == [True, False]
+
+
+def first_through(path: str, local: bool) -> list[str]:
+    fabric = Fabric(accelerator="cpu")
+    file = Path(path)
+    with fabric.local_main_process_first() if local else fabric.main_process_first():
+        before = file.read_text() if file.exists() else "nothing"
+        if fabric.is_main_process:
+            file.write_text("written")
+    fabric.wait_for_everyone()
+    file.unlink(missing_ok=True)
+    fabric.barrier()
+    return [before]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_the_main_process_goes_first(tmp_path: Path, local: bool) -> None:
+    assert run_on_ranks(2, first_through, str(tmp_path / "file"), local) == [["nothing"], ["written"]]
+
+
+def decorated() -> list[Any]:
+    fabric = Fabric(accelerator="cpu")
+
+    def work(value: int) -> int:
+        return value
+
+    runs = [
+        fabric.on_main_process(work),
+        fabric.on_local_main_process(work),
+        fabric.on_last_process(work),
+        fabric.on_process(process_index=1)(work),
+    ]
+    who = (fabric.is_main_process, fabric.is_local_main_process, fabric.is_last_process, fabric.is_global_zero)
+    numbers = (fabric.process_index, fabric.local_process_index, fabric.num_processes, fabric.node_rank)
+    return [[run(3) for run in runs], who, numbers]
+
+
+def test_functions_and_properties_know_their_rank() -> None:
+    first, second = run_on_ranks(2, decorated)
+    assert first == [[3, 3, None, None], (True, True, False, True), (0, 0, 2, 0)]
+    assert second == [[None, None, 3, 3], (False, False, True, False), (1, 1, 2, 0)]
+
+
+# ---- starting the ranks ----------------------------------------------------------------------------------------------
+
+
+def test_what_needs_ranks_says_that_launch_was_forgotten() -> None:
+    fabric = Fabric(accelerator="cpu", devices=2)
+    for verb in (
+        fabric.barrier,
+        lambda: fabric.setup(torch.nn.Linear(1, 1)),
+        lambda: fabric.setup_dataloaders([1]),
+        lambda: fabric.all_gather(torch.ones(1)),
+        fabric.check_trigger,
+    ):
+        with pytest.raises(ConfigurationError, match=r"devices=2 asks for 2 ranks.*call fabric\.launch\(\) first"):
+            verb()
+
+
+def in_rank(fabric: Fabric, factor: int, offset: int = 0) -> int:
+    return factor * int(fabric.all_reduce(torch.tensor(fabric.global_rank + 1), op="sum")) + offset
+
+
+def test_a_function_is_launched_in_forked_ranks_and_its_result_comes_back() -> None:
+    fabric = Fabric(accelerator="cpu", devices=2)
+    assert fabric.launch(in_rank, 10, offset=1) == 31
+    with pytest.raises(ConfigurationError, match=r"call launch\(function\)"):
+        fabric.launch()
+
+
+def test_without_ranks_to_start_the_function_just_runs() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    assert fabric.launch(in_rank, 10, offset=1) == 11
+    assert fabric.launch() is None
+
+
+def test_a_script_is_run_again_for_each_rank() -> None:
+    source = """
+import torch
+from phalanx import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=2)
+fabric.launch()
+total = fabric.all_reduce(torch.tensor(fabric.global_rank + 1), op="sum")
+fabric.print("total", int(total))
+fabric.on_last_process(print)("last", fabric.global_rank, flush=True)
+"""
+    done = run_script(source)
+    assert done.returncode == 0, done.stdout
+    assert sorted(done.stdout.split("\n")) == ["", "last 1", "total 3"]
