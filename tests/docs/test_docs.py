@@ -5,6 +5,7 @@ A block that cannot run in a test says so and why: ```` ```python no-run (needs 
 
 from __future__ import annotations
 
+import inspect
 import re
 import tempfile
 from pathlib import Path
@@ -59,3 +60,18 @@ def test_the_map_names_every_page() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert {page for page in pages if f"({page})" not in text} == set()
+
+
+def test_the_verbs_that_the_page_on_fabric_names_exist() -> None:
+    text = (ROOT / "docs" / "fabric.md").read_text(encoding="utf-8")
+    verbs = re.findall(r"`(\w+)`", text[text.index("## All verbs") :])
+    assert len(verbs) > 50
+    assert [verb for verb in verbs if not hasattr(phalanx.Fabric, verb)] == []
+
+
+def test_the_page_on_the_trainer_names_every_argument() -> None:
+    text = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+    arguments = [
+        name for name, each in inspect.signature(phalanx.Trainer).parameters.items() if each.kind is each.KEYWORD_ONLY
+    ]
+    assert [name for name in arguments if f"`{name}" not in text] == []
