@@ -7,8 +7,6 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from logged import Interrupt, counted_collectives, numbers
 from models import loader, network, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
-from phalanx import Callback, Trainer, TrainModule
+from phalanx import TrainModule
 from phalanx.framework.errors import ConfigurationError, MetricError
 from phalanx.framework.log import MetricLog, batch_items
 from phalanx.framework.world import World
@@ -104,11 +102,11 @@ class Logging(TrainModule):
         self.write("on_validation_epoch_end")
 
     def note(self, hook: str) -> None:
-        self.seen[hook] = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.seen[hook] = numbers(self.trainer.callback_metrics)
 
 
 def metrics_of(trainer: Any) -> dict[str, dict[str, float]]:
-    return {kind: {name: float(value) for name, value in getattr(trainer, kind).items()} for kind in KINDS}
+    return {kind: numbers(getattr(trainer, kind)) for kind in KINDS}
 
 
 @pytest.fixture
@@ -490,10 +488,10 @@ def test_a_device_is_waited_for_once_when_somebody_reads(count: int) -> None:
         module.log("step", elsewhere(float(index)), prog_bar=True)
         module.log("weighed", 2.0 if index else 1e9, batch_size=elsewhere(index), **EPOCH)
     assert Elsewhere.waits == 0
-    numbers = torch.arange(count, dtype=torch.float64)
+    steps = torch.arange(count, dtype=torch.float64)
     expected = {
-        "mean": ((numbers + 0.5) * numbers).sum().item() / numbers.sum().item(),
-        "sum": (numbers + 0.5).sum().item(),
+        "mean": ((steps + 0.5) * steps).sum().item() / steps.sum().item(),
+        "sum": (steps + 0.5).sum().item(),
         "max": count - 0.5,
         "weighed": 2.0,
     }
@@ -517,28 +515,6 @@ def test_a_device_tensor_is_copied_and_let_go_of_its_graph() -> None:
 
 
 # ---- over ranks ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def counted_collectives() -> Iterator[list[str]]:
-    """Collect the names of the collectives that are called."""
-    calls: list[str] = []
-    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast", "barrier", "gather")}
-
-    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    for name, function in kept.items():
-        setattr(dist, name, counting(name, function))
-    try:
-        yield calls
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
 
 
 def many_metrics(count: int) -> tuple[list[str], dict[str, float]]:
@@ -693,16 +669,6 @@ def test_hooks_where_nothing_is_gathered_refuse() -> None:
 
 
 # ---- an epoch interrupted -----------------------------------------------------------------------------------------
-
-
-class Interrupt(Callback):
-    def __init__(self, path: Path, at: int) -> None:
-        self.path = path
-        self.at = at
-
-    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, index: int) -> None:
-        if trainer.current_epoch == 1 and index == self.at:
-            trainer.save_checkpoint(self.path)
 
 
 RESUMED: dict[str, list[tuple[str, dict[str, Any]]]] = {
