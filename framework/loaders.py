@@ -55,6 +55,11 @@ class TrainingSource(ABC):
     name: str
     _began_at: Position | None = None
 
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The samples of a full micro-batch on one rank, or None where the loader does not tell."""
+        return None
+
     @abstractmethod
     def len_batches(self, position: Position | None = None) -> int | None:
         """Return the batches of an epoch, those before ``position`` included, or None where it is unknown."""
@@ -134,6 +139,10 @@ class MapSource(CountedSource):
         self._shares = world // sampler.size
         self._loader = private_copy(loader, sampler, name)
 
+    @property
+    def micro_batch_size(self) -> int | None:
+        return getattr(self._given, "batch_size", None) if self._sampler.whole else self._sampler.width
+
     def len_batches(self, position: Position | None = None) -> int | None:
         items = self.items_before(position)
         left = self._sampler.length(items // self._shares)
@@ -167,6 +176,11 @@ class IterableSource(CountedSource):
         self._shares = size // self._size
         self._loader = private_copy(loader, None, name) if isinstance(loader, DataLoader) else loader
         self._passes = Passes(self._loader, name)
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        size = getattr(self._given, "batch_size", None)
+        return size if isinstance(size, int) else None
 
     def len_batches(self, position: Position | None = None) -> int | None:
         total = length_of(self._loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +14,20 @@ if TYPE_CHECKING:
     from .training import FitPlan
     from .windows import Windows
 
-_WIDTH = 100
+_TENSORBOARD_FILES = "events.out.tfevents.*"
 
 
 def box(title: str, lines: list[str]) -> str:
     """Return lines in a frame."""
-    width = min(_WIDTH, max(len(title) + 4, *(len(line) for line in lines)))
-    top = f"┌─ {title} " + "─" * max(0, width - len(title) - 1) + "┐"
+    width = max(len(title) + 1, *(len(line) for line in lines))
+    top = f"┌─ {title} " + "─" * (width - len(title) - 1) + "┐"
     body = [f"│ {line:<{width}} │" for line in lines]
     return "\n".join([top, *body, "└" + "─" * (width + 2) + "┘"])
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number and what it counts, in singular or plural."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('batch') else 's'}"
 
 
 def start_lines(
@@ -29,70 +35,81 @@ def start_lines(
 ) -> list[str]:
     """Return at most six lines on how a fit is set up."""
     world, fabric = run.world, run.fabric
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
-    nodes = f" on {world.num_nodes} nodes" if world.num_nodes > 1 else ""
-    schedule = windows.schedule
-    micro = micro_batch_size(windows)
-    if schedule.constant is not None and micro is not None:
-        whole = f"{micro} x {schedule.constant} x {world.size} = {micro * schedule.constant * world.size} samples"
-    elif schedule.constant is not None:
-        whole = f"1 x {schedule.constant} x {world.size} = {schedule.constant * world.size} micro-batches"
-    else:
-        whole = f"{micro or 1} x ({schedule}) x {world.size}"
+    nodes = f" on {counted(world.num_nodes, 'node')}" if world.num_nodes > 1 else ""
     lines = [
-        f"strategy   {fabric.strategy.name}, {ranks}{nodes} on {world.device.type}, precision {fabric.precision.name}",
-        f"batch      micro-batch x window x ranks: {whole}",
+        f"strategy   {fabric.strategy.name}, {counted(world.size, 'rank')}{nodes} on {world.device.type}, "
+        f"precision {fabric.precision.name}",
+        f"batch      {_global_batch(run, windows)}",
         f"length     {_length(plan, windows)}",
     ]
     if run_dir is not None:
-        lines.append(f"logs       {run_dir}")
+        lines.append(f"logs       {shortened(run_dir)}")
     if checkpoint_dir is not None:
-        lines.append(f"saves      {checkpoint_dir}")
+        lines.append(f"saves      {shortened(checkpoint_dir)}")
     if resumed is not None:
-        lines.append(
-            f"resumes    {resumed.name}: epoch {run.progress.epoch}, batch {run.progress.batch_in_epoch}, "
-            f"step {run.progress.global_step}"
-        )
+        progress = run.progress
+        epoch, batch = (progress.epoch + 1, 0) if progress.epoch_ended else (progress.epoch, progress.batch_in_epoch)
+        lines.append(f"resumes    {shortened(resumed)}: epoch {epoch}, batch {batch}, step {progress.global_step}")
     return lines
 
 
-def micro_batch_size(windows: Windows) -> int | None:
-    """Return the samples of a full micro-batch on one rank, where the loader tells."""
-    size = getattr(windows.source, "micro_batch_size", None)
-    return int(size) if size is not None else None
+def _global_batch(run: Run, windows: Windows) -> str:
+    """Return the samples of an optimizer step as a product, or the micro-batches where their size is not known."""
+    size, ranks = windows.source.micro_batch_size, run.world.size
+    if not run.module.automatic_optimization:
+        each = counted(size, "sample") if size is not None else "one micro-batch"
+        return f"{each} for each of {counted(ranks, 'rank')}; training_step steps the optimizers"
+    factor = windows.schedule.constant
+    unit = "sample" if size is not None else "micro-batch"
+    if factor is None:
+        return f"micro-batch x window x ranks: {size or 1} x ({windows.schedule}) x {ranks}"
+    whole = counted((size or 1) * factor * ranks, unit)
+    return f"micro-batch x window x ranks: {size or 1} x {factor} x {ranks} = {whole}"
 
 
 def _length(plan: FitPlan, windows: Windows) -> str:
-    end = windows.end
-    if end is None:
-        epoch = "epochs of unknown length"
-    else:
-        steps = windows.schedule.windows(end, 0, 0)
-        epoch = f"{steps} optimizer step{'s' if steps != 1 else ''} an epoch"
+    full = windows.full
+    epoch = "an epoch ends with its data"
+    if full is not None:
+        epoch = f"{counted(windows.schedule.windows(full, 0, 0), 'optimizer step')} an epoch"
     limits = []
     if plan.max_epochs is not None and plan.max_epochs >= 0:
-        limits.append(f"{plan.max_epochs} epoch{'s' if plan.max_epochs != 1 else ''}")
+        limits.append(counted(plan.max_epochs, "epoch"))
     if plan.max_steps >= 0:
-        limits.append(f"{plan.max_steps} steps")
+        limits.append(counted(plan.max_steps, "step"))
     return f"{' or '.join(limits) or 'no limit'}, {epoch}"
 
 
-def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None) -> list[str]:
+def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoint_dir: Path) -> list[str]:
     """Return a few lines on how a fit ended and what to do next."""
     progress = run.progress
     reason = f": {run.stop_reason}" if run.stop_reason else ""
-    lines = [f"trained    {progress.global_step} optimizer steps, {progress.epoch} epochs{reason}"]
-    saver = next((c for c in callbacks if getattr(c, "best_model_path", "") or getattr(c, "last_model_path", "")), None)
-    if saver is not None:
-        monitor, score = getattr(saver, "monitor", None), getattr(saver, "best_model_score", None)
+    steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
+    lines = [f"trained    {steps}, {epochs}{reason}"]
+    best = next((path for c in callbacks if (path := getattr(c, "best_model_path", ""))), "")
+    last = next((path for c in callbacks if (path := getattr(c, "last_model_path", ""))), "") or best
+    for callback in callbacks:
+        monitor, score = getattr(callback, "monitor", None), getattr(callback, "best_model_score", None)
         if monitor is not None and score is not None:
             lines.append(f"best       {monitor} = {float(score):.5g}")
-        path = getattr(saver, "best_model_path", "") or getattr(saver, "last_model_path", "")
-        lines.append(f"checkpoint {shortened(path)}")
-        lines.append('resume     run the same command with ckpt_path="auto"')
+            break
+    if best or last:
+        lines.append(f"checkpoint {shortened(best or last)}")
+        # "auto" looks where checkpoints go by default.
+        found = Path(last).is_relative_to(checkpoint_dir)
+        given = "auto" if found else shortened(last)
+        lines.append(f'resume     fit(..., ckpt_path="{given}"), with a higher limit to train for longer')
     if log_dir is not None:
-        lines.append(f"curves     tensorboard --logdir {shortened(log_dir)}")
+        lines += _curves(Path(log_dir))
     return lines
+
+
+def _curves(directory: Path) -> list[str]:
+    """Return how to see the curves, by what the loggers have left there."""
+    if next(directory.glob(_TENSORBOARD_FILES), None) is not None:
+        return [f"curves     tensorboard --logdir {shlex.quote(shortened(directory))}"]
+    table = directory / "metrics.csv"
+    return [f"figures    {shortened(table)}"] if table.is_file() else []
 
 
 def report(run: Run, callbacks: list[Callback]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _end(trainer: Trainer, loop: FitLoop) -> None:
     if trainer.writes:
         trainer.directory.write_json("report.json", report(run, trainer.callbacks))
     if not trainer.settings.barebones:
-        trainer.note(box("done", end_lines(run, trainer.callbacks, trainer.log_dir)))
+        trainer.note(box("done", end_lines(run, trainer.callbacks, trainer.log_dir, trainer.checkpoint_dir)))
 
 
 def _fail(trainer: Trainer, error: BaseException) -> None:

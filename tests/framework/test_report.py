@@ -1,0 +1,226 @@
+"""What a person sees: one box before the first step, one after the last, each line once, and commands that work."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import Regressor, loader
+from ranks import run_on_ranks, run_script
+from torch.utils.data import DataLoader, IterableDataset
+
+from phalanx import AccumulationSchedule, Trainer
+from phalanx.callbacks import ModelCheckpoint
+from phalanx.framework.report import box, counted
+
+
+class Watched(Regressor):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", 1.0)
+
+
+def shown(text: str, title: str) -> list[str]:
+    """Return the lines of a box."""
+    (found,) = re.findall(rf"┌─ {title} ─+┐\n(.*?)└", text, re.DOTALL)
+    return [line.strip("│ ") for line in str(found).strip().splitlines()]
+
+
+def fitted(root: Path, data: Any = None, **arguments: Any) -> Trainer:
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = Trainer(
+        **{"accelerator": "cpu", "devices": 1, "default_root_dir": root, "max_epochs": 1, **quiet, **arguments}
+    )
+    trainer.fit(Watched(), loader(32) if data is None else data, loader(8))
+    return trainer
+
+
+def test_a_box_fits_its_lines() -> None:
+    assert box("t", ["a long line", "b"]).splitlines() == [
+        "┌─ t ─────────┐",
+        "│ a long line │",
+        "│ b           │",
+        "└─────────────┘",
+    ]
+    assert len({len(line) for line in box("a title", ["b"]).splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "what", "expected"),
+    [(1, "epoch", "1 epoch"), (2, "epoch", "2 epochs"), (0, "step", "0 steps"), (2, "micro-batch", "2 micro-batches")],
+)
+def test_singular_and_plural(number: int, what: str, expected: str) -> None:
+    assert counted(number, what) == expected
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(loader(8).dataset)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "data", "batch", "length"),
+    [
+        ({}, None, "4 x 1 x 1 = 4 samples", "1 epoch, 8 optimizer steps an epoch"),
+        ({"accumulate_grad_batches": 3}, None, "4 x 3 x 1 = 12 samples", "1 epoch, 3 optimizer steps an epoch"),
+        ({"accumulate_grad_batches": {0: 2, 4: 8}}, None, "4 x (2 from epoch 0, 8 from epoch 4) x 1", "1 epoch, 4"),
+        (
+            {"accumulate_grad_batches": AccumulationSchedule.cycle([1, 2])},
+            None,
+            "4 x (cycle of 1, 2) x 1",
+            "1 epoch, 6 optimizer steps",
+        ),
+        ({"max_steps": 1}, loader(4), "4 x 1 x 1 = 4 samples", "1 epoch or 1 step, 1 optimizer step an epoch"),
+        ({}, DataLoader(Stream(), batch_size=2), "2 x 1 x 1 = 2 samples", "1 epoch, an epoch ends with its data"),
+        ({}, list(loader(8)), "1 x 1 x 1 = 1 micro-batch", "1 epoch, 2 optimizer steps an epoch"),
+        ({}, loader(32, shuffle=True), "4 x 1 x 1 = 4 samples", "1 epoch, 8 optimizer steps"),
+    ],
+)
+def test_the_first_box_tells_the_global_batch(
+    arguments: dict[str, Any], data: Any, batch: str, length: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted(tmp_path, data, enable_checkpointing=False, **arguments)
+    lines = shown(capsys.readouterr().out, "phalanx")
+    assert lines[0] == "strategy   single, 1 rank on cpu, precision 32-true"
+    assert lines[1].startswith(f"batch      micro-batch x window x ranks: {batch}")
+    assert lines[2].startswith(f"length     {length}")
+    assert len(lines) == 3
+
+
+def test_the_boxes_name_files_that_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fitted(tmp_path, logger="tensorboard", callbacks=[ModelCheckpoint(monitor="val_loss")])
+    text = capsys.readouterr().out
+    first = shown(text, "phalanx")
+    assert first[3:] == ["logs       phalanx_logs/version_0", "saves      phalanx_logs/version_0/checkpoints"]
+    last = dict(line.split(maxsplit=1) for line in shown(text, "done"))
+    assert last["trained"] == "8 optimizer steps, 1 epoch"
+    assert last["best"] == "val_loss = 1"
+    assert Path(last["checkpoint"]).is_dir()
+    Watched.load_from_checkpoint(last["checkpoint"])
+    assert last["resume"].startswith('fit(..., ckpt_path="auto")')
+    assert last["curves"] == "tensorboard --logdir phalanx_logs/version_0"
+    assert list(Path("phalanx_logs/version_0").glob("events.out.tfevents.*"))
+    report = json.loads(Path("phalanx_logs/version_0/report.json").read_text())
+    assert (report["epochs"], report["optimizer_steps"]) == (1, 8)
+    assert json.loads(Path("phalanx_logs/version_0/config.json").read_text())["max_epochs"] == 1
+    # The command that is shown.
+    again = Trainer(accelerator="cpu", logger="tensorboard", enable_progress_bar=False, max_epochs=2,
+                    enable_model_summary=False, callbacks=[ModelCheckpoint(monitor="val_loss")])  # fmt: skip
+    again.fit(Watched(), loader(32), loader(8), ckpt_path="auto")
+    assert again.global_step == 16
+    resumed = shown(capsys.readouterr().out, "phalanx")[-1]
+    assert resumed.startswith("resumes ")
+    assert resumed.endswith("epoch 1, batch 0, step 8")
+
+
+def test_checkpoints_elsewhere_are_resumed_from_by_their_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted(tmp_path, callbacks=[ModelCheckpoint(dirpath=tmp_path / "mine")])
+    text = capsys.readouterr().out
+    assert f"saves      {tmp_path / 'mine'}" in shown(text, "phalanx")
+    (path,) = re.findall(r'ckpt_path="(.*?)"', text)
+    assert Path(path).is_dir()
+    assert Path(path).parent == tmp_path / "mine"
+
+
+def test_a_table_is_named_where_there_are_no_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fitted(tmp_path, logger="csv", enable_checkpointing=False)
+    last = dict(line.split(maxsplit=1) for line in shown(capsys.readouterr().out, "done"))
+    assert Path(last["figures"]).is_file()
+    assert "curves" not in last
+
+
+def test_a_stop_gives_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stopping(Watched):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                self.trainer.request_stop("enough is enough")
+
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(Stopping(), loader(32))
+    assert shown(capsys.readouterr().out, "done")[0].endswith(": enough is enough")
+
+
+def test_nothing_is_shown_when_measuring(capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(accelerator="cpu", max_epochs=1, barebones=True)
+    trainer.fit(Watched(), loader(32), loader(8))
+    trainer.validate(Watched(), loader(8))
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+
+
+def test_evaluation_shows_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = fitted(tmp_path, enable_checkpointing=False)
+    capsys.readouterr()
+    trainer.validate(dataloaders=loader(8))
+    assert capsys.readouterr().out == "validate: val_loss = 1\n"
+    trainer.validate(dataloaders=loader(8), verbose=False)
+    assert capsys.readouterr().out == ""
+
+
+_SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx import Trainer, TrainModule
+
+class M(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch[0]).mean())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def data():
+    return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+
+if __name__ == "__main__":
+    trainer = Trainer(accelerator="cpu", devices=2, max_epochs=2)
+    trainer.fit(M(), data(), data())
+    trainer.validate(dataloaders=data())
+    sys.stdout.write(f"LEFT {trainer.global_step}\\n")
+"""
+
+
+def test_two_ranks_show_each_line_once_and_warn_of_nothing() -> None:
+    done = run_script(_SCRIPT, flags=["-W", "default"])
+    assert done.returncode == 0, done.stdout
+    boxes = [line for line in done.stdout.splitlines() if line.startswith(("┌", "validate:", "│ batch", "│ trained"))]
+    assert len(boxes) == 5, done.stdout
+    assert "2 x 1 x 2 = 4 samples" in done.stdout
+    assert done.stdout.count("LEFT 4") == 2
+    assert "Warning" not in done.stdout
+
+
+def test_the_other_ranks_say_nothing(tmp_path: Path) -> None:
+    assert run_on_ranks(2, times_shown, str(tmp_path)) == [1, 0]
+
+
+def times_shown(root: str) -> int:
+    notes: list[str] = []
+
+    class Hearing(Trainer):
+        def note(self, text: str) -> None:
+            if self.is_global_zero:
+                notes.append(text)
+
+    trainer = Hearing(
+        accelerator="cpu", devices=2, default_root_dir=root, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2,
+    )  # fmt: skip
+    trainer.fit(Regressor(), loader(32))
+    return sum("4 x 2 x 2 = 16 samples" in note for note in notes)
