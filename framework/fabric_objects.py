@@ -142,7 +142,11 @@ class FabricModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy or a pickle is of the plain module: what wraps it belongs to these ranks.
-        return self._calls.engine.module.__reduce_ex__(protocol)
+        return _itself, (self._calls.engine.module,)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> Any:

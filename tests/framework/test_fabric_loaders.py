@@ -159,7 +159,7 @@ def resume_loader(stop: int) -> bool:
             break
     resumed = fresh()
     resumed.load_state_dict(state)
-    return found + [*seen(resumed), *seen(resumed)] == wanted
+    return [*found, *seen(resumed), *seen(resumed)] == wanted
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
@@ -203,9 +203,7 @@ def evaluate(count: int, options: dict[str, Any]) -> tuple[list[int], list[list[
     for batch in loader:
         # Gathered as tensors in a nested collection, as names, and as objects of any kind.
         gathered = fabric.gather_for_metrics({"pair": (batch["number"], batch["row"]), "name": batch["name"]})
-        objects = fabric.gather_for_metrics(
-            [{"id": int(number)} for number in batch["number"]], use_gather_object=True
-        )
+        objects = fabric.gather_for_metrics([{"id": int(number)} for number in batch["number"]], use_gather_object=True)
         found[0].extend(gathered["pair"][0].tolist())
         found[1].extend(gathered["pair"][1].tolist())
         found[2].extend(gathered["name"])
