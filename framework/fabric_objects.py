@@ -29,8 +29,9 @@ _HALF = (torch.float16, torch.bfloat16)
 class Engine:
     """One set-up module: the strategy that took it over, the updater of its optimizers, its accumulation window."""
 
-    def __init__(self, module: nn.Module, strategy: Strategy, scaler: LossScaler | None) -> None:
+    def __init__(self, module: nn.Module, strategy: Strategy, scaler: LossScaler | None, peers: list[Engine]) -> None:
         self.module = module
+        self.peers = peers
         self.strategy = strategy
         self.updater = Updater(strategy, scaler)
         self.optimizers: list[FabricOptimizer] = []
@@ -40,6 +41,16 @@ class Engine:
     def owns(self, parameter: Tensor) -> bool:
         """Whether a parameter is one of the module's."""
         return any(parameter is own for own in self.module.parameters())
+
+    def carry_scale(self, factor: float, stepped: Optimizer) -> None:
+        """Follow a change of the loss scale in all gradients that were computed before it and are yet to be used.
+
+        An optimizer that steps between another's backward and step changes the scale under it; a power of two is exact.
+        """
+        for engine in self.peers:
+            for other in engine.optimizers:
+                if other.optimizer is not stepped and engine.updater.holds_scaled(other.optimizer):
+                    engine.strategy.scale_gradients(parameters_of(other.optimizer), factor)
 
     def take_part(self) -> None:
         """Join the reduction that ends a window, where this rank has called no backward for it. Collective."""
@@ -230,7 +241,11 @@ class FabricOptimizer:
             result = optimizer.step(closure)
             return True
 
+        scaler = self.engine.updater.scaler
+        scale = 1.0 if scaler is None else scaler.scale
         applied = self.prepare() and self.engine.updater(optimizer, None, apply)
+        if scaler is not None and scaler.scale != scale:
+            self.engine.carry_scale(scaler.scale / scale, optimizer)
         self.step_was_skipped = not applied
         self.applied += applied
         return result

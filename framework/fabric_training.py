@@ -62,7 +62,7 @@ class TrainingVerbs(RankVerbs):
         _ = self.world
         strategy = self.strategy.another()
         strategy.routes_losses = False
-        engine = Engine(original, strategy, self.scaler)
+        engine = Engine(original, strategy, self.scaler, self._engines)
         ready = strategy.setup(original, optimizers, training=True)
         self._engines.append(engine)
         compiled = module if module is not original else original
@@ -363,6 +363,11 @@ class TrainingVerbs(RankVerbs):
             if wanted and not one.waits:
                 one.prepare()
                 one.engine.updater.unscale(one.optimizer)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update of any optimizer was left out."""
+        return any(one.step_was_skipped for one in self._optimizers())
 
     def unwrap_model(self, model: M) -> M:
         """Return the user's own module."""

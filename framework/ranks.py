@@ -144,11 +144,12 @@ class RankVerbs:
         found: list[Any] = gather_rows(self.world, data, as_objects=True)
         return found
 
-    def all_reduce(self, data: Any, op: str = "mean") -> Any:
+    def all_reduce(self, data: Any, op: str = "mean", *, reduce_op: str | None = None) -> Any:
         """Return tensors reduced over all ranks: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Collective.
 
-        Numbers are reduced as tensors, in double precision for their mean; the given tensors do not change.
+        Numbers are reduced as tensors; the given tensors do not change. ``reduce_op`` is Lightning's name for ``op``.
         """
+        op = op if reduce_op is None else reduce_op
 
         def reduce(leaf: Any) -> Any:
             if isinstance(leaf, (bool, int, float)):
@@ -192,8 +193,8 @@ class RankVerbs:
 
     # ---- waiting for one another ----------------------------------------------------------------------------------
 
-    def barrier(self) -> None:
-        """Wait until all ranks are here. Collective."""
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks are here; ``name`` is for whoever reads the code. Collective."""
         self.world.barrier()
 
     def wait_for_everyone(self) -> None:

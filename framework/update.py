@@ -35,6 +35,10 @@ class Updater:
             self.scaler.unscale_(gradients_of(parameters_of(optimizer)))
             self._unscaled.add(id(optimizer))
 
+    def holds_scaled(self, optimizer: Optimizer) -> bool:
+        """Whether gradients of an optimizer, if it has any, still carry the loss scale."""
+        return self.scaler is not None and id(optimizer) not in self._unscaled
+
     def clip(
         self, optimizer: Optimizer, value: float, algorithm: str = "norm", norm_type: float = 2.0
     ) -> Tensor | None:

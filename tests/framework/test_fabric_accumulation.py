@@ -364,6 +364,23 @@ def test_fp16_scales_the_loss_once_and_unscales_once(accumulate: int) -> None:
     assert original.weight.item() == pytest.approx(-0.25)
 
 
+def test_a_change_of_the_scale_reaches_gradients_that_wait_for_another_optimizer() -> None:
+    fabric = Fabric(accelerator="cpu", precision="16-mixed")
+    assert fabric.scaler is not None
+    fabric.scaler.scale, fabric.scaler.growth_interval = 256.0, 1
+    originals = line_model(), line_model()
+    models, optimizers = zip(
+        *(fabric.setup(each, torch.optim.SGD(each.parameters(), lr=1.0)) for each in originals), strict=True
+    )
+    for _ in range(2):
+        fabric.backward(sum(model(torch.ones(1, 1)).sum() for model in models))  # type: ignore[arg-type]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [each.weight.item() for each in originals] == [-2.0, -2.0]
+    assert fabric.scaler.scale == 256.0 * 2**4
+
+
 @pytest.mark.parametrize("clipping", [{}, {"clip_val": 0.1}, {"max_norm": 0.1}])
 def test_an_update_with_overflow_is_none_for_weights_and_schedule(clipping: dict[str, Any]) -> None:
     fabric = Fabric(accelerator="cpu", precision="16-mixed")
