@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .batch_norm import share_batch_statistics
 from .callback import Callback
 from .checkpoint import Checkpoint, open_checkpoint
 from .datamodule import DataModule
@@ -169,7 +170,7 @@ def _place_model(trainer: Trainer, run: Run) -> None:
     with run.fabric.strategy.building():
         module.configure_model()
     if trainer.sync_batchnorm and run.world.size > 1:
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        run.restore_layers = share_batch_statistics(module, run.world.device.type)
     module.to(run.world.device)
     if precision.converts_inputs:
         module.to(precision.storage)

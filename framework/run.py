@@ -66,6 +66,7 @@ class Run:
         self.stop_reason: str | None = None
         self.stop_requested = False
         self.manual_backward: Callable[..., None] = _no_loop
+        self.restore_layers: Callable[[], None] | None = None
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
 

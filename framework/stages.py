@@ -116,6 +116,8 @@ def _let_go(trainer: Trainer, request: FitRequest) -> None:
         trainer.last_progress = run.progress
         trainer.last_metrics = {kind: run.metric_view(kind) for kind in trainer.last_metrics}
         run.fabric.strategy.teardown()
+        if run.restore_layers is not None:
+            run.restore_layers()
         run.world.close()
     for name in ("_run", "_metric_log"):
         request.module.__dict__[name] = None

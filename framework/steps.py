@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .batch_norm import is_collective
 from .errors import ConfigurationError, LoopError, NonFiniteError
 from .losses import DeviceLossWatch
 from .module import TrainModule
@@ -114,7 +114,7 @@ class AutomaticStep(TrainingStep):
         self.step_schedulers = any(config.interval == "step" for config in run.schedulers)
         self.lockstep = self.world_size > 1 and (
             self.strategy.traits.lockstep_forward
-            or any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+            or any(is_collective(part) for part in module.modules())
         )
         self.checked = False
         self.last_batch: Any = None

@@ -265,4 +265,7 @@ class FitLoop:
             return True
         if plan.max_steps >= 0 and progress.global_step >= plan.max_steps:
             return True
+        if self.windows.full == 0:
+            # limit_train_batches=0: a loader without batches was refused before.
+            return True
         return self.run.stop_requested and self._may_stop()

@@ -1,0 +1,97 @@
+"""Batch statistics over all ranks, on any device: torch's own layer for that runs on CUDA alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over ranks; so is its gradient. Collective, in forward and in backward."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class CollectiveBatchNorm(_BatchNorm):
+    """Normalises [batch, channels, *] by mean and variance over the batches of all ranks. Collective while training."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dims [batch, channels, *], got {input.dim()}.")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input, of its shape."""
+        if not (self.training and dist.is_initialized()):
+            return super().forward(input)
+        self._check_input_dim(input)
+        values = input.transpose(0, 1).flatten(1).float()
+        sums = torch.cat([values.sum(1), values.new_tensor([values.shape[1]])])
+        *_, count = total = sum_over_ranks(sums)
+        mean = total[:-1] / count
+        # In a second exchange: the difference of large squares would lose digits.
+        variance = sum_over_ranks((values - mean[:, None]).square().sum(1)) / count
+        self._update_running(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        scale = torch.rsqrt(variance + self.eps)
+        shift = -mean * scale
+        if self.affine:
+            scale, shift = scale * self.weight, shift * self.weight + self.bias
+        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Return the sum over ranks, through which gradients flow. Collective."""
+    total: Tensor = _SumOverRanks.apply(tensor)  # type: ignore[no-untyped-call]
+    return total
+
+
+def is_collective(layer: nn.Module) -> bool:
+    """Whether a layer exchanges batch statistics in its forward pass."""
+    return isinstance(layer, (CollectiveBatchNorm, nn.SyncBatchNorm))
+
+
+def share_batch_statistics(module: nn.Module, device_type: str) -> Callable[[], None]:
+    """Let a module's batch norm layers use the batches of all ranks; return what undoes it.
+
+    The layers stay the objects they are, with their parameters and hooks: only how they compute changes.
+    """
+    kinds = {
+        layer: type(layer) for layer in module.modules() if isinstance(layer, _BatchNorm) and not is_collective(layer)
+    }
+    for layer in kinds:
+        if device_type == "cuda":
+            layer.__class__ = nn.SyncBatchNorm
+            layer.__dict__["process_group"] = None
+        else:
+            layer.__class__ = CollectiveBatchNorm
+
+    def undo() -> None:
+        for layer, kind in kinds.items():
+            layer.__class__ = kind
+            layer.__dict__.pop("process_group", None)
+
+    return undo
