@@ -151,6 +151,7 @@ def _run_loader(
             log = figures.log
             log.batch, log.items = batch, None
             log.batches += 1
+            log.fed.add(log.loader)
         for hook in batch_start:
             hook(batch, batch_index, index)
         output = step(batch, batch_index, index)

@@ -38,7 +38,8 @@ class MetricLog:
     """The logged values of one stage of a run (``"train"``, ``"validate"``, ``"test"``).
 
     ``in_step`` says whether a step is running, which decides the defaults; the loop sets it once for each epoch, and
-    ``batch`` for each micro-batch, from which the weight of an epoch's mean is read when it is needed.
+    ``batch`` for each micro-batch, from which the weight of an epoch's mean is read when it is needed. ``batches``
+    counts them, and ``fed`` holds the numbers of the loaders that had one for this rank, where there are several.
     """
 
     def __init__(self, stage: str, world: World, module: nn.Module | None = None) -> None:
@@ -48,6 +49,7 @@ class MetricLog:
         self.batch: Any = None
         self.items: int | None = None
         self.batches = 0
+        self.fed: set[int | None] = set()
         self._module = module
         self._loader: int | None = None
         self._suffix = ""
@@ -232,7 +234,8 @@ class MetricLog:
         self._used_metrics += [entry.metric for entry in entries.values() if entry.metric is not None]
         for scope in self._scopes.values():
             scope.clear()
-        return exchange(self.world, self.stage, entries, self.batches > 0, more)
+        fed = self.fed | ({None} if self.batches else set())
+        return exchange(self.world, self.stage, entries, fed, more)
 
     def finish(self) -> None:
         """Start a new epoch: metrics that were logged are reset."""
@@ -240,6 +243,7 @@ class MetricLog:
             metric.reset()
         self._used_metrics = []
         self.batches = 0
+        self.fed = set()
         self.batch = None
         self.items = None
 

@@ -19,8 +19,8 @@ from .world import World
 class Contribution:
     """What one rank brings to the exchange. Fields are short and shared: it should fit into one message."""
 
-    counts: bool
-    """Whether this rank must have logged what others did: it had data."""
+    fed: set[int | None]
+    """The loaders that this rank had data of (None: any): what others logged in them it must have logged too."""
     more: bool
     """Whether hooks of this rank may log more, which takes another exchange."""
     kinds: dict[str, tuple[Any, ...]]
@@ -29,36 +29,38 @@ class Contribution:
     metrics: dict[str, list[Any]]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Contribution, (self.counts, self.more, self.kinds, self.values, self.metrics)
+        return Contribution, (self.fed, self.more, self.kinds, self.values, self.metrics)
 
 
 def exchange(
-    world: World, stage: str, entries: Mapping[str, Entry], counts: bool, more: bool
+    world: World, stage: str, entries: Mapping[str, Entry], fed: set[int | None], more: bool
 ) -> tuple[dict[Entry, Tensor], bool]:
     """Return the value of each name over all ranks, and whether any rank has ``more`` to log. Collective.
 
     Raises:
-        MetricError: on all ranks; those that count logged different names or reductions, or a metric has no value.
+        MetricError: on all ranks; those that had data logged different names or reductions, or a metric has no value.
     """
     if world.size == 1:
         return {entry: _value(key, entry, []) for key, entry in entries.items()}, more
-    mine = _contribution(entries, counts, more)
+    mine = _contribution(entries, fed, more)
     gathered = world.all_gather_object(mine)
     _check(stage, gathered)
     names = dict.fromkeys(name for part in gathered for name in part.kinds)
     known = {name: entries.get(name) or _stand_in(name, gathered) for name in names}
+    for name, entry in known.items():
+        entry.loader = _first_loader(name, gathered)
     values = {name: _number(_parts_of(name, gathered)) for name in names if not _is_metric(name, gathered)}
     values |= _metric_values(world, entries, gathered, [name for name in names if name not in values])
     return {known[name]: values[name] for name in names}, any(part.more for part in gathered)
 
 
-def _contribution(entries: Mapping[str, Entry], counts: bool, more: bool) -> Contribution:
+def _contribution(entries: Mapping[str, Entry], fed: set[int | None], more: bool) -> Contribution:
     # Pickled once each: most names are of the same kind.
     shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     kinds = {key: shared.setdefault(kind := _kind(entry), kind) for key, entry in entries.items()}
     plain = {key: entry.local() for key, entry in entries.items() if entry.metric is None}
     metrics = {key: packed_states(entry.metric) for key, entry in entries.items() if entry.metric is not None}
-    return Contribution(counts, more, kinds, plain, metrics)
+    return Contribution(fed, more, kinds, plain, metrics)
 
 
 def _kind(entry: Entry) -> tuple[Any, ...]:
@@ -81,25 +83,40 @@ def _name(key: str, kind: tuple[Any, ...]) -> str:
     return name.removesuffix("_epoch") if on_step else name
 
 
+def _first_loader(name: str, gathered: list[Contribution]) -> int | None:
+    """Return the loader that a name belongs to; a rank without data in it may have met the name in a later one."""
+    loaders = [part.kinds[name][5] for part in gathered if name in part.kinds]
+    return None if None in loaders else min(loaders)
+
+
 def _check(stage: str, gathered: list[Contribution]) -> None:
-    """Compare what ranks logged that had data; a name for rank 0 alone is nobody else's."""
-    counting = {rank: part.kinds for rank, part in enumerate(gathered) if part.counts}
-    everything = {name: rank for rank, kinds in reversed(counting.items()) for name in kinds if not kinds[name][4]}
-    for rank, kinds in counting.items():
-        for name, other in sorted(everything.items()):
-            theirs = counting[other][name]
-            shown = _name(name, theirs)
-            if name not in kinds:
+    """Compare what ranks logged that had data of the same loader; a name for rank 0 alone is nobody else's."""
+    expected: dict[str, int] = {}
+    for rank, part in enumerate(gathered):
+        if None in part.fed:
+            for name in part.kinds:
+                expected.setdefault(name, rank)
+    for name, other in sorted(expected.items()):
+        kind = gathered[other].kinds[name]
+        fx, loader, rank_zero_only = kind[0], kind[5], kind[4]
+        for rank, part in enumerate(gathered):
+            if rank_zero_only or loader not in part.fed:
+                continue
+            if name not in part.kinds:
+                raise _missing(stage, _name(name, kind), (rank, part), (other, gathered[other]))
+            if part.kinds[name][0] != fx:
                 raise MetricError(
-                    f"rank {rank} did not log {shown!r} in {stage}, rank {other} did; "
-                    "every rank that has data must log the same names in an epoch."
-                    + did_you_mean(name, set(kinds) - set(counting[other]))
+                    f"rank {rank} logged {_name(name, kind)!r} in {stage} as {part.kinds[name][0]!r}, rank {other} "
+                    f"as {fx!r}; every rank must reduce a name alike."
                 )
-            if kinds[name][0] != theirs[0]:
-                raise MetricError(
-                    f"rank {rank} logged {shown!r} in {stage} as {kinds[name][0]!r}, rank {other} as {theirs[0]!r}; "
-                    "every rank must reduce a name alike."
-                )
+
+
+def _missing(stage: str, name: str, rank: tuple[int, Contribution], other: tuple[int, Contribution]) -> MetricError:
+    own = set(rank[1].kinds) - set(other[1].kinds)
+    return MetricError(
+        f"rank {rank[0]} did not log {name!r} in {stage}, rank {other[0]} did; every rank that has data must log the "
+        f"same names in an epoch.{did_you_mean(name, own)}"
+    )
 
 
 def _is_metric(name: str, gathered: list[Contribution]) -> bool:
