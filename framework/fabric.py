@@ -10,8 +10,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The verbs stand on four floors: ``ranks`` (who, gather, wait), ``fabric_training`` (set up, backward, accumulate, clip),
-``fabric_checkpoints`` (save, load), and here launching, logging and the rest.
+The verbs stand on floors: ``ranks`` (who, gather, wait), ``fabric_setup`` (modules, optimizers, loaders),
+``fabric_training`` (backward, accumulate, clip), ``fabric_checkpoints`` (save, load), and here launching and the rest.
 """
 
 from __future__ import annotations

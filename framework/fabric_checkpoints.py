@@ -15,7 +15,7 @@ from .atomic import remove_tree
 from .checkpoint import consolidate, open_checkpoint, save, weights
 from .codec import decode
 from .errors import CheckpointError, ConfigurationError
-from .fabric_objects import engine_of, unwrap
+from .fabric_module import engine_of, unwrap
 from .fabric_state import Contents, Filter, Saved, contents_of, is_stateful, parameter_names, restore, snapshot_of
 from .fabric_training import TrainingVerbs
 from .manifest import MANIFEST

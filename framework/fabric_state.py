@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from .checkpoint import Checkpoint, Snapshot
 from .codec import decode, encode, encode_inline
 from .errors import CheckpointError, ConfigurationError, did_you_mean, unknown
-from .fabric_objects import FabricOptimizer, FabricScheduler, engine_of, unwrap
+from .fabric_module import engine_of, unwrap
+from .fabric_objects import FabricOptimizer, FabricScheduler
 from .model_state import check_model, encode_known
 from .optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
 from .strategy import Strategy

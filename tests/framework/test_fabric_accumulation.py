@@ -373,7 +373,7 @@ def test_a_change_of_the_scale_reaches_gradients_that_wait_for_another_optimizer
         *(fabric.setup(each, torch.optim.SGD(each.parameters(), lr=1.0)) for each in originals), strict=True
     )
     for _ in range(2):
-        fabric.backward(sum(model(torch.ones(1, 1)).sum() for model in models))  # type: ignore[arg-type]
+        fabric.backward(sum(model(torch.ones(1, 1)).sum() for model in models))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -197,9 +197,10 @@ from phalanx import Fabric
 fabric = Fabric(accelerator="cpu", devices=2)
 fabric.launch()
 total = fabric.all_reduce(torch.tensor(fabric.global_rank + 1), op="sum")
-fabric.print("total", int(total))
-fabric.on_last_process(print)("last", fabric.global_rank, flush=True)
+fabric.print(f"total {int(total)}")
+fabric.on_last_process(print)(f"last {fabric.global_rank}")
 """
     done = run_script(source)
     assert done.returncode == 0, done.stdout
-    assert sorted(done.stdout.split("\n")) == ["", "last 1", "total 3"]
+    # The two ranks may write at the same moment.
+    assert (done.stdout.count("total 3"), done.stdout.count("last 1")) == (1, 1)
