@@ -21,7 +21,7 @@ class _SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Tensor:
         total = gradient.clone()
         dist.all_reduce(total)
         return total
@@ -51,7 +51,8 @@ class CollectiveBatchNorm(_BatchNorm):
         shift = -mean * scale
         if self.affine:
             scale, shift = scale * self.weight, shift * self.weight + self.bias
-        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+        output: Tensor = (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+        return output
 
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:

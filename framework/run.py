@@ -200,7 +200,7 @@ class Run:
         """Clip an optimizer's gradients, where a value is given. Collective."""
         if value:
             for manual in self.manual_optimizers:
-                if optimizer is manual or optimizer is manual.optimizer:
+                if id(optimizer) in (id(manual), id(manual.optimizer)):
                     optimizer = manual.optimizer
                     manual.reduce()
             self.fabric.updater.clip(optimizer, value, algorithm or "norm")

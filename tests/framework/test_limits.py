@@ -42,7 +42,8 @@ class Counting(Regressor):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         self.seen["predict"] += 1
-        return batch[0][:, 0]
+        first: Tensor = batch[0][:, 0]
+        return first
 
 
 class Unsized(IterableDataset[Any]):

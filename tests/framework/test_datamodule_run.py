@@ -1,0 +1,148 @@
+"""A DataModule in a run: who is asked for what, how often, and in which order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Regressor, loader, silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor
+
+from phalanx import DataModule, PhalanxError
+
+
+class Evaluating(Regressor):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", 1.0)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", 2.0)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output: Tensor = batch[0][:, 0]
+        return output
+
+
+class Noting(DataModule):
+    """Notes its calls; ``folder`` gets a file for each call of prepare_data."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        self.folder = folder
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+        if self.folder is not None:
+            rank = self.trainer.global_rank if self.trainer is not None else -1
+            (self.folder / f"rank{rank}").touch()
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(f"setup {stage}")
+        if self.folder is not None:
+            assert list(self.folder.iterdir()), "data is prepared before any rank sets it up"
+
+    def train_dataloader(self) -> Any:
+        self.calls.append("train")
+        return loader(16)
+
+    def val_dataloader(self) -> Any:
+        self.calls.append("val")
+        return loader(8)
+
+    def test_dataloader(self) -> Any:
+        self.calls.append("test")
+        return loader(8)
+
+    def predict_dataloader(self) -> Any:
+        self.calls.append("predict")
+        return loader(8)
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append(f"teardown {stage}")
+
+
+def test_what_is_asked_of_a_data_module_and_when() -> None:
+    data, module = Noting(), Evaluating()
+    trainer = silent_trainer(devices=1, max_epochs=1)
+    trainer.fit(module, datamodule=data)
+    assert data.calls == ["prepare_data", "setup fit", "train", "val", "teardown fit"]
+    assert trainer.datamodule is data
+    assert data.trainer is trainer
+    for stage, hook in (("validate", "val"), ("test", "test"), ("predict", "predict")):
+        data.calls.clear()
+        # The module and its data are those of the last run.
+        getattr(trainer, stage)()
+        assert data.calls == ["prepare_data", f"setup {stage}", hook, f"teardown {stage}"]
+
+
+def test_a_data_module_in_the_place_of_the_loaders() -> None:
+    data = Noting()
+    trainer = silent_trainer(devices=1, max_epochs=1)
+    trainer.fit(Evaluating(), data)
+    assert trainer.global_step == 4
+    assert trainer.test(Evaluating(), data, verbose=False) == [{"test_loss": 2.0}]
+
+
+def test_loaders_that_are_given_come_first() -> None:
+    class Own(Evaluating):
+        def train_dataloader(self) -> Any:
+            raise AssertionError("a loader was given")
+
+    trainer = silent_trainer(devices=1, max_epochs=1)
+    trainer.fit(Own(), loader(8))
+    assert trainer.global_step == 2
+    trainer.fit(Own(), datamodule=Noting())
+    assert trainer.global_step == 4
+
+
+def test_a_data_module_from_datasets() -> None:
+    data = DataModule.from_datasets(loader(16).dataset, val_dataset=[loader(8).dataset] * 2, batch_size=4)
+
+    class Two(Evaluating):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("index", float(dataloader_idx))
+
+    trainer = silent_trainer(devices=1, max_epochs=1)
+    trainer.fit(Two(), datamodule=data)
+    assert float(trainer.callback_metrics["index/dataloader_idx_1"]) == 1.0
+
+
+def test_transfer_hooks_of_a_data_module() -> None:
+    class Doubling(Noting):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [part + 1 for part in batch]
+
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return [part.to(device) * 2 for part in batch]
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [part + 3 for part in batch]
+
+    trainer = silent_trainer(devices=1)
+    predictions = trainer.predict(Evaluating(), datamodule=Doubling())
+    assert predictions is not None
+    plain = torch.cat([batch[0][:, 0] for batch in loader(8)])
+    torch.testing.assert_close(torch.cat(predictions), (plain + 1) * 2 + 3)
+
+
+def prepared(folder: str) -> list[str]:
+    data = Noting(Path(folder))
+    silent_trainer(devices=2, max_epochs=1).fit(Evaluating(), datamodule=data)
+    return data.calls
+
+
+def test_data_is_prepared_once_on_a_node(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, prepared, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0"]
+    assert "prepare_data" in first
+    assert "prepare_data" not in second
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_no_data_for_an_evaluation(stage: str) -> None:
+    with pytest.raises(PhalanxError, match=f"there is no data to {stage}"):
+        getattr(silent_trainer(), stage)(Evaluating())

@@ -1,0 +1,130 @@
+"""Hyperparameters: which arguments are kept, and how modules are rebuilt from them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import loader, silent_trainer, weights_of
+from torch import nn, optim
+
+from phalanx import DataModule, TrainModule
+from phalanx.framework.errors import ConfigurationError
+
+
+class Plain(TrainModule):
+    def __init__(self, width: int, depth: int = 2, *, name: str = "plain", **extra: Any) -> None:
+        super().__init__()
+        local = width * depth  # noqa: F841 - no argument, so it is not kept
+        self.save_hyperparameters()
+
+
+def test_all_arguments_are_kept() -> None:
+    assert Plain(3, name="mine", rate=0.1).hparams == {"width": 3, "depth": 2, "name": "mine", "rate": 0.1}
+    assert Plain(3).hparams.depth == 2
+
+
+def test_some_arguments_are_kept() -> None:
+    class Some(TrainModule):
+        def __init__(self, a: int, b: int, c: int) -> None:
+            super().__init__()
+            self.save_hyperparameters("a", "b", ignore="b")
+
+    class Ignoring(TrainModule):
+        def __init__(self, a: int, b: int, c: nn.Module) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore=["b", "c"])
+
+    assert Some(1, 2, 3).hparams == {"a": 1}
+    assert Ignoring(1, 2, nn.Linear(1, 1)).hparams == {"a": 1}
+
+
+@pytest.mark.parametrize("given", [{"a": 1, "b": [2]}, Namespace(a=1, b=[2])])
+def test_a_mapping_is_kept_as_it_is(given: Any) -> None:
+    class Mapped(TrainModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    assert Mapped(given).hparams == {"a": 1, "b": [2]}
+
+
+def test_a_subclass_adds_its_own() -> None:
+    class Child(Plain):
+        def __init__(self, width: int, rate: float) -> None:
+            super().__init__(width + 1, depth=5)
+
+    class Both(Plain):
+        def __init__(self, width: int, rate: float) -> None:
+            super().__init__(width + 1, depth=5)
+            self.save_hyperparameters()
+
+    # What the outermost class was given, which is what it is rebuilt with.
+    assert Child(3, 0.1).hparams == {"width": 3, "rate": 0.1, "depth": 5, "name": "plain"}
+    assert Both(3, 0.1).hparams == {"width": 3, "rate": 0.1, "depth": 5, "name": "plain"}
+
+
+def test_mistakes_get_a_sentence() -> None:
+    class Wrong(TrainModule):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters("widht")
+
+    class Number(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters(3)
+
+    with pytest.raises(ConfigurationError, match="Did you mean 'width'"):
+        Wrong(1)
+    with pytest.raises(ConfigurationError, match="got a int; it takes names, a dict or a Namespace"):
+        Number()
+    with pytest.raises(AttributeError, match="Did you mean 'depth'"):
+        _ = Plain(1).hparams.dept
+    assert not hasattr(Plain(1).hparams, "nothing")
+
+
+def test_data_modules_keep_theirs_too() -> None:
+    class Data(DataModule):
+        def __init__(self, size: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert Data().hparams == {"size": 4}
+
+
+def test_what_loggers_are_told() -> None:
+    class Silent(TrainModule):
+        def __init__(self, a: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters(logger=False)
+
+    assert Silent().hparams_to_log == {}
+    assert Plain(1, depth=3).hparams_to_log == {"width": 1, "depth": 3, "name": "plain"}
+    assert TrainModule().hparams_to_log == {}
+
+
+class Sized(TrainModule):
+    def __init__(self, width: int = 4, rate: float = 0.1, extra: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore="extra")
+        self.net = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 1))
+        self.extra = extra
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.parameters(), lr=self.hparams.rate)
+
+
+def test_a_module_is_rebuilt_from_its_checkpoint(tmp_path: Path) -> None:
+    module = Sized(width=7, rate=0.01)
+    trainer = silent_trainer(devices=1, max_steps=2, enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(module, loader())
+    (path,) = trainer.checkpoint_dir.glob("*.ckpt")
+    rebuilt = Sized.load_from_checkpoint(path, extra="given now", rate=0.5)
+    assert (rebuilt.hparams.width, rebuilt.hparams.rate, rebuilt.extra) == (7, 0.5, "given now")
+    assert (weights_of(rebuilt) == weights_of(module)).all()
