@@ -4,8 +4,8 @@
     python examples/fabric_loop.py --strategy ddp --devices 2 --precision bf16-mixed
 
 ``accumulate`` knows which micro-batch ends an optimizer step; in the others ``step`` and ``zero_grad`` do nothing.
-``backward`` takes the micro-batch's number of tokens as its weight. ``gather_for_metrics`` returns every document of the
-validation set once, on any number of ranks.
+``backward`` takes the micro-batch's number of tokens as its weight. ``gather_for_metrics`` returns every document of
+the validation set once, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt import GPT, arguments, cosine_with_warmup, load_data, num_tokens, token_loss
+from gpt import (  # type: ignore[import-not-found,unused-ignore]  # beside this file
+    GPT,
+    arguments,
+    cosine_with_warmup,
+    load_data,
+    num_tokens,
+    token_loss,
+)
 
 from phalanx import AccumulationSchedule, Fabric
 from phalanx.loggers import CSVLogger

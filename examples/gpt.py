@@ -186,7 +186,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--strategy", default="auto", help="how work is spread over ranks, such as single or ddp")
     parser.add_argument("--devices", default="auto", help="ranks on this machine")
     parser.add_argument("--precision", default="32-true", help="such as 32-true or bf16-mixed")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--context", type=int, default=128, help="the longest sequence, in characters")
