@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ class FitRequest:
     given: dict[str, Any]
     datamodule: DataModule | None = None
     ckpt_path: str | Path | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    keep_predictions: bool = True
 
 
 def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:

@@ -10,12 +10,15 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import MetricError
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
 
 States = dict[str, Any]
 """What a metric and those inside it have gathered: of each, by position, how many updates and its packed states."""
@@ -34,10 +37,10 @@ def is_collection(value: Any) -> bool:
     return torchmetrics is not None and isinstance(value, torchmetrics.MetricCollection)
 
 
-def logged_items(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+def logged_items(values: Mapping[str, Any] | MetricCollection) -> Iterable[tuple[str, Any]]:
     """Return the names and values of a mapping, or of a ``MetricCollection`` with its prefix and postfix."""
     # By default the collection would copy the states that its metrics share, at every call.
-    return values.items(copy_state=False) if is_collection(values) else values.items()  # type: ignore[call-arg]
+    return values.items(copy_state=False) if is_collection(values) else values.items()  # type: ignore[call-arg,union-attr]
 
 
 def _parts(metric: nn.Module) -> list[Any]:

@@ -20,6 +20,7 @@ from .metrics import logged_items
 from .model_state import rebuild_module
 
 if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
     from typing_extensions import Self
 
     from .fabric import Fabric
@@ -229,7 +230,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
                 rank_zero_only,
             )  # fmt: skip
 
-    def log_dict(self, dictionary: Mapping[str, Any], **arguments: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any] | MetricCollection, **arguments: Any) -> None:
         """Log each item of a mapping, or of a torchmetrics ``MetricCollection``, with the arguments of ``log``."""
         for name, value in logged_items(dictionary):
             self.log(name, value, **arguments)

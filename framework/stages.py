@@ -25,7 +25,9 @@ def run_stage(trainer: Trainer, stage: str, request: FitRequest) -> Any:
         if stage == "fit":
             return _fit(trainer, request)
         run, plan = assemble_evaluation(trainer, request, stage)
-        results: Any = predict(run, plan) if stage == "predict" else evaluate(run, plan)
+        results: Any = (
+            predict(run, plan, request.keep_predictions) if stage == "predict" else evaluate(run, plan)
+        )
         run.loggers.finalize("success")
         return results
 

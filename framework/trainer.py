@@ -248,9 +248,9 @@ class Trainer(TrainerView):
         """
         if return_predictions is not None:
             check_flags(return_predictions=return_predictions)
-        results: list[Any] = self._launched_or_here(
-            "predict", self._evaluation_request("predict", model, dataloaders, ckpt_path, datamodule)
-        )
+        request = self._evaluation_request("predict", model, dataloaders, ckpt_path, datamodule)
+        request.keep_predictions = return_predictions is not False
+        results: list[Any] = self._launched_or_here("predict", request)
         if return_predictions is False:
             return None
         return results[0] if len(results) == 1 else results

@@ -27,10 +27,13 @@ from phalanx.framework.world import World
 KINDS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
+Plan = dict[str, list[tuple[str, dict[str, Any]]]]
+
+
 class Logging(TrainModule):
     """Trains ``network``; logs what it is told to in the hooks it is told of: ``{hook: [(name, arguments), ...]}``."""
 
-    def __init__(self, plan: dict[str, list[tuple[str, dict[str, Any]]]]) -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.net = network()
         self.plan = plan
@@ -139,7 +142,7 @@ QUIET: dict[str, Any] = {
 
 ALL_HOOKS = [name for name in vars(Logging) if name.startswith("on_")] + ["training_step", "validation_step"]
 BOTH = {"on_step": True, "on_epoch": True}
-PLANS: dict[str, dict[str, list[tuple[str, dict[str, Any]]]]] = {
+PLANS: dict[str, Plan] = {
     "defaults in every hook": {hook: [(f"in_{hook}", {})] for hook in ALL_HOOKS},
     "step and epoch": {hook: [("both", BOTH)] for hook in ("training_step",)}
     | {"validation_step": [("val_both", {**BOTH, "prog_bar": True})]},
@@ -192,7 +195,7 @@ class ByLoader(Logging):
 
 
 def test_each_loader_has_its_own_metrics_as_in_lightning(lightning: Any) -> None:
-    plan = {"validation_step": [("x", BOTH)], "on_validation_epoch_end": [("all", {})]}
+    plan: Plan = {"validation_step": [("x", BOTH)], "on_validation_epoch_end": [("all", {})]}
     data = [loader(7, 4), loader(5, 4)]
     for kind in (Logging, ByLoader):
         trainer, other = silent_trainer(), lightning.Trainer(**QUIET)
@@ -204,7 +207,7 @@ def test_each_loader_has_its_own_metrics_as_in_lightning(lightning: Any) -> None
 
 
 def test_one_name_over_several_loaders_is_one_value() -> None:
-    plan = {"validation_step": [("x", {"add_dataloader_idx": False})]}
+    plan: Plan = {"validation_step": [("x", {"add_dataloader_idx": False})]}
     module = Logging(plan)
     (first, second) = silent_trainer().validate(module, [loader(8), loader(4)], verbose=False)
     assert set(first) == {"x"}
@@ -212,7 +215,7 @@ def test_one_name_over_several_loaders_is_one_value() -> None:
 
 
 def test_hooks_at_an_epochs_end_see_its_values(lightning: Any) -> None:
-    plan = {"training_step": [("loss", BOTH)], "validation_step": [("val", {})]}
+    plan: Plan = {"training_step": [("loss", BOTH)], "validation_step": [("val", {})]}
     ours, theirs = Logging(plan), in_lightning(lightning, Logging(plan))
     settings = {**SETTINGS, "num_sanity_val_steps": 0}
     silent_trainer(**settings).fit(ours, loader(10), loader(7))
@@ -222,7 +225,7 @@ def test_hooks_at_an_epochs_end_see_its_values(lightning: Any) -> None:
 
 
 def test_a_value_logged_at_an_epochs_end_replaces_that_of_the_steps() -> None:
-    plan = {"training_step": [("x", BOTH)], "on_train_epoch_end": [("x", {})]}
+    plan: Plan = {"training_step": [("x", BOTH)], "on_train_epoch_end": [("x", {})]}
     trainer = silent_trainer(max_epochs=3)
     trainer.fit(Logging(plan), loader(8))
     assert trainer.callback_metrics["x"] == 3
@@ -464,13 +467,13 @@ class Elsewhere(Tensor):
     """A tensor that says it is on a device, and counts how often somebody waits for that."""
 
     waits = 0
-    is_cpu = False  # type: ignore[assignment]
+    is_cpu = False
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") in ("item", "tolist", "__float__", "__bool__", "cpu", "numpy"):
             Elsewhere.waits += 1
-        return super().__torch_function__(function, types, args, kwargs or {})
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def elsewhere(number: float, **arguments: Any) -> Tensor:
@@ -506,7 +509,7 @@ def test_a_device_tensor_is_copied_and_let_go_of_its_graph() -> None:
     assert type(loss) is Elsewhere
     module.log("x", loss, on_step=True, on_epoch=True)
     with torch.no_grad():
-        loss += 5
+        loss.add_(5)
     del loss
     gc.collect()
     assert graph() is None
@@ -557,7 +560,7 @@ def test_no_collective_in_a_step() -> None:
     assert run_on_ranks(2, no_collective_in_steps) == [[], []]
 
 
-def fitted(ranks: int, plan: dict[str, list[tuple[str, dict[str, Any]]]], count: int) -> Any:
+def fitted(ranks: int, plan: Plan, count: int) -> Any:
     module = Logging(plan)
     trainer = silent_trainer(devices=ranks, max_epochs=1, num_sanity_val_steps=0)
     trainer.fit(module, loader(12, 2), loader(count, 4))
@@ -566,7 +569,7 @@ def fitted(ranks: int, plan: dict[str, list[tuple[str, dict[str, Any]]]], count:
 
 @pytest.mark.parametrize("count", [1, 5, 22])
 def test_hooks_log_on_every_rank_with_data_or_without(count: int) -> None:
-    plan = {
+    plan: Plan = {
         "validation_step": [("val", {"prog_bar": True}), ("hidden", {"logger": False})],
         "on_validation_epoch_end": [("end", {}), ("total", {"reduce_fx": "sum"})],
         "on_train_epoch_end": [("train_end", {})],
@@ -671,7 +674,7 @@ def test_hooks_where_nothing_is_gathered_refuse() -> None:
 # ---- an epoch interrupted -----------------------------------------------------------------------------------------
 
 
-RESUMED: dict[str, list[tuple[str, dict[str, Any]]]] = {
+RESUMED: Plan = {
     "training_step": [
         ("loss", BOTH),
         ("sum", {"reduce_fx": torch.sum, **EPOCH}),

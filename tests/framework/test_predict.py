@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from logged import counted_collectives
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
@@ -133,7 +134,7 @@ class Default(TrainModule):
 
 def test_by_default_the_module_is_called_in_evaluation_mode() -> None:
     module = Default()
-    outputs = silent_trainer().predict(module, DataLoader(torch.arange(4.0), batch_size=2))
+    outputs = silent_trainer().predict(module, DataLoader(Stream(4), batch_size=2))
     assert plain(outputs) == [[0.0, 1.0], [2.0, 3.0]]
     assert module.net.training
 
@@ -168,6 +169,21 @@ def without_return(ranks: int) -> Any:
     trainer = silent_trainer(devices=ranks, callbacks=[watcher])
     assert trainer.predict(Numbers(), source("map", 7), return_predictions=False) is None
     return watcher.seen, watcher.hooks
+
+
+def collectives(ranks: int) -> list[int]:
+    counts = []
+    for kept in (True, False):
+        trainer = silent_trainer(devices=ranks)
+        with counted_collectives() as calls:
+            trainer.predict(Numbers(), [source("map", 7), source("map", 5)], return_predictions=kept)
+        counts.append(calls.count("all_gather"))
+    return counts
+
+
+def test_outputs_of_all_loaders_travel_in_one_exchange_if_they_are_wanted() -> None:
+    for kept, dropped in run_on_ranks(2, collectives, 2):
+        assert kept == dropped + 1
 
 
 def test_hooks_see_the_outputs_whether_they_are_returned_or_not() -> None:

@@ -248,36 +248,41 @@ class Last(CatMetric):
         return super().compute()[-1]
 
 
-class Halves(Metric):
+class Kinds(Metric):
     """States of dtypes and shapes that seldom travel."""
+
+    small: Tensor
+    flags: Tensor
+    pieces: list[Tensor]
+    scalars: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("half", torch.zeros(2, dtype=torch.bfloat16), dist_reduce_fx="sum")
+        self.add_state("small", torch.zeros(2, dtype=torch.bfloat16), dist_reduce_fx="sum")
         self.add_state("flags", torch.zeros(1, dtype=torch.bool), dist_reduce_fx="max")
         self.add_state("empty", torch.zeros(0), dist_reduce_fx="sum")
-        self.add_state("items", [], dist_reduce_fx=None)
+        self.add_state("pieces", [], dist_reduce_fx=None)
         self.add_state("scalars", [], dist_reduce_fx="cat")
 
     def update(self, x: Tensor) -> None:
-        self.half += 1
+        self.small = self.small + 1
         self.flags = self.flags | True
-        self.items.append(x)
-        self.items.append(x[None].double())
+        self.pieces.append(x)
+        self.pieces.append(x[None].double())
         self.scalars.append(x.sum())
 
     def compute(self) -> Tensor:
-        total = sum(item.sum() for item in self.items)
-        return self.half.sum() + total + torch.stack(list(self.scalars)).sum() + self.flags.float().sum()
+        total = torch.cat([piece.flatten() for piece in self.pieces]).sum()
+        return self.small.sum() + total + torch.stack(list(self.scalars)).sum() + self.flags.float().sum()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_states_of_any_dtype_and_shape_travel(ranks: int) -> None:
-    updates = [(torch.full((index,), 1.0),) for index in range(1, 5)]
-    whole = Halves()
+    updates: list[tuple[Tensor, ...]] = [(torch.full((index,), 1.0),) for index in range(1, 5)]
+    whole = Kinds()
     for update in updates:
         whole.update(*update)
-    assert shared_out(Halves, updates, ranks) == whole.compute() == 2 * 4 + 2 * 10 + 10 + 1
+    assert shared_out(Kinds, updates, ranks) == whole.compute() == 2 * 4 + 2 * 10 + 10 + 1
 
 
 def test_a_value_that_the_user_computed_before_is_not_taken_for_that_of_all() -> None:
