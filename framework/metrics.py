@@ -40,7 +40,7 @@ def is_collection(value: Any) -> bool:
 def logged_items(values: Mapping[str, Any] | MetricCollection) -> Iterable[tuple[str, Any]]:
     """Return the names and values of a mapping, or of a ``MetricCollection`` with its prefix and postfix."""
     # By default the collection would copy the states that its metrics share, at every call.
-    return values.items(copy_state=False) if is_collection(values) else values.items()  # type: ignore[call-arg,union-attr]
+    return values.items(copy_state=False) if is_collection(values) else values.items()  # type: ignore[call-arg]
 
 
 def _parts(metric: nn.Module) -> list[Any]:
