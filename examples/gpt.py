@@ -195,7 +195,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="a tiny model and few steps, to see that it works")
     options = parser.parse_args()
     if options.short:
-        options.steps, options.layers, options.width, options.context = 40, 1, 32, 64
+        options.steps, options.layers, options.width, options.context = 24, 1, 32, 64
     return options
 
 

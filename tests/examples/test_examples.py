@@ -42,7 +42,7 @@ def test_digits_on_two_ranks_learns_and_says_where_its_files_are(tmp_path: Path)
 def test_gpt_learns_and_writes(tmp_path: Path) -> None:
     output = run_example("gpt.py", tmp_path, precision="bf16-mixed")
 
-    assert number_after("validation loss:", output) < 3.6
+    assert number_after("validation loss:", output) < 3.9
     assert "--- sample\ndef " in output
 
 
@@ -51,7 +51,7 @@ def test_fabric_loop_on_two_ranks_learns_and_loads_what_it_saved(tmp_path: Path)
 
     after = number_after("validation loss after:", output)
     assert after < number_after("validation loss before:", output) - 1.0
-    assert number_after("at step 40; loaded:", output) == after
+    assert number_after("at step 24; loaded:", output) == after
     assert output.count("validation loss after:") == 1
     assert (tmp_path / "fabric_loop" / "last.ckpt" / "manifest.json").exists()
 
