@@ -114,14 +114,15 @@ def test_wrong_arguments_are_refused(settings: dict[str, Any], message: str) -> 
 class Uneven(Tiny):
     """Logs, on rank 1 alone, what makes it stop."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("metric", float(self.trainer.world.rank), on_step=True, on_epoch=False)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("metric", float(self.trainer.world.rank))
+        return super().training_step(batch, batch_idx)
 
 
 def fit_on_one_of_two_ranks(root: str) -> tuple[int, int]:
-    callback = EarlyStopping("metric", stopping_threshold=0.5, mode="max")
+    callback = EarlyStopping("metric", stopping_threshold=0.5, mode="max", check_on_train_epoch_end=True)
     trainer = quiet_trainer(Path(root), callback, max_epochs=5, devices=2, strategy="ddp")
-    trainer.fit(Uneven(), loader(), loader(8))
+    trainer.fit(Uneven(), loader())
     return trainer.current_epoch, trainer.global_step
 
 
