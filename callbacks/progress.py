@@ -309,9 +309,13 @@ class _Live:
 
 
 def _figures(trainer: Trainer) -> str:
-    """Return the loss and the metrics of the bar; reads them, so on a GPU it waits for them."""
-    values = {} if trainer.latest_loss is None else {"loss": trainer.latest_loss}
-    values.update(trainer.progress_bar_metrics)
+    """Return the loss and the metrics of the bar; reads them, so on a GPU it waits for them.
+
+    The newest loss is left out where the user shows one of his own.
+    """
+    metrics = trainer.progress_bar_metrics
+    shows_own = trainer.latest_loss is None or any("loss" in name for name in metrics)
+    values = {**({} if shows_own else {"loss": trainer.latest_loss}), **metrics}
     return "".join(f", {name} {float(value):.4g}" for name, value in values.items())
 
 

@@ -31,6 +31,9 @@ class Timer(Callback):
         ConfigurationError: the duration cannot be read, or the interval is not known.
     """
 
+    # It logs nothing, so an epoch's metrics need not wait for it.
+    monitors = True
+
     def __init__(
         self,
         duration: str | timedelta | dict[str, float] | None = None,

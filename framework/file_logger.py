@@ -86,6 +86,8 @@ class FileLogger(Logger):
     def _choose_version(self) -> int:
         if self._run and self._fixed_save_dir is None and self._fixed_name is None:
             return self._run[2]
+        if self._run and os.path.abspath(os.path.join(self.root_dir, f"version_{self._run[2]}")) == self._run_path():
+            return self._run[2]
         taken = _versions(Path(self.root_dir))
         for version, directory in taken.items():
             if self._run and _owner(directory) == self._run_path():

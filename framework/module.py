@@ -239,7 +239,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or the list of them where there are several."""
-        optimizers = self._live.manual_optimizers
+        optimizers = self._live.manual_optimizers or self._live.optimizers
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:

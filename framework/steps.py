@@ -113,11 +113,11 @@ class AutomaticStep(TrainingStep):
         self.apply = self._apply(clipping)
         self.step_schedulers = any(config.interval == "step" for config in run.schedulers)
         self.lockstep = self.world_size > 1 and (
-            self.strategy.traits.lockstep_forward
-            or any(is_collective(part) for part in module.modules())
+            self.strategy.traits.lockstep_forward or any(is_collective(part) for part in module.modules())
         )
         self.checked = False
         self.last_batch: Any = None
+        self.batch_index = 0
 
     def __call__(self, batches: list[Any], consumed: int) -> bool:
         """Run a window of micro-batches; return False where no rank had one. Collective."""
@@ -126,6 +126,7 @@ class AutomaticStep(TrainingStep):
         weights: Sequence[float] | None = None
         agreement: Agreement | None = None
         mean = 1.0
+        fillers = 0
         if several:
             weights = self._weights(batches)
             self.triggers.launch(progress.attempts, sum(weights), len(batches))
@@ -134,18 +135,20 @@ class AutomaticStep(TrainingStep):
                 if agreement.ranks_with_data == 0:
                     return False
                 mean = agreement.total_weight / self.world_size
-                if self.lockstep:
-                    batches, weights = self._pad(batches, list(weights), agreement, consumed)
+                fillers = self._missing(batches, agreement, consumed)
         elif len(batches) > 1 or self.weigh is not None:
             weights = self._weights(batches)
             mean = sum(weights)
-        last = len(batches) - 1
+        if not batches:
+            self._without_data(fillers, mean, consumed)
+            return True
+        final = len(batches) - 1
         index = progress.batch_in_epoch
         contributed = False
         for position, batch in enumerate(batches):
             batch = self.start_batch(batch, index)
-            if several or last:
-                self.strategy.sync_gradients(position == last)
+            if several or final:
+                self.strategy.sync_gradients(position == final and not fillers)
             output = self.forward(batch, index)
             loss = output if output.__class__ is Tensor else self._loss_of(output)
             if not self.checked:
@@ -154,23 +157,22 @@ class AutomaticStep(TrainingStep):
                 if several and agreement is None:
                     agreement = self._agree()
                     mean = agreement.total_weight / self.world_size
-                for hook in self.before_zero_grad:
-                    hook(self.optimizer)
-                self.zero_grad()
+                self._drop_gradients()
             if loss is not None:
                 contributed = True
                 self._backward(loss, None if weights is None else weights[position] / mean if mean else 0.0)
-            elif position == last and several:
+            elif position == final and several and not fillers:
                 self.strategy.idle_backward()
-            if position == last:
+            if position == final:
+                if several:
+                    self.last_batch = batches[-1]
+                    self._fill(fillers, index)
                 self._update(contributed, mean, consumed, index)
             if self.batch_end:
                 outputs = {"loss": output.detach()} if output.__class__ is Tensor else self._outputs(output)
                 for hook in self.batch_end:
                     hook(outputs, batch, index)
             index += 1
-        if not batches:
-            self._update_without_data(mean, consumed, index)
         return True
 
     # ---- the parts of a window ------------------------------------------------------------------------------------
@@ -186,21 +188,54 @@ class AutomaticStep(TrainingStep):
             return (1.0,) * len(batches)
         return [float(self.weigh(batch)) for batch in batches]
 
-    def _pad(
-        self, batches: list[Any], weights: list[float], agreement: Agreement, count: int
-    ) -> tuple[list[Any], list[float]]:
-        """Make all ranks run the same number of forward passes: repeat the last batch with weight 0."""
-        if batches:
-            self.last_batch = batches[-1]
-        if agreement.batches is None:
-            if self.last_batch is None:
-                raise ConfigurationError(
-                    f"rank {self.run.world.rank} has had no batch at all, and this model synchronises in its forward "
-                    "pass, which every rank must run: use fewer ranks, or more data."
-                )
-            missing = count - len(batches)
-            return batches + [self.last_batch] * missing, weights + [0.0] * missing
-        return batches, weights
+    def _drop_gradients(self) -> None:
+        for hook in self.before_zero_grad:
+            hook(self.optimizer)
+        self.zero_grad()
+
+    # ---- ranks with less data than others -------------------------------------------------------------------------
+
+    def _missing(self, batches: list[Any], agreement: Agreement, count: int) -> int:
+        """Return how many forward passes this rank has to add so that all ranks run the same number of them."""
+        if not self.lockstep or agreement.batches is not None:
+            return 0
+        if not batches and self.last_batch is None:
+            raise ConfigurationError(
+                f"rank {self.run.world.rank} has had no batch at all, and this model synchronises in its forward "
+                "pass, which every rank must run: use fewer ranks, or more data."
+            )
+        return count - len(batches)
+
+    def _fill(self, count: int, index: int) -> None:
+        """Run the last batch again, with weight 0, unseen by hooks and logs. Collective."""
+        module = self.run.module
+        log, module.__dict__["_metric_log"] = module.__dict__["_metric_log"], None
+        for position in range(count):
+            self.strategy.sync_gradients(position == count - 1)
+            batch = self.last_batch if self.transfer is None else self.transfer(self.last_batch)
+            loss = self._loss_of(self.forward(batch, index))
+            if loss is not None:
+                self.backward(loss * 0.0)
+            elif position == count - 1:
+                self.strategy.idle_backward()
+        module.__dict__["_metric_log"] = log
+
+    def _without_data(self, fillers: int, mean: float, consumed: int) -> None:
+        """Take part in an update to which other ranks alone bring data. Collective.
+
+        Callbacks hear of its end, with the last batch this rank had: on other ranks they may save or stop after it.
+        """
+        index = self.progress.batch_in_epoch
+        self._drop_gradients()
+        if fillers:
+            self._fill(fillers, index)
+        else:
+            self.strategy.idle_backward()
+        self._update(False, mean, consumed, index)
+        for hook in self.batch_end:
+            hook(None, self.last_batch, index)
+
+    # ---- gradients and weights ------------------------------------------------------------------------------------
 
     def _backward(self, loss: Tensor, factor: float | None) -> None:
         if self.reads_loss:
@@ -230,14 +265,6 @@ class AutomaticStep(TrainingStep):
                 if self.step_schedulers:
                     self.run.update_learning_rates("step")
         self.advance(consumed)
-
-    def _update_without_data(self, mean: float, consumed: int, index: int) -> None:
-        """Take part in an update to which other ranks alone bring data. Collective."""
-        for hook in self.before_zero_grad:
-            hook(self.optimizer)
-        self.zero_grad()
-        self.strategy.idle_backward()
-        self._update(False, mean, consumed, index)
 
     # ---- decided once ---------------------------------------------------------------------------------------------
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import pickle
+import time
+import weakref
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -30,6 +33,7 @@ ReduceName = Literal["sum", "mean", "min", "max"]
 _BUFFER_BYTES = 16 * 1024
 _HEADER_BYTES = 8
 _STORE_FD = "PHALANX_STORE_FD"
+_LAST_MOMENT_SECONDS = 0.01
 
 
 class Pending(Protocol):
@@ -140,7 +144,9 @@ class World:
         self.placement = place
         self.device = device
         self.is_global_zero = place.rank == 0
-        self._control: dist.ProcessGroup | None = None
+        self._control: list[dist.ProcessGroup] = []
+        # A world that nobody closed: when it is let go of, or when this process exits.
+        weakref.finalize(self, _destroy_group, self._control)
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
@@ -181,17 +187,15 @@ class World:
         Raises:
             ConfigurationError: this is the world of one process.
         """
-        if self._control is None:
+        if not self._control:
             if self.size == 1:
                 raise ConfigurationError("A world of one process has no control group: its collectives are identities.")
-            self._control = dist.new_group(backend="gloo")
-        return self._control
+            self._control.append(dist.new_group(backend="gloo"))
+        return self._control[0]
 
     def close(self) -> None:
         """Destroy the control group; torch's default group stays. Safe to be called twice."""
-        control, self._control = self._control, None
-        if control is not None and _is_initialized():
-            dist.destroy_process_group(control)
+        _destroy_group(self._control)
 
     def control_reduce(self, vector: Tensor) -> Pending:
         """Start summing a float64 CPU tensor over all ranks, in place; wait for what is returned. Collective."""
@@ -364,6 +368,13 @@ def _loopback_store(place: Placement) -> Any:
     )
 
 
+def _destroy_group(held: list[dist.ProcessGroup]) -> None:
+    """Destroy the group in the list, if there is one, and drop it."""
+    if held and _is_initialized():
+        dist.destroy_process_group(held[0])
+    held.clear()
+
+
 def _leave() -> None:
     """Destroy the default group as this process exits."""
     if not _is_initialized():
@@ -371,4 +382,9 @@ def _leave() -> None:
     if directory := error_dir():
         with contextlib.suppress(OSError):
             record_leaving(directory, dist.get_rank())
+    # gloo's threads let go of a collective's tensors under the interpreter's lock, a moment after it is done. One that
+    # is still waiting for the lock when the interpreter is torn down aborts the process: so groups are really
+    # destroyed here, references from circles among them, and what others still hold gets that moment.
+    gc.collect()
     dist.destroy_process_group()
+    time.sleep(_LAST_MOMENT_SECONDS)

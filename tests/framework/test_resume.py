@@ -288,3 +288,30 @@ def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert module.hparams["lr"] == 0.5
     assert not torch.equal(weights_of(module), weights_of(network()))
+
+
+class Notes(Callback):
+    """Notes the step at each batch's end."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def ragged(root: str, samples: int) -> tuple[list[int], list[str]]:
+    notes = Notes()
+    saver = ModelCheckpoint(root, every_n_train_steps=1, save_top_k=-1)
+    trainer = silent_trainer(
+        devices=2, max_epochs=2, callbacks=[saver, notes], enable_checkpointing=True, default_root_dir=root
+    )
+    trainer.fit(Regressor(), loader(samples, 4))
+    return notes.steps, sorted(path.name for path in Path(root).iterdir())
+
+
+@pytest.mark.parametrize("samples", [1, 9])
+def test_a_rank_without_data_saves_with_the_others(tmp_path: Path, samples: int) -> None:
+    (first, names), (second, _) = run_on_ranks(2, ragged, str(tmp_path), samples)
+    assert first == second == list(range(1, len(first) + 1))
+    assert len([name for name in names if name.endswith(".ckpt")]) == len(first)
