@@ -292,7 +292,7 @@ class NoLog:
         Raises:
             MetricError: always.
         """
-        raise MetricError(f"log({name!r}, ...) in {self._where}, where nothing is gathered any more: {self._instead}.")
+        raise MetricError(f"log({name!r}, ...) in {self._where}, where nothing is gathered: {self._instead}.")
 
 
 def _reduction(name: str, given: Any) -> str:

@@ -50,6 +50,12 @@ def encode_known(hparams: Mapping[str, Any]) -> tuple[JSON, list[str]]:
 def rebuild_module(cls: type[Any], checkpoint: Checkpoint, strict: bool, overrides: Mapping[str, Any]) -> Any:
     """Build ``cls`` with a checkpoint's hyperparameters and put its weights in."""
     arguments = {**accepted(cls, decode(checkpoint.document["hparams"])), **overrides}
+    missing = [name for name in checkpoint.document.get("unsaved_hparams", []) if name not in arguments]
+    if missing:
+        raise CheckpointError(
+            f"{cls.__name__} was built with {', '.join(missing)}, which {checkpoint.path} could not hold: "
+            f"pass load_from_checkpoint(..., {missing[0]}=...)."
+        )
     try:
         module = cls(**arguments)
     except TypeError as error:

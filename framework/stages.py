@@ -11,6 +11,7 @@ import torch
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
 from .evaluation import evaluate, predict
 from .launch import install_rank_hooks
+from .model_state import encode_known
 from .report import box, end_lines, report, start_lines
 from .trainer_view import TrainerState
 from .training import FitLoop
@@ -25,9 +26,7 @@ def run_stage(trainer: Trainer, stage: str, request: FitRequest) -> Any:
         if stage == "fit":
             return _fit(trainer, request)
         run, plan = assemble_evaluation(trainer, request, stage)
-        results: Any = (
-            predict(run, plan, request.keep_predictions) if stage == "predict" else evaluate(run, plan)
-        )
+        results: Any = predict(run, plan, request.keep_predictions) if stage == "predict" else evaluate(run, plan)
         run.loggers.finalize("success")
         return results
 
@@ -68,8 +67,15 @@ def _begin(trainer: Trainer, loop: FitLoop) -> None:
         run.loggers.log_hyperparams(hyperparameters)
     if not run.world.is_global_zero:
         return
+    run.loggers.log_graph(run.module)
     if trainer.writes:
         trainer.directory.write_json("config.json", trainer.configuration())
+    _, unsaved = encode_known(dict(run.module.hparams))
+    if unsaved and trainer.checkpoint_callback is not None:
+        trainer.note(
+            f"Checkpoints cannot hold the hyperparameters {', '.join(unsaved)}: pass them to load_from_checkpoint, "
+            "or leave them out with save_hyperparameters(ignore=...)."
+        )
     if not trainer.settings.barebones:
         logs = trainer.run_dir if trainer.loggers else None
         saver = trainer.checkpoint_callback

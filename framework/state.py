@@ -41,10 +41,11 @@ def save_run(run: Run, path: Path, windows: Windows | None, seed: int, weights_o
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
     """Return what a checkpoint keeps of a run; with ``weights_only`` the model and its hyperparameters. Collective."""
     sections: dict[str, dict[str, Shard]] = {"model": whole(run.fabric.strategy.model_state(run.module))}
-    hparams, _ = encode_known(dict(run.module.hparams))
+    hparams, unsaved = encode_known(dict(run.module.hparams))
     document: dict[str, Any] = {
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
         "hparams": hparams,
+        "unsaved_hparams": unsaved,
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
     }

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DataError
-from .evaluation import EvaluationPlan, evaluate
+from .evaluation import EvaluationPlan, evaluate, logging_to
+from .log import NoLog
 from .manual import ManualStep
 from .run import Run
 from .seed import restore
@@ -86,7 +87,8 @@ class FitLoop:
     def __call__(self) -> None:
         """Train until a limit or a stop. Collective."""
         run = self.run
-        run.call("on_fit_start")
+        with logging_to(run, NoLog("on_fit_start", "log in on_train_start instead")):
+            run.call("on_fit_start")
         self._sanity_check()
         run.call("on_train_start")
         self._agree()
@@ -97,8 +99,9 @@ class FitLoop:
             if self._finished():
                 break
             run.progress.next_epoch()
-        run.call("on_train_end")
-        run.call("on_fit_end")
+        with logging_to(run, NoLog("on_train_end or on_fit_end", "log in on_train_epoch_end instead")):
+            run.call("on_train_end")
+            run.call("on_fit_end")
         if run.progress.epoch_ended:
             run.progress.next_epoch()
 

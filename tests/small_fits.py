@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ class Tiny(TrainModule):
         self.figures = figures or {}
         self.lr = lr
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss: Tensor = self.layer(batch[0]).square().mean()
         self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         return loss
@@ -63,6 +62,5 @@ def quiet_trainer(root: Path, callbacks: Any, **settings: Any) -> Trainer:
 def capturing(trainer: Trainer) -> list[str]:
     """Collect what the trainer tells the person from now on."""
     notes: list[str] = []
-    note: Callable[[str], None] = notes.append
-    trainer.note = note  # type: ignore[method-assign]
+    trainer.note = notes.append  # type: ignore[method-assign, assignment]
     return notes

@@ -317,8 +317,8 @@ def test_loggers_are_told_and_one_that_fails_ends_nothing(tmp_path: Path) -> Non
     told: list[str] = []
 
     class Told(Logger):
-        name = "told"  # type: ignore[assignment]
-        version = 0  # type: ignore[assignment]
+        name = "told"
+        version = 0
 
         def log_metrics(self, metrics: Any, step: int) -> None: ...
 
@@ -369,7 +369,8 @@ class Uneven(Tiny):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         rank = self.trainer.world.rank
         self.log("mine", float(-batch_idx if batch_idx % 2 == rank else 100))
-        return super().training_step(batch, batch_idx)
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
 
 
 def save_on_two_ranks(root: str) -> tuple[list[str], str]:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import loader, silent_trainer, weights_of
+import torch
+from models import Regressor, loader, silent_trainer, weights_of
 from torch import nn, optim
 
 from phalanx import DataModule, TrainModule
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.errors import CheckpointError, ConfigurationError
 
 
 class Plain(TrainModule):
@@ -128,3 +129,21 @@ def test_a_module_is_rebuilt_from_its_checkpoint(tmp_path: Path) -> None:
     rebuilt = Sized.load_from_checkpoint(path, extra="given now", rate=0.5)
     assert (rebuilt.hparams.width, rebuilt.hparams.rate, rebuilt.extra) == (7, 0.5, "given now")
     assert (weights_of(rebuilt) == weights_of(module)).all()
+
+
+class WithActivation(Regressor):
+    def __init__(self, width: int = 3, activation: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_what_a_checkpoint_cannot_hold_is_said_and_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = silent_trainer(max_steps=1, default_root_dir=tmp_path, enable_checkpointing=True)
+    trainer.fit(WithActivation(5, torch.tanh), loader(8))
+    assert "cannot hold the hyperparameters activation" in capsys.readouterr().out
+    path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=r"was built with activation.*activation=\.\.\."):
+        WithActivation.load_from_checkpoint(path)
+    assert WithActivation.load_from_checkpoint(path, activation=torch.tanh).hparams["width"] == 5

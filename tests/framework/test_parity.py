@@ -128,7 +128,8 @@ class TinyLM(TrainModule):
         return self.loss(*batch)
 
     def batch_weight(self, batch: Any) -> Tensor:
-        return (batch[1][:, 1:] != PADDING).sum()
+        tokens: Tensor = (batch[1][:, 1:] != PADDING).sum()
+        return tokens
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)

@@ -21,7 +21,7 @@ def rows(logger: CSVLogger) -> list[dict[str, str]]:
 def test_rows_have_a_column_for_each_key_in_alphabetical_order(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"loss": 0.5, "epoch": 0}, 49)
-    logger.log_metrics({"acc": torch.tensor(0.25), "epoch": 0}, 99)
+    logger.log_metrics({"acc": torch.tensor(0.25).item(), "epoch": 0}, 99)
     logger.finalize("success")
     assert (Path(logger.log_dir) / "metrics.csv").read_text().splitlines() == [
         "acc,epoch,loss,step",

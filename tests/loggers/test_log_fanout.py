@@ -15,8 +15,8 @@ from phalanx.loggers import Logger
 
 
 class Recorder(Logger):
-    name = "recorder"  # type: ignore[assignment]
-    version = 0  # type: ignore[assignment]
+    name = "recorder"
+    version = 0
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
