@@ -369,7 +369,7 @@ class Uneven(Tiny):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         rank = self.trainer.world.rank
         self.log("mine", float(-batch_idx if batch_idx % 2 == rank else 100))
-        loss: Tensor = super().training_step(batch, batch_idx)
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
         return loss
 
 
