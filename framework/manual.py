@@ -89,15 +89,7 @@ class ManualStep(TrainingStep):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss, scaled where the precision needs it."""
         scaler = self.run.fabric.scaler
-        if self.reads_loss:
-            number = loss.item()
-            if self.raises and number - number != 0.0:
-                self.report(number, self.progress.global_step)
-            self.run.latest_loss = number
-        else:
-            self.run.latest_loss = loss.detach()
-            if self.watch is not None:
-                self.watch(loss, self.progress.global_step)
+        self.note_loss(loss)
         for hook in self.before_backward:
             hook(loss)
         for optimizer in self.run.manual_optimizers:

@@ -66,6 +66,18 @@ class TrainingStep:
             raise NonFiniteError(message)
         self.triggers.set("nonfinite", message)
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Keep a loss for whoever shows it, and see whether it is finite."""
+        if self.reads_loss:
+            number = loss.item()
+            if self.raises and number - number != 0.0:
+                self.report(number, self.progress.global_step)
+            self.run.latest_loss = number
+        else:
+            self.run.latest_loss = loss.detach()
+            if self.watch is not None:
+                self.watch(loss, self.progress.global_step)
+
     def advance(self, consumed: int) -> None:
         """Count the batches of a window."""
         self.progress.batch_in_epoch += consumed
@@ -238,15 +250,7 @@ class AutomaticStep(TrainingStep):
     # ---- gradients and weights ------------------------------------------------------------------------------------
 
     def _backward(self, loss: Tensor, factor: float | None) -> None:
-        if self.reads_loss:
-            number = loss.item()
-            if self.raises and number - number != 0.0:
-                self.report(number, self.progress.global_step)
-            self.run.latest_loss = number
-        else:
-            self.run.latest_loss = loss.detach()
-            if self.watch is not None:
-                self.watch(loss, self.progress.global_step)
+        self.note_loss(loss)
         if self.scaler is not None:
             factor = self.scaler.scale * (1.0 if factor is None else factor)
         if factor is not None and factor != 1.0:
