@@ -11,12 +11,13 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py))))))
 
-.PHONY: help demo test lint types bench format clean
+.PHONY: help demo test lint types bench kill format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
 	@echo "make test     lint, format, types, tests"
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
+	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=20)"
 	@echo "make lint | types | format | clean"
 
 demo: $(DEV)
@@ -38,6 +39,12 @@ types: $(DEV)
 
 bench: $(BENCH)
 	$(PY) -m benchmarks $(ARGS)
+
+# SIGKILL at random instants, the same command again, and the result must be that of the run nobody killed.
+TRIALS ?= 20
+kill: $(DEV)
+	$(PY) tests/kill_trials.py --ranks 1 --trials $(TRIALS)
+	$(PY) tests/kill_trials.py --ranks 2 --trials $(TRIALS)
 
 format: $(DEV)
 	$(PY) -m ruff check --fix
