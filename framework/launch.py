@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 # Running these again in every rank would run all their tests until they come to the same place.
 _TEST_RUNNERS = frozenset({"pytest", "py.test", "_pytest", "unittest", "nose2"})
+# Of the directory that the ranks of a launch share; the supervisor's process number follows.
+_PREFIX = "phalanx-"
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,28 @@ class _Meeting:
         )
 
 
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what supervisors that were killed have left; each names its process. Never through a link."""
+    for path in directory.glob(f"{_PREFIX}[0-9]*-*"):
+        process = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if process.isdecimal() and not _is_running(int(process)) and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 @contextlib.contextmanager
 def _meeting(num_ranks: int) -> Iterator[_Meeting]:
-    directory = tempfile.mkdtemp(prefix="phalanx-")
+    _remove_leftovers(Path(tempfile.gettempdir()))
+    directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     # Bound now and handed to rank 0, so that no other process can take the port in between.
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(64, 4 * num_ranks))
     try:

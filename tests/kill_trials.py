@@ -81,6 +81,8 @@ def start(script: Path, root: Path, ranks: int) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
+        # What a killed launcher leaves in the temporary directory goes with the trial.
+        env={**os.environ, "TMPDIR": str(root)},
         start_new_session=True,
     )
 

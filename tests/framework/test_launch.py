@@ -15,7 +15,13 @@ import torch
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
 from phalanx.framework.errors import ConfigurationError, RankError
-from phalanx.framework.launch import _interpreter_flags, can_rerun_script, launch_function, launch_script
+from phalanx.framework.launch import (
+    _interpreter_flags,
+    _remove_leftovers,
+    can_rerun_script,
+    launch_function,
+    launch_script,
+)
 from phalanx.framework.world import World
 
 # What each script begins with: the first process becomes the supervisor, and what follows is for the ranks.
@@ -335,3 +341,15 @@ def read_until(process: subprocess.Popen[str], text: str, times: int) -> None:
         line = process.stdout.readline()
         assert line, f"the script ended:\n{seen}"
         seen += line
+
+
+def test_what_a_killed_supervisor_left_goes_at_the_next_launch(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = tmp_path / f"phalanx-{gone.pid}-abc"
+    mine = tmp_path / f"phalanx-{os.getpid()}-abc"
+    other = tmp_path / "phalanx-notes-abc"
+    for path in (left, mine, other):
+        path.mkdir()
+    _remove_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other])
