@@ -103,12 +103,6 @@ def evaluated(ranks: int, stage: str, kind: str, count: int, settings: dict[str,
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [*(("validate", kind) for kind in ("map", "stream", "several", "plain iterable")), ("test", "map")],
-        ("validate", "map"),
-        ("validate", "stream"),
-        ("validate", "several"),
-        ("validate", "plain iterable"),
-        ("test", "map"),
-    ],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_metrics_are_exactly_those_of_one_process(stage: str, ranks: int, kind: str, count: int) -> None:
