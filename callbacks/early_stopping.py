@@ -84,11 +84,8 @@ class EarlyStopping(Callback):
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
-        self.wait_count = 0
-        self.stopped_epoch = 0
-        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
-        self.stopping_reason_message: str | None = None
-        self._best = math.inf if mode == "min" else -math.inf
+        self.stopping_reason_message: str | None
+        self._start_anew()
 
     @property
     def best_score(self) -> torch.Tensor:
@@ -109,6 +106,14 @@ class EarlyStopping(Callback):
             "stopping_reason_message": self.stopping_reason_message,
         }
 
+    def _start_anew(self) -> None:
+        """Forget what an earlier run came to."""
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message = None
+        self._best = math.inf if self.mode == "min" else -math.inf
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait_count = state["wait_count"]
         self.stopped_epoch = state["stopped_epoch"]
@@ -117,12 +122,15 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = state["stopping_reason_message"]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step == 0:
+            self._start_anew()
         # A run that was stopped for want of patience must not start again by being resumed.
-        if self.wait_count and self.wait_count >= self.patience:
+        elif self.wait_count and self.wait_count >= self.patience:
             trainer.request_stop(self.stopping_reason_message or self._out_of_patience())
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
+        # An epoch that a stop cut short has validated nothing.
+        if trainer.progress.epoch_ended and acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:

@@ -231,9 +231,21 @@ class ModelCheckpoint(Callback):
             self._save_or_defer(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.monitor is not None and not trainer.progress.epoch_ended:
+            self._leave_out_cut_epoch(trainer)
+            return
         at_epoch_end = acts_at_epoch_end(trainer, self.save_on_train_epoch_end)
         if self._deferred or (at_epoch_end and self._schedule.epoch_is_due(trainer.current_epoch)):
             self._save_or_defer(trainer, last_chance=self._validated or not trainer.val_enabled)
+
+    def _leave_out_cut_epoch(self, trainer: Trainer) -> None:
+        """An epoch that a stop cut short has no figures of its own to rank a checkpoint by."""
+        self._deferred = False
+        if not self._best.scores and not self.save_last:
+            trainer.note(
+                f"No checkpoint was saved: the run ends at step {trainer.global_step}, before {self.monitor!r} was "
+                "known. ModelCheckpoint(save_last=True) saves the end in any case."
+            )
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         step = trainer.global_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
@@ -49,6 +50,8 @@ class Snapshot:
     sections: dict[str, dict[str, Shard]]
     document: JSON = field(default_factory=dict)
     rank_document: JSON = None
+    buffers: Set[str] = frozenset()
+    """Names in ``"model"`` that are no weights: whether they are finite says nothing of the training."""
 
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

@@ -154,7 +154,8 @@ class Save:
 
         def fetch(name: str) -> Tensor:
             tensor = shards[name].tensor
-            if section == MODEL and self._written.nonfinite is None and not is_finite(tensor):
+            trained = section == MODEL and name not in self._snapshot.buffers
+            if trained and self._written.nonfinite is None and not is_finite(tensor):
                 self._written.nonfinite = name
             return tensor
 

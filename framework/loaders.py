@@ -149,8 +149,9 @@ class MapSource(CountedSource):
         return None if left is None else ceil_div(items, self.span) + left
 
     def total_items(self) -> int | None:
-        total = self._sampler.order.length()
-        return None if total is None else total * self._shares
+        if self._shares > 1:
+            return None  # the user shards, and ranks may have different numbers of samples
+        return self._sampler.order.length()
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
         self._sampler.start = self.items_before(position) // self._shares

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .errors import ConfigurationError
 from .run import Run
 from .steps import TrainingStep
 from .strategy import parameters_of
@@ -41,10 +42,24 @@ class ManualOptimizer:
             nonlocal result
             if closure is None:
                 return fabric.strategy.step(optimizer)
-            result = optimizer.step(closure)
+            result = optimizer.step(evaluate)
             return True
 
-        self.reduce()
+        def evaluate() -> Any:
+            assert closure is not None
+            loss = closure()
+            self.reduced = False
+            self.reduce()
+            # By the loss an optimizer may decide how often to evaluate: it must be the same one on all ranks.
+            return self._run.world.all_reduce(loss.detach().clone(), "mean") if isinstance(loss, Tensor) else loss
+
+        if closure is None:
+            self.reduce()
+        elif fabric.updater.guarded:
+            raise ConfigurationError(
+                "step(closure) computes its gradients inside the update, so they can be neither unscaled nor looked at "
+                "before it: call step() without closure, or use another precision and nonfinite='raise'."
+            )
         hooks = partial(self._call_hooks, optimizer) if self._hooks else None
         if fabric.updater(optimizer, hooks, apply):
             self._applied()
@@ -60,6 +75,7 @@ class ManualOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._run.fabric.updater.forget(self.optimizer)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Generator[None, None, None]:
@@ -82,6 +98,7 @@ class ManualStep(TrainingStep):
         self.stepped = False
         run.manual_optimizers = [ManualOptimizer(optimizer, run, self._note) for optimizer in run.optimizers]
         run.manual_backward = self.manual_backward
+        run.fabric.updater.settles_later = True
 
     def _note(self) -> None:
         self.stepped = True
@@ -114,6 +131,7 @@ class ManualStep(TrainingStep):
             batch = self.start_batch(batch, index)
             self.stepped = False
             output = self.forward(batch, index)
+            self.run.fabric.updater.settle()
             self.advance(consumed)
             self.progress.global_step += self.stepped
             for hook in self.batch_end:

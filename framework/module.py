@@ -262,7 +262,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
                         kept[parameter] = parameter.requires_grad
                         parameter.requires_grad = False
 
-    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
+    def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo ``toggle_optimizer``."""
         for parameter, requires_grad in self.__dict__.pop("_toggled", {}).items():
             parameter.requires_grad = requires_grad

@@ -65,6 +65,8 @@ class Run:
         self.evaluating = False
         self.stop_reason: str | None = None
         self.stop_requested = False
+        self.epoch_cut = False
+        self.in_window = False
         self.manual_backward: Callable[..., None] = _no_loop
         self.restore_layers: Callable[[], None] | None = None
 
@@ -85,6 +87,10 @@ class Run:
         """Return the module's hook where it overrides it."""
         own = getattr(type(self.module), name, None)
         return (getattr(self.module, name),) if own is not getattr(TrainModule, name, None) else ()
+
+    def callback_hooks(self, name: str) -> tuple[Hook, ...]:
+        """Return a hook of the callbacks alone, bound to its leading arguments."""
+        return self._callback_hooks(name, self.callbacks)
 
     def call(self, name: str, *args: Any) -> None:
         """Call a hook of rare occasions."""
@@ -173,6 +179,10 @@ class Run:
         fired = self.triggers.fired
         if "nonfinite" in fired:
             raise NonFiniteError(next(iter(fired["nonfinite"].values())))
+        if "end_epoch" in fired:
+            self.epoch_cut = True
+        if "go_on" in fired:
+            self.stop_requested = False
         if "stop" in fired:
             self.stop_requested = True
             self.stop_reason = next((reason for reason in fired["stop"].values() if reason), self.stop_reason)
@@ -188,13 +198,17 @@ class Run:
                 self._advance(config)
 
     def _advance(self, config: SchedulerConfig) -> None:
-        metric: Any = None
-        if config.needs_metric:
-            known = self.metric_view("callback")
-            if config.monitor not in known and not config.strict:
-                return
-            metric = self.metric(str(config.monitor), type(config.scheduler).__name__)
-        self.module.lr_scheduler_step(config.scheduler, metric)
+        if not config.needs_metric:
+            self.module.lr_scheduler_step(config.scheduler, None)
+            return
+        known = self.metric_view("callback")
+        mine = known.get(str(config.monitor)) if not config.strict else self.metric(
+            str(config.monitor), type(config.scheduler).__name__
+        )  # fmt: skip
+        # A step's value differs between ranks; their learning rates must not.
+        metric = self.world.broadcast_object(mine)
+        if metric is not None:
+            self.module.lr_scheduler_step(config.scheduler, metric)
 
     def clip_gradients(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip an optimizer's gradients, where a value is given. Collective."""

@@ -127,6 +127,7 @@ def _let_go(trainer: Trainer, request: FitRequest) -> None:
         if run.restore_layers is not None:
             run.restore_layers()
         run.world.close()
+    request.module.untoggle_optimizer()
     for name in ("_run", "_metric_log"):
         request.module.__dict__[name] = None
     trainer.directory.release()

@@ -11,7 +11,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint, Shard, Snapshot, has_nonfinite, save
 from .codec import decode, encode, encode_inline
-from .errors import CheckpointError, NonFiniteError
+from .errors import CheckpointError, ConfigurationError, NonFiniteError
 from .model_state import check_model, encode_known
 from .optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
 from .run import Run
@@ -25,10 +25,18 @@ def save_run(run: Run, path: Path, windows: Windows | None, seed: int, weights_o
     Raises:
         NonFiniteError: on all ranks; a weight is NaN or infinite, and nothing was written.
         StorageError: on all ranks; it could not be written, and what was there is untouched.
+        ConfigurationError: an accumulation window is under way.
     """
     strategy = run.fabric.strategy
-    # Each rank looks at what it holds; what one finds, all hear.
-    found = run.world.all_gather_object(has_nonfinite(strategy.model_state(run.module)))
+    if run.in_window:
+        raise ConfigurationError(
+            "save_checkpoint was called in the middle of an accumulation window, where gradients are half gathered: "
+            "call it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
+        )
+    # Each rank looks at what it holds; what one finds, all hear. Buffers may be infinite by design, as masks are.
+    trained = {name for name, _ in run.module.named_parameters(remove_duplicate=False)}
+    held = {name: tensor for name, tensor in strategy.model_state(run.module).items() if name in trained}
+    found = run.world.all_gather_object(has_nonfinite(held))
     name = next((name for name in found if name is not None), None)
     if name is not None:
         raise NonFiniteError(
@@ -49,8 +57,9 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
     }
+    buffers = {name for name, _ in run.module.named_buffers(remove_duplicate=False)}
     if weights_only:
-        return Snapshot(sections=sections, document=document, rank_document=None)
+        return Snapshot(sections=sections, document=document, rank_document=None, buffers=buffers)
     names = names_of(run.module)
     states = [optimizer_state(optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
     sections["optimizer"] = whole({name: tensor for _, tensors in states for name, tensor in tensors.items()})
@@ -70,7 +79,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     document["seed"] = seed
     document["position"] = windows.position() if windows is not None else None
     rank_state = {"random": capture(), "log": run.train_log.state_dict()}
-    return Snapshot(sections=sections, document=document, rank_document=encode_inline(rank_state))
+    return Snapshot(sections=sections, document=document, rank_document=encode_inline(rank_state), buffers=buffers)
 
 
 def restore_run(run: Run, checkpoint: Checkpoint) -> None:

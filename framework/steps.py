@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,9 +41,11 @@ class TrainingStep:
         self.transfer = transfer
         self.batch_start = run.hooks("on_train_batch_start")
         self.batch_end = run.hooks("on_train_batch_end")
+        self.callbacks_batch_end = run.callback_hooks("on_train_batch_end")
         self.before_backward = run.hooks("on_before_backward")
         self.after_backward = run.hooks("on_after_backward")
         self.before_update = run.hooks("on_before_optimizer_step")
+        self.forward: StepFunction
         self.raises = nonfinite == "raise"
         on_cpu = run.world.device.type == "cpu"
         self.reads_loss = on_cpu
@@ -97,6 +100,11 @@ class TrainingStep:
                 self.triggers.set("end_epoch")
         return batch
 
+    def refresh(self) -> None:
+        """Look again at what may change between epochs. Collective."""
+        if self.strategy.refresh(self.run.module):
+            self.forward = self.routed()
+
     def flush(self) -> None:
         """Wait for losses that are still being watched."""
         if self.watch is not None:
@@ -115,6 +123,7 @@ class AutomaticStep(TrainingStep):
     ) -> None:
         super().__init__(run, transfer, nonfinite)
         module = run.module
+        run.fabric.updater.settles_later = False
         self.optimizer = run.optimizers[0]
         self.forward = self.routed()
         self.backward = self.strategy.backward
@@ -156,6 +165,7 @@ class AutomaticStep(TrainingStep):
             return True
         final = len(batches) - 1
         index = progress.batch_in_epoch
+        self.run.in_window = True
         contributed = False
         for position, batch in enumerate(batches):
             batch = self.start_batch(batch, index)
@@ -170,16 +180,18 @@ class AutomaticStep(TrainingStep):
                     agreement = self._agree()
                     mean = agreement.total_weight / self.world_size
                 self._drop_gradients()
-            if loss is not None:
+            weight = 1.0 if weights is None else weights[position]
+            if loss is not None and weight:
                 contributed = True
-                self._backward(loss, None if weights is None else weights[position] / mean if mean else 0.0)
-            elif position == final and several and not fillers:
-                self.strategy.idle_backward()
+                self._backward(loss, None if weights is None else weight / mean)
+            elif several:
+                self._without_weight(loss, position == final and not fillers)
             if position == final:
                 if several:
                     self.last_batch = batches[-1]
                     self._fill(fillers, index)
                 self._update(contributed, mean, consumed, index)
+                self.run.in_window = False
             if self.batch_end:
                 outputs = {"loss": output.detach()} if output.__class__ is Tensor else self._outputs(output)
                 for hook in self.batch_end:
@@ -225,27 +237,41 @@ class AutomaticStep(TrainingStep):
         for position in range(count):
             self.strategy.sync_gradients(position == count - 1)
             batch = self.last_batch if self.transfer is None else self.transfer(self.last_batch)
-            loss = self._loss_of(self.forward(batch, index))
-            if loss is not None:
-                self.backward(loss * 0.0)
-            elif position == count - 1:
-                self.strategy.idle_backward()
+            self._without_weight(self._loss_of(self.forward(batch, index)), position == count - 1)
         module.__dict__["_metric_log"] = log
+
+    def _without_weight(self, loss: Tensor | None, final: bool) -> None:
+        """Go through what ranks do together in a micro-batch that adds nothing here. Collective."""
+        if self.lockstep:
+            if loss is None:
+                raise LoopError(
+                    "training_step returned None, but this model synchronises its backward pass over ranks, which all "
+                    "of them must run: give the batch a batch_weight of 0 instead."
+                )
+            # A mean over nothing is NaN, and NaN times 0 is NaN.
+            self.backward(loss.nan_to_num(0.0, 0.0, 0.0) * 0.0)
+        elif final:
+            self.strategy.idle_backward()
 
     def _without_data(self, fillers: int, mean: float, consumed: int) -> None:
         """Take part in an update to which other ranks alone bring data. Collective.
 
-        Callbacks hear of its end, with the last batch this rank had: on other ranks they may save or stop after it.
+        Callbacks hear of its end, with a loss of 0: what they do after it on other ranks, such as saving, may need all.
         """
         index = self.progress.batch_in_epoch
+        self.run.in_window = True
         self._drop_gradients()
         if fillers:
             self._fill(fillers, index)
         else:
             self.strategy.idle_backward()
         self._update(False, mean, consumed, index)
-        for hook in self.batch_end:
-            hook(None, self.last_batch, index)
+        self.run.in_window = False
+        module = self.run.module
+        log, module.__dict__["_metric_log"] = module.__dict__["_metric_log"], None
+        for hook in self.callbacks_batch_end:
+            hook({"loss": torch.zeros(())}, self.last_batch, index)
+        module.__dict__["_metric_log"] = log
 
     # ---- gradients and weights ------------------------------------------------------------------------------------
 
@@ -275,7 +301,12 @@ class AutomaticStep(TrainingStep):
     def _zero_grad(self) -> Callable[[], None]:
         module, optimizer = self.run.module, self.optimizer
         if is_overridden("optimizer_zero_grad", module):
-            return lambda: module.optimizer_zero_grad(self.progress.epoch, self.progress.batch_in_epoch, optimizer)
+
+            def zero_grad() -> None:
+                module.optimizer_zero_grad(self.progress.epoch, self.progress.batch_in_epoch, optimizer)
+                self.strategy.forget_losses()
+
+            return zero_grad
         return partial(self.strategy.zero_grad, optimizer)
 
     def _apply(self, clipping: tuple[float | None, str]) -> Callable[[], bool]:

@@ -96,6 +96,10 @@ class Strategy(ABC):
         """Compute gradients of a loss that carries its weight already; ``options`` are those of ``Tensor.backward``."""
         loss.backward(**options)
 
+    def refresh(self, module: nn.Module) -> bool:
+        """Take note of parameters frozen or unfrozen since set-up, alike on all ranks; return whether to route anew."""
+        return False
+
     @abstractmethod
     def idle_backward(self) -> None:
         """Take part in the reduction of an optimizer step with a gradient of zero. Collective."""
@@ -129,6 +133,9 @@ class Strategy(ABC):
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop the gradients of an optimizer's parameters before a window's first backward."""
         optimizer.zero_grad()
+
+    def forget_losses(self) -> None:
+        """Start a window in which no rank has had a loss yet."""
 
     def step(self, optimizer: Optimizer) -> bool:
         """Apply the update; return whether it was applied. Collective."""

@@ -327,7 +327,8 @@ class Trainer(TrainerView):
         if value:
             self.request_stop("")
         elif self.run is not None:
-            self.run.stop_requested = False
+            self.run.triggers.raised.pop("stop", None)
+            self.raise_trigger("go_on")
 
     def request_stop(self, reason: str) -> None:
         """Stop all ranks after the same step; the first reason is shown at the end."""

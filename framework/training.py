@@ -114,6 +114,8 @@ class FitLoop:
         if begins:
             self._restore_random()
         run.call("on_train_epoch_start")
+        run.epoch_cut = False
+        self.step.refresh()
         if self.reload is not None and begins and progress.epoch and progress.epoch % self.reload_every == 0:
             self.reload()
         self.windows.begin(self.position, self.resumed_end if self.position else self.windows.full)
@@ -149,10 +151,10 @@ class FitLoop:
                     triggers.take()
                 if triggers.fired:
                     run.heed_triggers()
-                    if "end_epoch" in triggers.fired:
-                        return True
                 if every is not None or plan.validate_every_seconds is not None:
                     self._validate_in_epoch(every)
+                if run.epoch_cut:
+                    return True
                 if run.stop_requested and self._may_stop():
                     return self._at_end()
             return self._at_end()

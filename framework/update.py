@@ -27,13 +27,26 @@ class Updater:
         self.scaler = scaler
         self.guarded = skip_nonfinite or scaler is not None
         self.last_norm: Tensor | None = None
+        self.settles_later = False
+        """Several optimizers share one loss scale: it may change only when none of them holds scaled gradients."""
         self._unscaled: set[int] = set()
+        self._outcomes: list[bool] = []
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, once for each update."""
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             self.scaler.unscale_(gradients_of(parameters_of(optimizer)))
             self._unscaled.add(id(optimizer))
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Take note that the gradients of an optimizer were dropped."""
+        self._unscaled.discard(id(optimizer))
+
+    def settle(self) -> None:
+        """Adapt the scale to all updates since the last call, where ``settles_later`` puts that off."""
+        if self.scaler is not None and self._outcomes:
+            self.scaler.update(all(self._outcomes))
+        self._outcomes.clear()
 
     def holds_scaled(self, optimizer: Optimizer) -> bool:
         """Whether gradients of an optimizer, if it has any, still carry the loss scale."""
@@ -75,8 +88,9 @@ class Updater:
                 before()
             applied = step() if step is not None else self.strategy.step(optimizer)
         self._unscaled.discard(id(optimizer))
-        if self.scaler is not None:
-            self.scaler.update(finite)
+        self._outcomes.append(finite)
+        if not self.settles_later:
+            self.settle()
         return finite and applied
 
     def _finite(self, optimizer: Optimizer) -> bool:

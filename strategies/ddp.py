@@ -6,6 +6,7 @@ Experiences on Accelerating Data Parallel Training").
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -39,17 +40,18 @@ class DDPStrategy(Strategy):
             raise ConfigurationError(f"DDPStrategy({', '.join(taken)}=...) is set by phalanx itself; leave it out.")
         self._arguments = ddp_arguments
         self._ddp: nn.parallel.DistributedDataParallel | None = None
-        self._adapter: StepAdapter | None = None
+        self._adapter: _Adapter | None = None
         self._flagged: _LossAdapter | None = None
+        self._trainable: list[bool] = []
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         """Make all ranks start from rank 0's weights; when training, wrap an adapter around the module. Collective."""
-        trainable = any(parameter.requires_grad for parameter in module.parameters())
-        if self.world.size > 1 and training and trainable:
+        self._trainable = [parameter.requires_grad for parameter in module.parameters()]
+        if self.world.size > 1 and training and any(self._trainable):
             if self.routes_losses:
                 self._adapter = self._flagged = _LossAdapter(module, self.world.device)
             else:
-                self._adapter = StepAdapter(module)
+                self._adapter = _Adapter(module)
             try:
                 self._ddp = nn.parallel.DistributedDataParallel(self._adapter, **self._arguments)
             except TypeError as error:
@@ -68,11 +70,31 @@ class DDPStrategy(Strategy):
         if self._ddp is not None:
             self._ddp.__dict__["require_backward_grad_sync"] = enabled
 
+    def refresh(self, module: nn.Module) -> bool:
+        """Wrap anew where parameters were frozen or unfrozen: DDP reduces those that it saw at first. Collective."""
+        if self._ddp is None or self._trainable == [parameter.requires_grad for parameter in module.parameters()]:
+            return False
+        self.teardown()
+        # The old wrapper's hooks go with its last reference, which a circle holds.
+        gc.collect()
+        self.setup(module, [], training=True)
+        return True
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute gradients; DDP reduces them as they come."""
+        loss.backward(**options)
+        if self._adapter is not None:
+            self._adapter.__dict__["waiting"] = False
+
     def idle_backward(self) -> None:
         """Run DDP's forward and backward on a loss of zero that every parameter feeds. Collective."""
         if self._ddp is not None and self._adapter is not None:
             self.sync_gradients(True)
-            self._ddp(partial(_zero_loss, self._adapter)).backward()
+            if self._adapter.waiting:
+                # DDP broadcasts buffers before the first forward of a window. Other ranks run no second one.
+                self._ddp.__dict__["require_forward_param_sync"] = False
+            (loss,) = self._ddp(partial(_zero_loss, self._adapter))
+            self.backward(loss)
 
     def contributed(self) -> bool:
         """Read the reduced gradient of the participation flag: positive when any rank had a loss."""
@@ -89,8 +111,8 @@ class DDPStrategy(Strategy):
             return
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
-            if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+            # Also one that needs no gradient now: it may have one from before another optimizer was toggled.
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for group in by_dtype.values():
             self._reduce_group(group)
 
@@ -109,6 +131,10 @@ class DDPStrategy(Strategy):
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop gradients, the flag's too."""
         optimizer.zero_grad()
+        self.forget_losses()
+
+    def forget_losses(self) -> None:
+        """Drop the flag's gradient."""
         if self._flagged is not None:
             self._flagged.participation.grad = None
 
@@ -131,7 +157,18 @@ class DDPStrategy(Strategy):
         self._adapter = self._flagged = None
 
 
-class _LossAdapter(StepAdapter):
+class _Adapter(StepAdapter):
+    """Remembers whether a forward pass still waits for its backward."""
+
+    waiting = False
+
+    def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
+        """Call ``step`` inside DDP's hooks."""
+        self.__dict__["waiting"] = True
+        return step(*args, **kwargs)
+
+
+class _LossAdapter(_Adapter):
     """Adds to every loss a parameter that is 0 and stays 0: its reduced gradient says whether any rank had a loss.
 
     Without it, ranks whose steps returned None could not tell "nobody had a loss, so there is no update" from
@@ -144,21 +181,21 @@ class _LossAdapter(StepAdapter):
 
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
         """Call ``step`` and let the flag feed its loss."""
-        output = step(*args, **kwargs)
+        output = super().forward(step, *args, **kwargs)
         if output.__class__ is Tensor:
-            return output + self.participation if output.dim() == 0 else output
+            return output + self.participation if output.numel() == 1 else output
         if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
             return {**output, "loss": output["loss"] + self.participation}
         return output
 
 
-def _zero_loss(adapter: nn.Module) -> Tensor:
-    """Return a loss of zero, [1], that every parameter feeds, through one of its elements.
+def _zero_loss(adapter: nn.Module) -> list[Tensor]:
+    """Return a loss of zero that every parameter feeds, through one of its elements.
 
-    It has a dim so that ``_LossAdapter`` does not take it for a loss of the user's.
+    In a list, so that ``_LossAdapter`` does not take it for a loss of the user's.
     """
     parts = [parameter.flatten()[:1].sum() for parameter in adapter.parameters() if parameter.requires_grad]
-    return torch.stack([part.float() for part in parts]).nan_to_num().sum().reshape(1) * 0.0
+    return [torch.stack([part.float() for part in parts]).nan_to_num().sum() * 0.0]
 
 
 def find_unused_parameters(**ddp_arguments: Any) -> DDPStrategy:
