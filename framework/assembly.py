@@ -129,7 +129,7 @@ def _begin(trainer: Trainer, request: FitRequest, stage: str) -> Run:
     fanout = LoggerFanout(trainer.loggers if world.is_global_zero else [], trainer.note)
     run = Run(trainer, trainer.fabric, request.module, callbacks, fanout, stage)
     request.module.__dict__["_run"] = run
-    request.module.__dict__["_metric_log"] = run.train_log
+    request.module.log_to(run.train_log)
     trainer.attach_run(run)
     return run
 

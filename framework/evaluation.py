@@ -204,13 +204,12 @@ def evaluating(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
 @contextmanager
 def logging_to(run: Run, log: MetricLog | NoLog) -> Generator[None, None, None]:
     """Let ``self.log`` write to another log."""
-    kept = run.module.__dict__["_metric_log"]
-    run.module.__dict__["_metric_log"] = log
+    kept = run.module.log_to(log)
     if isinstance(log, MetricLog):
         run.logs.append(log)
     try:
         yield
     finally:
-        run.module.__dict__["_metric_log"] = kept
+        run.module.log_to(kept)
         if isinstance(log, MetricLog):
             run.logs.remove(log)

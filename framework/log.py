@@ -87,16 +87,23 @@ class MetricLog:
         self,
         name: str,
         value: Any,
-        prog_bar: bool,
-        logger: bool,
-        on_step: bool | None,
-        on_epoch: bool | None,
-        reduce_fx: str | Callable[..., Any],
-        batch_size: int | float | Tensor | None,
-        add_dataloader_idx: bool,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        sync_dist: bool = True,
+        batch_size: int | float | Tensor | None = None,
+        add_dataloader_idx: bool = True,
         rank_zero_only: bool = False,
+        enable_graph: bool = False,
+        sync_dist_group: Any = None,
+        metric_attribute: str | None = None,
     ) -> None:
-        """Keep a value. The first call of a name fixes how it is reduced and where it goes."""
+        """Keep a value: what ``TrainModule.log`` is while a run is under way, with its arguments.
+
+        The first call of a name fixes how it is reduced and where it goes.
+        """
         if rank_zero_only and not self._speaks:
             return
         key = name + self._suffix if add_dataloader_idx and self._suffix else name
@@ -286,7 +293,7 @@ class NoLog:
         self._where = where
         self._instead = instead
 
-    def log(self, name: str, *arguments: Any) -> None:
+    def log(self, name: str, *arguments: Any, **options: Any) -> None:
         """Refuse a value.
 
         Raises:

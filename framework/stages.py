@@ -128,7 +128,7 @@ def _let_go(trainer: Trainer, request: FitRequest) -> None:
             run.restore_layers()
         run.world.close()
     request.module.untoggle_optimizer()
-    for name in ("_run", "_metric_log"):
-        request.module.__dict__[name] = None
+    request.module.log_to(None)
+    request.module.__dict__["_run"] = None
     trainer.directory.release()
     trainer.run = trainer.loop = None

@@ -233,12 +233,12 @@ class AutomaticStep(TrainingStep):
     def _fill(self, count: int, index: int) -> None:
         """Run the last batch again, with weight 0, unseen by hooks and logs. Collective."""
         module = self.run.module
-        log, module.__dict__["_metric_log"] = module.__dict__["_metric_log"], None
+        log = module.log_to(None)
         for position in range(count):
             self.strategy.sync_gradients(position == count - 1)
             batch = self.last_batch if self.transfer is None else self.transfer(self.last_batch)
             self._without_weight(self._loss_of(self.forward(batch, index)), position == count - 1)
-        module.__dict__["_metric_log"] = log
+        module.log_to(log)
 
     def _without_weight(self, loss: Tensor | None, final: bool) -> None:
         """Go through what ranks do together in a micro-batch that adds nothing here. Collective."""
@@ -268,10 +268,10 @@ class AutomaticStep(TrainingStep):
         self._update(False, mean, consumed, index)
         self.run.in_window = False
         module = self.run.module
-        log, module.__dict__["_metric_log"] = module.__dict__["_metric_log"], None
+        log = module.log_to(None)
         for hook in self.callbacks_batch_end:
             hook({"loss": torch.zeros(())}, self.last_batch, index)
-        module.__dict__["_metric_log"] = log
+        module.log_to(log)
 
     # ---- gradients and weights ------------------------------------------------------------------------------------
 

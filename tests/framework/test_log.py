@@ -238,7 +238,7 @@ def test_a_value_logged_at_an_epochs_end_replaces_that_of_the_steps() -> None:
 def log_of(stage: str = "train", world: World | None = None, in_step: bool = True) -> tuple[TrainModule, MetricLog]:
     """Return a module that logs in a step, and where it logs to."""
     module, log = TrainModule(), MetricLog(stage, world or World.single())
-    module.__dict__["_metric_log"] = log
+    module.log_to(log)
     log.in_step = in_step
     log.batches = 1
     return module, log
