@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 import torch
 
+from .alternating import alternating
 from .calls import calls
 from .collectives import collectives
 from .imports import imports
@@ -20,6 +21,7 @@ from .step import bare_and_everyday, callbacks, logged_values
 CONCERNS: dict[str, Callable[[int, bool], None]] = {
     "step": bare_and_everyday,
     "values": logged_values,
+    "alternating": alternating,
     "callbacks": callbacks,
     "calls": calls,
     "imports": imports,
