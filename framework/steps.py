@@ -47,8 +47,7 @@ class TrainingStep:
         self.before_update = run.hooks("on_before_optimizer_step")
         self.forward: StepFunction
         self.raises = nonfinite == "raise"
-        on_cpu = run.world.device.type == "cpu"
-        self.reads_loss = on_cpu
+        self.reads_loss = run.world.device.type == "cpu"
         self.watch = DeviceLossWatch(self.report) if self.raises and run.world.device.type == "cuda" else None
 
     def routed(self, training: bool = True) -> StepFunction:

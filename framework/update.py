@@ -26,7 +26,6 @@ class Updater:
         self.strategy = strategy
         self.scaler = scaler
         self.guarded = skip_nonfinite or scaler is not None
-        self.last_norm: Tensor | None = None
         self.settles_later = False
         """Several optimizers share one loss scale: it may change only when none of them holds scaled gradients."""
         self._unscaled: set[int] = set()
@@ -63,7 +62,6 @@ class Updater:
             return None
         norm = self.strategy.gradient_norm(parameters, norm_type)
         self.strategy.clip_by_norm(parameters, value, norm)
-        self.last_norm = norm
         return norm
 
     def __call__(
