@@ -110,7 +110,7 @@ def assemble_evaluation(trainer: Trainer, request: FitRequest, stage: str) -> tu
             ),
         )
         checkpoint = open_checkpoint(found)
-        check_model(request.module, checkpoint, strict=True)
+        check_model(type(request.module), run.fabric.strategy.shapes(request.module), checkpoint, strict=True)
         load_model(run, checkpoint)
     plan = _evaluation_plan(trainer, stage, sources)
     plan.transfer = batch_transfer(run.fabric, request.module, request.datamodule)
@@ -171,7 +171,7 @@ def _place_model(trainer: Trainer, run: Run) -> None:
         module.configure_model()
     if trainer.sync_batchnorm and run.world.size > 1:
         run.restore_layers = share_batch_statistics(module, run.world.device.type)
-    module.to(run.world.device)
+    run.fabric.strategy.place(module)
     if precision.converts_inputs:
         module.to(precision.storage)
 

@@ -69,6 +69,8 @@ def check_fit(
     """
     check_module(module, "fit")
     check_manual(module, settings)
+    check_devices(module)
+    resources.strategy.check_module(module)
     value, algorithm = settings.clipping
     if value is not None and algorithm == "value" and not resources.strategy.traits.clips_by_value:
         raise ConfigurationError(
@@ -150,6 +152,21 @@ def check_module(module: Any, stage: str) -> None:
         with_arity(module.training_step, ("batch", "batch_idx"))
         if not is_overridden("configure_optimizers", module):
             raise ConfigurationError(f"{name} has no configure_optimizers, so nothing would be trained: define it.")
+
+
+def check_devices(module: nn.Module) -> None:
+    """Refuse a module that is spread over devices: a strategy moves it as a whole.
+
+    Raises:
+        ConfigurationError: its parameters are on more than one device.
+    """
+    homes = {str(parameter.device): name for name, parameter in module.named_parameters() if not parameter.is_meta}
+    if len(homes) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in homes.items())
+        raise ConfigurationError(
+            f"{type(module).__name__} has parameters on {len(homes)} devices ({where}): leave all on one, such as "
+            "the CPU; the strategy moves them."
+        )
 
 
 def check_names(cls: type, base: type, hooks: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ from .manifest import MANIFEST
 from .resume import on_rank_zero
 from .seed import capture
 from .seed import restore as restore_generators
+from .stored import held
 
 Location = str | os.PathLike[str]
 
@@ -94,14 +95,14 @@ class CheckpointVerbs(TrainingVerbs):
         if not isinstance(obj, nn.Module):
             raise ConfigurationError("load_raw puts weights into a module; load an optimizer with fabric.load.")
         module = unwrap(obj)
-        own = module.state_dict()
-        different = sorted(set(own) ^ set(tensors)) if strict else []
-        different += [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
-        if different:
-            raise CheckpointError(f"{path} does not fit {type(module).__name__}: {', '.join(different[:20])}.")
         engine = engine_of(obj)
         strategy = self.strategy if engine is None else engine.strategy
-        strategy.load_model_state(module, tensors.__getitem__, [name for name in own if name in tensors])
+        own = strategy.shapes(module)
+        different = sorted(set(own) ^ set(tensors)) if strict else []
+        different += [name for name in own if name in tensors and own[name] != tuple(tensors[name].shape)]
+        if different:
+            raise CheckpointError(f"{path} does not fit {type(module).__name__}: {', '.join(different[:20])}.")
+        strategy.load_model_state(module, held({name: tensors[name] for name in own if name in tensors}))
         return tensors
 
     # ---- everything at once ---------------------------------------------------------------------------------------

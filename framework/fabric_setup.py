@@ -56,12 +56,12 @@ class SetupVerbs(RankVerbs):
         """
         self._check_new(module, optimizers)
         original = unwrap(module)
-        if move_to_device:
-            original.to(self.device)
-        if self.precision.converts_inputs:
-            original.to(self.precision.storage)
         _ = self.world
         strategy = self.strategy.another()
+        if move_to_device:
+            strategy.place(original)
+        if self.precision.converts_inputs:
+            original.to(self.precision.storage)
         strategy.routes_losses = False
         engine = Engine(original, strategy, self.scaler, self._engines)
         ready = strategy.setup(original, optimizers, training=True)

@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint import Checkpoint, Snapshot
+from .checkpoint import Checkpoint, Shard, Snapshot
 from .codec import decode, encode, encode_inline
 from .errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from .fabric_module import engine_of, unwrap
 from .fabric_objects import FabricOptimizer, FabricScheduler
 from .model_state import check_model, encode_known
 from .optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
+from .stored import SavedTensor
 from .strategy import Strategy
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -30,6 +31,8 @@ class Contents:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     strategies: dict[str, Strategy] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    keepers: dict[str, Strategy] = field(default_factory=dict)
+    """The strategy that holds each optimizer's state."""
     stateful: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -54,6 +57,8 @@ def contents_of(state: Mapping[str, Any], strategy: Strategy) -> Contents:
             contents.strategies[key] = strategy if engine is None else engine.strategy
         elif isinstance(value, Optimizer):
             contents.optimizers[key] = plain_optimizer(value)
+            set_up: Any = value
+            contents.keepers[key] = set_up.engine.strategy if type(set_up) is FabricOptimizer else strategy
         elif is_stateful(value):
             contents.stateful[key] = value.scheduler if type(value) is FabricScheduler else value
         else:
@@ -96,20 +101,24 @@ def snapshot_of(
     for key in kept:
         if key not in known:
             raise unknown("filter", key, known)
-    tensors: dict[str, Tensor] = {}
+    shards: dict[str, Shard] = {}
     for key, module in contents.modules.items():
         prefix = contents.prefix(key)
-        found = _filtered(contents.strategies[key].model_state(module), kept.get(key))
-        tensors.update({prefix + name: tensor for name, tensor in found.items()})
-    states = [optimizer_state(one, names, number) for number, one in enumerate(contents.optimizers.values())]
+        held = contents.strategies[key].model_state(module)
+        found = _filtered({name: shard.tensor for name, shard in held.items()}, kept.get(key))
+        shards.update({prefix + name: held[name] for name in found})
+    states = [
+        optimizer_state(contents.keepers[key], one, names, number)
+        for number, (key, one) in enumerate(contents.optimizers.items())
+    ]
     stateful = {key: _filtered(value.state_dict(), kept.get(key)) for key, value in contents.stateful.items()}
     encoded, state_tensors = encode({"stateful": stateful, "values": contents.values, "own": dict(own)})
     only = next(iter(contents.modules.values())) if len(contents.modules) == 1 else None
     hparams, _ = encode_known(dict(getattr(only, "hparams", None) or {}))
     return Snapshot(
         sections={
-            "model": whole(tensors),
-            "optimizer": whole({name: tensor for _, each in states for name, tensor in each.items()}),
+            "model": shards,
+            "optimizer": {name: shard for _, each in states for name, shard in each.items()},
             "state": whole(state_tensors),
         },
         document={
@@ -155,6 +164,10 @@ class ModulePart:
     def read(self, name: str) -> Tensor:
         """Return a tensor by the module's own name."""
         return self._checkpoint.read("model", self._prefix + name)
+
+    def stored(self, name: str) -> SavedTensor:
+        """Return a tensor by the module's own name, yet to be read."""
+        return SavedTensor(self._checkpoint, "model", self._prefix + name)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by the module's own names."""
@@ -222,11 +235,13 @@ def restore(saved: Saved, contents: Contents, names: Mapping[int, str], state: d
     fits = _check(saved, contents, names, strict)
     checkpoint = saved.checkpoint
     for key, own in fits.items():
-        contents.strategies[key].load_model_state(contents.modules[key], saved.modules[key].read, own)
+        part = saved.modules[key]
+        contents.strategies[key].load_model_state(contents.modules[key], {name: part.stored(name) for name in own})
     for key, optimizer in contents.optimizers.items():
         if key in saved.optimizers:
             index = saved.optimizers.index(key)
-            load_optimizer(optimizer, checkpoint.document["optimizers"][index], names, checkpoint, index)
+            described = checkpoint.document["optimizers"][index]
+            load_optimizer(contents.keepers[key], optimizer, described, names, checkpoint, index)
     for key, value in contents.stateful.items():
         if key in saved.stateful:
             value.load_state_dict(saved.stateful[key])
@@ -252,7 +267,7 @@ def _check(saved: Saved, contents: Contents, names: Mapping[int, str], strict: b
     for key, module in contents.modules.items():
         if key in saved.modules:
             part = saved.modules[key]
-            fits[key] = check_model(module, part, strict)
+            fits[key] = check_model(type(module), contents.strategies[key].shapes(module), part, strict)
     for key, optimizer in contents.optimizers.items():
         if key in saved.optimizers:
             described = saved.checkpoint.document["optimizers"][saved.optimizers.index(key)]

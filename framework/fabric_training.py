@@ -115,6 +115,25 @@ class TrainingVerbs(SetupVerbs):
         finally:
             strategy.sync_gradients(True)
 
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the whole gradient of a parameter, averaged over ranks; None where no loss fed it. Collective.
+
+        Ask between the backward that ends a window and the update, with a parameter as the module holds it now.
+
+        Raises:
+            ConfigurationError: the parameter belongs to no module that is set up.
+        """
+        if not self._engines:
+            # A Trainer's Fabric: its strategy holds the one module.
+            return self.strategy.full_gradient(parameter)
+        for engine in self._engines:
+            if engine.owns(parameter):
+                return engine.strategy.full_gradient(parameter)
+        raise ConfigurationError(
+            f"full_gradient was given a tensor of shape {tuple(parameter.shape)} that is no parameter of a module that "
+            "is set up: take it from module.parameters() after setup, not before."
+        )
+
     def clip_gradients(
         self,
         module: nn.Module,

@@ -12,14 +12,15 @@ from .checkpoint import Checkpoint
 from .codec import JSON, decode, encode_inline
 from .errors import CheckpointError, ConfigurationError, did_you_mean
 
+Shapes = Mapping[str, tuple[int, ...]]
 
-def check_model(module: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
-    """Compare names and shapes of a module with a checkpoint's; return what both have.
+
+def check_model(kind: type[nn.Module], own: Shapes, checkpoint: Checkpoint, strict: bool) -> list[str]:
+    """Compare names and shapes of a module, ``own``, with a checkpoint's; return what both have.
 
     Raises:
         CheckpointError: they differ; the message lists the names with both sides.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
     saved = {name: tuple(checkpoint.shape("model", name)) for name in checkpoint.names("model")}
     problems = [f"{name}: {saved[name]} in the checkpoint, {own[name]} in the module" for name in own
                 if name in saved and own[name] != saved[name]]  # fmt: skip
@@ -30,7 +31,7 @@ def check_model(module: nn.Module, checkpoint: Checkpoint, strict: bool) -> list
         problems += [f"{name}: unknown to the module.{did_you_mean(name, own)}" for name in saved if name not in own]
     if problems:
         shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise CheckpointError(f"{checkpoint.path} does not fit {type(module).__name__}: {shown}.")
+        raise CheckpointError(f"{checkpoint.path} does not fit {kind.__name__}: {shown}.")
     return [name for name in own if name in saved]
 
 
@@ -65,7 +66,8 @@ def rebuild_module(cls: type[Any], checkpoint: Checkpoint, strict: bool, overrid
         ) from None
     module.configure_model()
     own = module.state_dict(keep_vars=True)
-    for name in check_model(module, checkpoint, strict):
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    for name in check_model(cls, shapes, checkpoint, strict):
         own[name].data.copy_(checkpoint.read("model", name))
     return module
 

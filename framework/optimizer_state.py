@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from .checkpoint import Checkpoint, Shard
 from .codec import decode, encode_inline
 from .errors import CheckpointError
-from .strategy import parameters_of
+from .stored import SavedTensor
+from .strategy import Strategy, parameters_of
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
@@ -25,16 +26,17 @@ def names_of(module: nn.Module) -> dict[int, str]:
 
 
 def optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], index: int
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return an optimizer's hyperparameters and scalars as JSON, and its tensors as ``<index>/<slot>/<parameter>``."""
-    tensors: dict[str, Tensor] = {}
+    strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str], index: int
+) -> tuple[dict[str, Any], dict[str, Shard]]:
+    """Return hyperparameters and scalars as JSON, and tensors as ``<index>/<slot>/<parameter>``. Collective."""
+    shards: dict[str, Shard] = {}
     scalars: dict[str, Any] = {}
-    for position, parameter in enumerate(parameters_of(optimizer)):
-        name = names.get(id(parameter), f"unnamed.{position}")
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                tensors[f"{index}/{slot}/{name}"] = value
+    positions = {id(parameter): position for position, parameter in enumerate(parameters_of(optimizer))}
+    for parameter, slots in strategy.optimizer_state(optimizer):
+        name = names.get(id(parameter), f"unnamed.{positions[id(parameter)]}")
+        for slot, value in slots.items():
+            if isinstance(value, Shard):
+                shards[f"{index}/{slot}/{name}"] = value
             else:
                 scalars.setdefault(name, {})[slot] = value.cpu() if isinstance(value, Tensor) else value
     groups = []
@@ -42,7 +44,7 @@ def optimizer_state(
         hyper = {key: value for key, value in group.items() if key != "params"}
         params = [names.get(id(p), f"unnamed.{i}") for i, p in enumerate(group["params"])]
         groups.append({"params": params, "hyper": encode_inline(hyper)})
-    return {"class": type(optimizer).__name__, "groups": groups, "scalars": encode_inline(scalars)}, tensors
+    return {"class": type(optimizer).__name__, "groups": groups, "scalars": encode_inline(scalars)}, shards
 
 
 def check_optimizers(optimizers: list[Optimizer], saved: list[dict[str, Any]], names: Mapping[int, str]) -> None:
@@ -70,22 +72,24 @@ def check_optimizers(optimizers: list[Optimizer], saved: list[dict[str, Any]], n
 
 
 def load_optimizer(
-    optimizer: Optimizer, saved: dict[str, Any], names: Mapping[int, str], checkpoint: Checkpoint, index: int
+    strategy: Strategy,
+    optimizer: Optimizer,
+    saved: dict[str, Any],
+    names: Mapping[int, str],
+    checkpoint: Checkpoint,
+    index: int,
 ) -> None:
-    """Put an optimizer's state back through its own ``load_state_dict``."""
+    """Put an optimizer's state back through its strategy. Collective."""
     numbers = {names.get(id(p), f"unnamed.{i}"): i for i, p in enumerate(parameters_of(optimizer))}
-    state: dict[int, dict[str, Any]] = {}
+    state: list[dict[str, Any]] = [{} for _ in numbers]
     for name, slots in decode(saved["scalars"]).items():
-        state.setdefault(numbers[name], {}).update(slots)
+        state[numbers[name]].update(slots)
     for key in checkpoint.names("optimizer"):
         owner, slot, name = key.split("/", 2)
         if int(owner) == index:
-            state.setdefault(numbers[name], {})[slot] = checkpoint.read("optimizer", key)
+            state[numbers[name]][slot] = SavedTensor(checkpoint, "optimizer", key)
     groups = []
-    first = 0
     for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
         own = {key: value for key, value in group.items() if key != "params"}
-        count = len(group["params"])
-        groups.append({**own, **decode(kept["hyper"]), "params": list(range(first, first + count))})
-        first += count
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        groups.append({**own, **decode(kept["hyper"])})
+    strategy.load_optimizer_state(optimizer, state, groups)

@@ -41,6 +41,8 @@ class Resources:
 
     def connect(self) -> World:
         """Join the process group and take the device. Collective."""
+        if self.place.local_rank == 0:
+            self.strategy.prepare(self.device_type, self.precision)
         world = self.strategy.connect(self.device_type, self.num_nodes, self.precision)
         if self.indices is not None:
             world.device = torch.device("cuda", self.indices[world.local_rank])
@@ -77,7 +79,7 @@ def resolve_resources(
             "--nnodes, or under SLURM with srun."
         )
     resolved_strategy = _strategy(strategy, count * num_nodes)
-    resolved_strategy.check(count * num_nodes)
+    resolved_strategy.check(count * num_nodes, device_type, num_nodes, resolved_precision)
     return Resources(device_type, count, indices, num_nodes, resolved_strategy, resolved_precision, place)
 
 

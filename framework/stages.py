@@ -47,6 +47,8 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
         raise
     else:
         trainer.state.status = "finished"
+        if trainer.run is not None:
+            trainer.run.fabric.strategy.restore(trainer.run.module)
         _teardown(trainer, stage)
     finally:
         _let_go(trainer, request)

@@ -16,6 +16,7 @@ from .model_state import check_model, encode_known
 from .optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
 from .run import Run
 from .seed import capture
+from .stored import SavedTensor
 from .windows import Windows
 
 
@@ -35,7 +36,7 @@ def save_run(run: Run, path: Path, windows: Windows | None, seed: int, weights_o
         )
     # Each rank looks at what it holds; what one finds, all hear. Buffers may be infinite by design, as masks are.
     trained = {name for name, _ in run.module.named_parameters(remove_duplicate=False)}
-    held = {name: tensor for name, tensor in strategy.model_state(run.module).items() if name in trained}
+    held = {name: shard.tensor for name, shard in strategy.model_state(run.module).items() if name in trained}
     found = run.world.all_gather_object(has_nonfinite(held))
     name = next((name for name in found if name is not None), None)
     if name is not None:
@@ -48,7 +49,7 @@ def save_run(run: Run, path: Path, windows: Windows | None, seed: int, weights_o
 
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
     """Return what a checkpoint keeps of a run; with ``weights_only`` the model and its hyperparameters. Collective."""
-    sections: dict[str, dict[str, Shard]] = {"model": whole(run.fabric.strategy.model_state(run.module))}
+    sections: dict[str, dict[str, Shard]] = {"model": run.fabric.strategy.model_state(run.module)}
     hparams, unsaved = encode_known(dict(run.module.hparams))
     document: dict[str, Any] = {
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
@@ -61,8 +62,9 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     if weights_only:
         return Snapshot(sections=sections, document=document, rank_document=None, buffers=buffers)
     names = names_of(run.module)
-    states = [optimizer_state(optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
-    sections["optimizer"] = whole({name: tensor for _, tensors in states for name, tensor in tensors.items()})
+    strategy = run.fabric.strategy
+    states = [optimizer_state(strategy, optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
+    sections["optimizer"] = {name: shard for _, shards in states for name, shard in shards.items()}
     user: dict[str, Any] = {}
     run.call("on_save_checkpoint", user)
     state = {
@@ -96,11 +98,12 @@ def restore_run(run: Run, checkpoint: Checkpoint) -> None:
         )
     saved = document["optimizers"]
     names = names_of(run.module)
-    check_model(run.module, checkpoint, strict=True)
+    strategy = run.fabric.strategy
+    check_model(type(run.module), strategy.shapes(run.module), checkpoint, strict=True)
     check_optimizers(run.optimizers, saved, names)
     load_model(run, checkpoint)
     for index, optimizer in enumerate(run.optimizers):
-        load_optimizer(optimizer, saved[index], names, checkpoint, index)
+        load_optimizer(strategy, optimizer, saved[index], names, checkpoint, index)
     state = decode(document["state"], checkpoint.read_section("state"))
     if len(state["schedulers"]) != len(run.schedulers):
         raise CheckpointError(
@@ -133,6 +136,5 @@ def rank_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 def load_model(run: Run, checkpoint: Checkpoint) -> None:
     """Put the weights back. Collective."""
-    run.fabric.strategy.load_model_state(
-        run.module, lambda name: checkpoint.read("model", name), checkpoint.names("model")
-    )
+    tensors = {name: SavedTensor(checkpoint, "model", name) for name in checkpoint.names("model")}
+    run.fabric.strategy.load_model_state(run.module, tensors)

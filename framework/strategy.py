@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .checkpoint_plan import Shard
+from .materialize import fill_from_rank_zero
 from .precision import Precision
+from .stored import StoredTensors
 from .world import World
 
 StepFunction = Callable[..., Any]
+Slots = Mapping[str, Any]
+"""An optimizer's state of one parameter by slot (``"exp_avg"``, ``"step"``): shards when taken, ``StoredTensor`` when
+put back; numbers and 0-d tensors are themselves."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,11 @@ class Traits:
     needs_optimizer_at_setup: bool = False
     owns_loss_scale: bool = False
     lockstep_forward: bool = False
-    """Forward passes hold collectives, so all ranks must run the same number of them."""
+    """Forward passes hold collectives, so all ranks must run the same number of them, in evaluation too."""
+    lockstep_backward: bool = False
+    """Gradients are reduced in the order in which backward passes produce them, so every rank must run real ones."""
+    reduces_in_backward: bool = False
+    """Gradients leave every backward pass averaged over ranks: there are none of this rank alone to reduce later."""
     supports_several_optimizers: bool = True
     clips_by_value: bool = True
 
@@ -51,8 +61,8 @@ class Strategy(ABC):
     Methods marked "Collective" must be called by all ranks in the same order.
     """
 
-    name: ClassVar[str]
-    traits: ClassVar[Traits] = Traits()
+    name: str
+    traits: Traits = Traits()
 
     world: World
     precision: Precision
@@ -60,18 +70,32 @@ class Strategy(ABC):
     """Whether what is routed returns losses. Set before ``setup``; if not, it returns anything and ``contributed`` is
     not asked."""
 
-    def check(self, world_size: int) -> None:
-        """Refuse a number of ranks this strategy cannot run on. Called before any process starts.
+    # ---- before the ranks meet ------------------------------------------------------------------------------------
+
+    def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
+        """Refuse what this strategy cannot run on. Called before any process starts.
 
         Raises:
-            ConfigurationError: the number does not fit.
+            ConfigurationError: the number of ranks, the device or the precision does not fit.
         """
+
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse a module that this strategy cannot take over. Called before any process starts.
+
+        Raises:
+            ConfigurationError: it breaks a rule of this strategy.
+        """
+
+    def prepare(self, device_type: str, precision: Precision) -> None:
+        """Get ready what this node needs. Called on each node's first rank alone, before the ranks meet."""
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group and take this rank's device. Collective."""
         self.precision = precision
         self.world = World.from_environment(device_type, num_nodes)
         return self.world
+
+    # ---- a module and its optimizers ------------------------------------------------------------------------------
 
     def another(self) -> Strategy:
         """Return a strategy like this one, of the same ranks, that holds no module. This one must hold none either."""
@@ -81,9 +105,18 @@ class Strategy(ABC):
         """Return the context to build large layers in."""
         return nullcontext()
 
+    def place(self, module: nn.Module) -> None:
+        """Put a module on its device, as far as that is to happen before ``setup``."""
+        fill_from_rank_zero(module, self.world)
+        module.to(self.world.device)
+
     @abstractmethod
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
-        """Take over a module that is on its device, and its optimizers; return the optimizers to use. Collective."""
+        """Take over a module that was placed, and its optimizers; return the optimizers to use. Collective.
+
+        The optimizers that come back are the user's objects, whose hyperparameters count in every step; their groups
+        hold the module's parameters as ``module.parameters()`` gives them from here on.
+        """
 
     @abstractmethod
     def route(self, step: StepFunction, training: bool) -> StepFunction:
@@ -118,6 +151,14 @@ class Strategy(ABC):
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the whole gradient of a parameter that ``setup`` took over, of its full shape. Collective.
+
+        It is None where no loss fed the parameter; the gradient is there between the backward that ends a window and
+        the update.
+        """
+        return parameter.grad
+
     def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm of the whole gradient, a 0-d tensor, the same on all ranks. Collective."""
         return nn.utils.get_total_norm(gradients_of(parameters), norm_type)
@@ -145,19 +186,58 @@ class Strategy(ABC):
     def sync_buffers(self, module: nn.Module) -> None:
         """Give every rank the same buffers, so that all evaluate the one model that is saved. Collective."""
 
-    def model_state(self, module: nn.Module) -> Mapping[str, Tensor]:
-        """Return this rank's part of the canonical state of a module, by parameter and buffer name."""
-        return module.state_dict()
+    # ---- canonical state ------------------------------------------------------------------------------------------
 
-    def load_model_state(self, module: nn.Module, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
-        """Take over canonical state: ``read`` returns the tensor of a name. Collective."""
+    def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
+        """Return the whole shape of every tensor in a module's canonical state, by parameter and buffer name."""
+        return {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+
+    def model_state(self, module: nn.Module) -> dict[str, Shard]:
+        """Return this rank's part of a module's canonical state, by parameter and buffer name. Collective.
+
+        Parameters are in the dtype that updates are applied in: the fp32 copy where there is one.
+        """
+        return {name: Shard.whole(tensor) for name, tensor in module.state_dict().items()}
+
+    def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
+        """Take over canonical state; what ``tensors`` lacks stays as it is. Collective."""
         own = module.state_dict(keep_vars=True)
         with torch.no_grad():
-            for name in names:
-                own[name].copy_(read(name))
+            for name, stored in tensors.items():
+                own[name].copy_(stored.read())
+
+    def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
+        """Yield each parameter that has state, as the optimizer's groups hold it, and its slots. Collective.
+
+        Tensors of at least one dim come as ``Shard``, this rank's part of a tensor of the parameter's whole shape.
+        """
+        for parameter in parameters_of(optimizer):
+            slots = optimizer.state.get(parameter)
+            if slots:
+                yield parameter, {slot: shard_if_tensor(value) for slot, value in slots.items()}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
+        """Put state back: the slots of each parameter, in the order of ``parameters_of``, and hyperparameters.
+
+        ``groups`` are complete but for ``"params"``. Collective.
+        """
+        optimizer.load_state_dict(
+            numbered(optimizer, [{k: whole_of(v) for k, v in slots.items()} for slots in state], groups)
+        )
 
     def teardown(self) -> None:
-        """Let go of what ``setup`` took; the module stays the user's, with its trained weights."""
+        """Let go of what ``setup`` took; the module stays the user's, with its trained weights.
+
+        Called after a failure too, when other ranks may never come: so it holds no collective. ``restore`` comes first
+        where all went well.
+        """
+
+    def restore(self, module: nn.Module) -> None:
+        """Give the module its whole, ordinary weights back. Collective.
+
+        Where they were split, rank 0 gets them, and the parameters of other ranks are left on the meta device unless
+        the strategy was asked to gather on all.
+        """
 
 
 class StepAdapter(nn.Module):
@@ -180,3 +260,28 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that an optimizer updates, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def shard_if_tensor(value: Any) -> Any:
+    """Return a tensor with dims as a whole ``Shard``, anything else as it is."""
+    return Shard.whole(value) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+
+def whole_of(value: Any) -> Any:
+    """Return what a ``StoredTensor`` holds, anything else as it is."""
+    return value.read() if is_stored(value) else value
+
+
+def is_stored(value: Any) -> bool:
+    """Whether a slot's value is a tensor that is still to be read."""
+    return not isinstance(value, Tensor) and hasattr(value, "read_slice")
+
+
+def numbered(optimizer: Optimizer, state: Sequence[Slots], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return state and hyperparameters in the form that ``Optimizer.load_state_dict`` takes."""
+    numbers = iter(range(len(parameters_of(optimizer))))
+    own = [
+        {**group, "params": [next(numbers) for _ in kept["params"]]}
+        for group, kept in zip(groups, optimizer.param_groups, strict=True)
+    ]
+    return {"state": {number: dict(slots) for number, slots in enumerate(state) if slots}, "param_groups": own}

@@ -163,8 +163,11 @@ class World:
         num_nodes: int = 1,
         backend: str | None = None,
         timeout_seconds: float | None = None,
+        grouped: bool = False,
     ) -> World:
         """Return the world that this process was started in, and meet the other ranks. Collective.
+
+        With ``grouped`` one process alone has torch's default group too, for libraries that ask for one.
 
         ``backend`` is gloo on a CPU and "cpu:gloo,cuda:nccl" on CUDA; ``timeout_seconds`` bounds its collectives, with
         torch's default of 30 minutes where it is None. A default group that exists already is used as it is.
@@ -174,7 +177,7 @@ class World:
         """
         place = placement(num_nodes)
         device = _device(device_type, place)
-        if place.size > 1 and not _is_initialized():
+        if (place.size > 1 or grouped) and not _is_initialized():
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             _share_cores(place)
             _meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
@@ -341,7 +344,9 @@ def _meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     common: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
     if timeout is not None:
         common["timeout"] = timeout
-    if place.launcher == "phalanx":
+    if place.size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), **common)
+    elif place.launcher == "phalanx":
         dist.init_process_group(backend, store=_loopback_store(place), **common)
     elif place.launcher == "torchrun":
         dist.init_process_group(backend, init_method="env://", **common)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..framework.errors import ConfigurationError
-from ..framework.strategy import StepAdapter, StepFunction, Strategy, Traits
+from ..framework.strategy import StepAdapter, StepFunction, Strategy
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 
@@ -31,8 +31,7 @@ class DDPStrategy(Strategy):
         ConfigurationError: an argument that phalanx sets itself is given.
     """
 
-    name: ClassVar[str] = "ddp"
-    traits: ClassVar[Traits] = Traits()
+    name = "ddp"
 
     def __init__(self, **ddp_arguments: Any) -> None:
         taken = [name for name in _TAKEN if name in ddp_arguments]

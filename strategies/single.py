@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..framework.errors import ConfigurationError
-from ..framework.strategy import StepFunction, Strategy, Traits
+from ..framework.precision import Precision
+from ..framework.strategy import StepFunction, Strategy
 
 
 class SingleDeviceStrategy(Strategy):
     """Trains on one device. The step, backward and update are torch's own, called directly."""
 
-    name: ClassVar[str] = "single"
-    traits: ClassVar[Traits] = Traits()
+    name = "single"
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse more than one rank."""
         if world_size > 1:
             raise ConfigurationError(
