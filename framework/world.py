@@ -345,7 +345,7 @@ def _meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     if timeout is not None:
         common["timeout"] = timeout
     if place.size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), **common)
+        dist.init_process_group(backend, store=dist.HashStore(), **common)  # type: ignore[attr-defined]
     elif place.launcher == "phalanx":
         dist.init_process_group(backend, store=_loopback_store(place), **common)
     elif place.launcher == "torchrun":
