@@ -11,12 +11,13 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py))))))
 
-.PHONY: help demo test lint types bench kill format clean
+.PHONY: help demo test lint types parity bench kill format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
 	@echo "make test     lint, format, types, tests"
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
+	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=20)"
 	@echo "make lint | types | format | clean"
 
@@ -39,6 +40,9 @@ types: $(DEV)
 
 bench: $(BENCH)
 	$(PY) -m benchmarks $(ARGS)
+
+parity: $(DEV)
+	$(PY) tests/parity_table.py --write docs/choosing-a-strategy.md
 
 # SIGKILL at random instants, the same command again, and the result must be that of the run nobody killed.
 TRIALS ?= 20

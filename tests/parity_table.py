@@ -1,0 +1,180 @@
+"""The parity table: every strategy trains the same small transformer as one process of plain torch.
+
+    python tests/parity_table.py                    every cell, as a table
+    python tests/parity_table.py --write docs/...   and into a page, between its two marks
+
+A cell trains 20 optimizer steps on the same global batches of 8 rows and compares the loss of each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from language_model import LanguageModel, adamw, token_loader, tokens
+from models import silent_trainer
+from ranks import close_pools, run_on_ranks
+from torch import nn
+
+from phalanx import AccumulationSchedule
+
+STEPS, GLOBAL_BATCH, CLIP = 20, 8, 0.5
+ROWS = 8 * GLOBAL_BATCH * STEPS
+PRECISIONS = {"32-true": 1e-5, "bf16-mixed": 2e-2}
+"""How far a step's loss may be from plain torch's, relative."""
+WINDOWS: dict[str, tuple[int, ...]] = {"1": (1,), "4": (4,), "1,2,3,1,4,2": (1, 2, 3, 1, 4, 2)}
+# How many ranks each trains on, and on how many different parts of a global batch.
+STRATEGIES = {
+    "single": (1, 1),
+    "ddp": (2, 2),
+    "fsdp": (2, 2),
+    "hsdp": (4, 4),
+    "zero1": (2, 2),
+    "zero2": (2, 2),
+    "zero3": (2, 2),
+    "zero2-offload": (2, 2),
+    "zero3-offload": (2, 2),
+    "zero3-nvme": (2, 2),
+    "fsdp+tp": (4, 2),
+}
+_BEGIN, _END = "<!-- parity table -->", "<!-- end of the parity table -->"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way of training."""
+
+    strategy: str
+    precision: str
+    windows: str
+    clips: bool
+
+
+CELLS = [Cell(*cell) for cell in itertools.product(STRATEGIES, PRECISIONS, WINDOWS, (False, True))]
+
+
+def by_hand(precision: str, windows: Sequence[int], clip: float | None) -> list[float]:
+    """Train in one process with plain torch; return the loss of each optimizer step."""
+    module, rows = LanguageModel(), tokens(ROWS)
+    optimizer = adamw(module, module.lr)
+    losses, position = [], 0
+    context = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
+    for step in range(STEPS):
+        count = GLOBAL_BATCH * windows[step % len(windows)]
+        with context:
+            loss = module.loss(rows[position : position + count])
+        position += count
+        optimizer.zero_grad()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def strategy_named(name: str, nvme_path: str) -> Any:
+    """Return what to hand to a Trainer for a row of the table."""
+    from phalanx.strategies import DeepSpeedStrategy, FSDPStrategy  # type: ignore[attr-defined]
+
+    if name == "fsdp+tp":
+        return FSDPStrategy(tensor_parallel=2)
+    if name == "zero3-nvme":
+        return DeepSpeedStrategy(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=nvme_path)
+    return name
+
+
+def trained(cell: Cell, nvme_path: str) -> list[float]:
+    """Train through a Trainer; return the losses of this rank's micro-batches."""
+    ranks, parts = STRATEGIES[cell.strategy]
+    windows = WINDOWS[cell.windows]
+    module = LanguageModel()
+    trainer = silent_trainer(
+        strategy=strategy_named(cell.strategy, nvme_path),
+        devices=ranks,
+        precision=cell.precision,
+        max_steps=STEPS,
+        accumulate_grad_batches=AccumulationSchedule.cycle(windows) if len(windows) > 1 else windows[0],
+        gradient_clip_val=CLIP if cell.clips else None,
+    )
+    trainer.fit(module, token_loader(ROWS, GLOBAL_BATCH // parts))
+    assert trainer.global_step == STEPS
+    return module.losses
+
+
+@cache
+def expected(precision: str, windows: str, clips: bool) -> list[float]:
+    """Return what plain torch gives."""
+    return by_hand(precision, WINDOWS[windows], CLIP if clips else None)
+
+
+def losses_of(cell: Cell) -> list[float]:
+    """Return the loss of each optimizer step of a cell, the mean over ranks and micro-batches."""
+    ranks, _ = STRATEGIES[cell.strategy]
+    with tempfile.TemporaryDirectory() as nvme_path:
+        if ranks == 1:
+            results = [trained(cell, nvme_path)]
+        else:
+            results = run_on_ranks(ranks, trained, cell, nvme_path, timeout=120.0)
+    rows = torch.tensor(results, dtype=torch.float64).mean(0)
+    windows = WINDOWS[cell.windows]
+    sizes = [windows[step % len(windows)] for step in range(STEPS)]
+    return [part.mean().item() for part in rows.split(sizes)]
+
+
+def deviation(cell: Cell) -> float:
+    """Return the largest relative difference of a step's loss to plain torch's."""
+    found = torch.tensor(losses_of(cell), dtype=torch.float64)
+    wanted = torch.tensor(expected(cell.precision, cell.windows, cell.clips), dtype=torch.float64)
+    return float(((found - wanted).abs() / wanted).max())
+
+
+def table(deviations: dict[Cell, float]) -> str:
+    """Return the deviations as a Markdown table: a row for each strategy."""
+    kinds = list(dict.fromkeys((cell.precision, cell.windows, cell.clips) for cell in deviations))
+    heads = [f"{precision}, {windows}{', clip' if clips else ''}" for precision, windows, clips in kinds]
+    lines = ["| strategy | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for strategy in dict.fromkeys(cell.strategy for cell in deviations):
+        cells = [deviations[Cell(strategy, *kind)] for kind in kinds]
+        lines.append(f"| `{strategy}` | " + " | ".join(f"{value:.0e}" for value in cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print the table; return 1 if a cell is beyond its tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="a page whose part between the marks becomes the table")
+    parser.add_argument("--only", action="append", choices=STRATEGIES, help="this strategy alone; may be repeated")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    deviations: dict[Cell, float] = {}
+    try:
+        for cell in CELLS:
+            if not chosen.only or cell.strategy in chosen.only:
+                deviations[cell] = deviation(cell)
+                print(f"{deviations[cell]:.1e}  {cell}", flush=True)
+    finally:
+        close_pools()
+    text = table(deviations)
+    print(text)
+    if chosen.write is not None:
+        before, _, rest = chosen.write.read_text().partition(_BEGIN)
+        after = rest.partition(_END)[2]
+        chosen.write.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{after}")
+    beyond = [cell for cell, value in deviations.items() if not value <= PRECISIONS[cell.precision]]
+    for cell in beyond:
+        print(f"beyond {PRECISIONS[cell.precision]:.0e}: {cell}")
+    return 1 if beyond else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
