@@ -25,6 +25,7 @@ from models import silent_trainer
 from ranks import close_pools, run_on_ranks
 from torch import nn
 
+import phalanx.strategies
 from phalanx import AccumulationSchedule
 
 STEPS, GLOBAL_BATCH, CLIP = 20, 8, 0.5
@@ -84,12 +85,10 @@ def by_hand(precision: str, windows: Sequence[int], clip: float | None) -> list[
 
 def strategy_named(name: str, nvme_path: str) -> Any:
     """Return what to hand to a Trainer for a row of the table."""
-    from phalanx.strategies import DeepSpeedStrategy, FSDPStrategy  # type: ignore[attr-defined]
-
     if name == "fsdp+tp":
-        return FSDPStrategy(tensor_parallel=2)
+        return phalanx.strategies.FSDPStrategy(tensor_parallel=2)
     if name == "zero3-nvme":
-        return DeepSpeedStrategy(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=nvme_path)
+        return phalanx.strategies.DeepSpeedStrategy(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=nvme_path)
     return name
 
 
