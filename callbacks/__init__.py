@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ..framework.callback import Callback as Callback
     from .accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from .early_stopping import EarlyStopping as EarlyStopping
+    from .gradient_norm import GradientNormMonitor as GradientNormMonitor
     from .lambda_callback import LambdaCallback as LambdaCallback
     from .learning_rate import LearningRateMonitor as LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
@@ -21,6 +22,7 @@ _HOMES = {
     "Callback": "..framework.callback",
     "EarlyStopping": ".early_stopping",
     "GradientAccumulationScheduler": ".accumulation",
+    "GradientNormMonitor": ".gradient_norm",
     "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".learning_rate",
     "ModelCheckpoint": ".model_checkpoint",
@@ -34,6 +36,7 @@ __all__ = [
     "Callback",
     "EarlyStopping",
     "GradientAccumulationScheduler",
+    "GradientNormMonitor",
     "LambdaCallback",
     "LearningRateMonitor",
     "ModelCheckpoint",

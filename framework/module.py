@@ -298,9 +298,12 @@ class TrainModule(HyperparametersMixin, nn.Module):
         optimizer: Optimizer,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip the gradients of an optimizer's parameters by ``"norm"`` (default) or by ``"value"``. Collective."""
-        self._live.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+    ) -> Tensor | None:
+        """Clip the gradients of an optimizer's parameters by ``"norm"`` (default) or by ``"value"``. Collective.
+
+        Returns the norm before, a 0-d tensor, where it clips by norm.
+        """
+        return self._live.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     # ---- the run --------------------------------------------------------------------------------------------------
 

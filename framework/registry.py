@@ -88,6 +88,7 @@ CALLBACKS = Registry(
         "early_stopping": ".callbacks.early_stopping:EarlyStopping",
         "model_checkpoint": ".callbacks.model_checkpoint:ModelCheckpoint",
         "gradient_accumulation_scheduler": ".callbacks.accumulation:GradientAccumulationScheduler",
+        "gradient_norm_monitor": ".callbacks.gradient_norm:GradientNormMonitor",
         "learning_rate_monitor": ".callbacks.learning_rate:LearningRateMonitor",
         "timer": ".callbacks.timer:Timer",
         "model_summary": ".callbacks.summary:ModelSummary",

@@ -210,14 +210,15 @@ class Run:
         if metric is not None:
             self.module.lr_scheduler_step(config.scheduler, metric)
 
-    def clip_gradients(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
-        """Clip an optimizer's gradients, where a value is given. Collective."""
-        if value:
-            for manual in self.manual_optimizers:
-                if id(optimizer) in (id(manual), id(manual.optimizer)):
-                    optimizer = manual.optimizer
-                    manual.reduce()
-            self.fabric.updater.clip(optimizer, value, algorithm or "norm")
+    def clip_gradients(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> Tensor | None:
+        """Clip an optimizer's gradients, where a value is given; return their norm before. Collective."""
+        if not value:
+            return None
+        for manual in self.manual_optimizers:
+            if id(optimizer) in (id(manual), id(manual.optimizer)):
+                optimizer = manual.optimizer
+                manual.reduce()
+        return self.fabric.updater.clip(optimizer, value, algorithm or "norm")
 
 
 def as_numbers(values: dict[str, Any]) -> dict[str, float]:

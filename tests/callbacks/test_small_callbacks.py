@@ -16,6 +16,7 @@ from torch import nn
 from phalanx.callbacks import (
     Callback,
     GradientAccumulationScheduler,
+    GradientNormMonitor,
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -41,6 +42,38 @@ def test_accumulation_changes_with_the_epoch(tmp_path: Path) -> None:
 def test_wrong_schedules_are_refused(scheduling: Any) -> None:
     with pytest.raises(ConfigurationError):
         GradientAccumulationScheduler(scheduling)
+
+
+# ---- GradientNormMonitor ---------------------------------------------------------------------------------------------
+
+
+def test_the_norm_is_that_of_the_gradient_before_clipping(tmp_path: Path) -> None:
+    module, norms = Tiny(lr=0.0), []
+    weights = nn.Linear(4, 1)
+    weights.load_state_dict(module.layer.state_dict())
+    for batch in loader():
+        weights.zero_grad()
+        weights(batch[0]).square().mean().backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in weights.parameters() if p.grad is not None]).item())
+    monitor = GradientNormMonitor()
+    trainer = quiet_trainer(
+        tmp_path,
+        [monitor],
+        max_epochs=1,
+        logger=CSVLogger(tmp_path, "", "run"),
+        gradient_clip_val=1e-3,
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, loader())
+    with open(next(tmp_path.rglob("metrics.csv"))) as file:
+        logged = [float(row["grad_norm"]) for row in csv.DictReader(file) if row["grad_norm"]]
+    assert logged == pytest.approx(norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, "2", True])
+def test_a_wrong_norm_type_is_refused(norm_type: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        GradientNormMonitor(norm_type)
 
 
 # ---- LambdaCallback --------------------------------------------------------------------------------------------------

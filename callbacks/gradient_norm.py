@@ -1,0 +1,56 @@
+"""``GradientNormMonitor``: the norm of the gradients among the logged figures, under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..framework.callback import Callback
+from ..framework.errors import ConfigurationError
+from ..framework.strategy import parameters_of
+
+if TYPE_CHECKING:
+    from ..framework.module import TrainModule
+    from ..framework.trainer import Trainer
+
+
+class GradientNormMonitor(Callback):
+    """Log the norm of each optimizer's whole gradient, before clipping, at the steps that are logged.
+
+    The figure is called ``grad_norm``, with ``grad_norm-1`` for a second optimizer. It is one reduction where gradients
+    are split over ranks.
+
+    Args:
+        norm_type: the order of the norm, such as 2.0 or ``float("inf")``.
+
+    Raises:
+        ConfigurationError: the order is no positive number.
+    """
+
+    def __init__(self, norm_type: float = 2.0) -> None:
+        if isinstance(norm_type, bool) or not isinstance(norm_type, (int, float)) or not norm_type > 0:
+            raise ConfigurationError(
+                f"GradientNormMonitor(norm_type={norm_type!r}): give a positive number, or float('inf')."
+            )
+        self.norm_type = float(norm_type)
+        self._every = 1
+        self._named: Sequence[tuple[Optimizer, str, list[Tensor]]] = ()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._every = trainer.settings.log_every_n_steps
+        self._named = [
+            (optimizer, f"grad_norm-{number}" if number else "grad_norm", parameters_of(optimizer))
+            for number, optimizer in enumerate(trainer.optimizers)
+        ]
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        # A step is logged by the number it has when it is done.
+        if (trainer.global_step + 1) % self._every:
+            return
+        for own, name, parameters in self._named:
+            if own is optimizer:
+                norm = trainer.fabric.strategy.gradient_norm(parameters, self.norm_type)
+                module.log(name, norm, on_step=True, on_epoch=False)
