@@ -16,6 +16,7 @@ from .alternating import alternating
 from .calls import calls
 from .collectives import collectives
 from .imports import imports
+from .sharded import by_hand, strategies
 from .step import bare_and_everyday, callbacks, logged_values
 
 CONCERNS: dict[str, Callable[[int, bool], None]] = {
@@ -26,6 +27,8 @@ CONCERNS: dict[str, Callable[[int, bool], None]] = {
     "calls": calls,
     "imports": imports,
     "collectives": collectives,
+    "strategies": strategies,
+    "by_hand": by_hand,
 }
 
 

@@ -30,14 +30,14 @@ def collectives(rounds: int, quick: bool) -> None:
         if counts is None:
             continue
         for window, (short, long) in zip((1, 4), _pairs(counts[:4]), strict=True):
-            found = _minus(long, short)
-            steps.append([name, window, *_cells(_each(found, found["steps"][0]))])
-        per_step = _minus(counts[1], counts[0])
+            found = minus(long, short)
+            steps.append([name, window, *cells(each(found, found["steps"][0]))])
+        per_step = minus(counts[1], counts[0])
         for values, (short, long) in zip(VALUES, _pairs(counts[4:]), strict=True):
-            found = _minus(long, short)
+            found = minus(long, short)
             share = found["steps"][0] / per_step["steps"][0]
             in_steps = {kind: [value * share for value in both] for kind, both in per_step.items()}
-            epochs.append([name, values, *_cells(_each(_minus(found, in_steps), 4))])
+            epochs.append([name, values, *cells(each(minus(found, in_steps), 4))])
     head = ["", "collectives", "bytes", "of which"]
     show("Communication for each optimizer step, ddp on 2 ranks", ["", "accumulation", *head[1:]], steps)
     show("Communication at an epoch's end, ddp on 2 ranks", ["", "metrics", *head[1:]], epochs)
@@ -67,17 +67,17 @@ def _pairs(counts: list[Counts]) -> list[tuple[Counts, Counts]]:
     return list(zip(counts[::2], counts[1::2], strict=True))
 
 
-def _each(found: Counts, length: float) -> Counts:
+def each(found: Counts, length: float) -> Counts:
     return {name: [value / length for value in both] for name, both in found.items() if name != "steps"}
 
 
-def _minus(long: Counts, short: Counts) -> Counts:
+def minus(long: Counts, short: Counts) -> Counts:
     return {
         name: [long.get(name, [0, 0])[at] - short.get(name, [0, 0])[at] for at in (0, 1)] for name in {*long, *short}
     }
 
 
-def _cells(found: Counts) -> list[Any]:
+def cells(found: Counts) -> list[Any]:
     number, size = (sum(both[at] for both in found.values()) for at in (0, 1))
     kinds = ", ".join(f"{both[0]:g} {name}" for name, both in sorted(found.items()) if both[0])
     return [f"{number:g}", f"{size:g}", kinds or "-"]

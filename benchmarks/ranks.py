@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,14 @@ UPDATE = "Optimizer.step#"
 WIDTHS = {"float": 4, "double": 8, "long int": 8, "unsigned char": 1, "int": 4, "bool": 1, "c10::BFloat16": 2}
 
 
-def counted(name: str, job: Job) -> dict[str, Any]:
-    """Return the collectives of a fit by name, how many and how many bytes each rank gives; and its optimizer steps.
+def communication(function: Callable[[], object]) -> dict[str, list[float]]:
+    """Return the collectives of a function by name, how many and how many bytes each rank gives; and optimizer steps.
 
     The profiler sees every collective where it enters gloo, those of DDP's C++ reducer and those on groups of their own
     among them; wrapped Python functions would miss the former.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
-        run(name, job)
+        function()
     found: dict[str, list[float]] = {"steps": [0, 0]}
     for event in seen.profiler.kineto_results.events():
         kind, _, collective = event.name().partition(":")
@@ -47,7 +48,7 @@ def main() -> None:
     if name != "phalanx":
         dist.init_process_group("gloo")
     run(name, Job(**jobs[0]))  # warm up
-    found = [counted(name, Job(**job)) for job in jobs]
+    found = [communication(partial(run, name, Job(**job))) for job in jobs]
     if dist.get_rank() == 0 if dist.is_initialized() else True:
         print("COUNTED " + json.dumps(found), flush=True)
 

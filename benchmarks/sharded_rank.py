@@ -1,0 +1,146 @@
+"""One rank of the fits that ``sharded.py`` counts and times: prints what it found. Run under torchrun."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import phalanx.strategies
+from phalanx import Trainer, TrainModule
+
+from .gpt import GPT, batches, next_token_loss
+from .ranks import communication
+
+WARM_UP = 3
+Fit = Callable[[int, list[float]], None]
+
+
+class Task(TrainModule):
+    """The small GPT; notes when each of its steps begins."""
+
+    def __init__(self, marks: list[float]) -> None:
+        super().__init__()
+        self.gpt = GPT()
+        self.marks = marks
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss."""
+        self.marks.append(time.perf_counter())
+        return next_token_loss(self.gpt, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(strategy: str, steps: int, marks: list[float], window: int = 1) -> None:
+    """Train through a Trainer."""
+    with TemporaryDirectory() as directory:
+        trainer = Trainer(
+            strategy=_built(strategy, Path(directory)),
+            devices=2,
+            max_steps=steps,
+            accumulate_grad_batches=window,
+            barebones=True,
+        )
+        trainer.fit(Task(marks), batches(2 * steps * window))
+
+
+def _built(strategy: str, directory: Path) -> Any:
+    if strategy != "zero3-nvme":
+        return strategy
+    offload = {"offload_optimizer": "nvme", "offload_parameters": "nvme"}
+    return phalanx.strategies.DeepSpeedStrategy(stage=3, nvme_path=directory, **offload)
+
+
+def fsdp_by_hand(steps: int, marks: list[float]) -> None:
+    """Train on ``fully_shard`` as its documentation shows it."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = GPT()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in batches(2 * steps)[dist.get_rank() :: 2]:
+        marks.append(time.perf_counter())
+        optimizer.zero_grad()
+        next_token_loss(model, batch).backward()
+        optimizer.step()
+
+
+def zero2_by_hand(steps: int, marks: list[float]) -> None:
+    """Train on DeepSpeed's engine, with the configuration and the optimizer that phalanx gives it."""
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from phalanx.framework.precision import resolve_precision
+    from phalanx.strategies.deepspeed_config import engine_config, resolve_options
+
+    model = GPT()
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    config = engine_config(resolve_options(stage=2), resolve_precision("32-true"), 2, elements)
+    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3, weight_decay=1e-2, adamw_mode=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    for batch in batches(2 * steps)[dist.get_rank() :: 2]:
+        marks.append(time.perf_counter())
+        engine.backward(next_token_loss(engine, batch))
+        engine.step()
+    engine.destroy()
+
+
+def timed(run: Fit, steps: int) -> float:
+    """Return the median seconds of a step."""
+    marks: list[float] = []
+    run(steps, marks)
+    marks = marks[WARM_UP:]
+    return statistics.median(after - before for before, after in itertools.pairwise(marks))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what libraries print out of what this process tells."""
+    kept, sys.stdout = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = kept
+
+
+def main() -> None:
+    what, rounds, steps, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    with _quiet():
+        if what == "count":
+            for name in names:
+                fit(name, 2, [])
+                found[name] = [
+                    communication(partial(fit, name, count, [], window)) for window in (1, 4) for count in (2, 6)
+                ]
+        else:
+            hand = {"fsdp": fsdp_by_hand, "zero2": zero2_by_hand}
+            for name in names:
+                sides: tuple[Fit, Fit] = (hand[name], partial(fit, name))
+                found[name] = [[timed(side, int(steps)) for side in sides] for _ in range(int(rounds))]
+    if dist.get_rank() == 0:
+        print("FOUND " + json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
