@@ -13,6 +13,7 @@ import os
 import pickle
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -182,6 +183,25 @@ class World:
             _share_cores(place)
             _meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
         return cls(place, device)
+
+    @contextlib.contextmanager
+    def variables(self) -> Iterator[None]:
+        """Have RANK, LOCAL_RANK and WORLD_SIZE tell where this process stands, for a library that reads them there.
+
+        LOCAL_RANK is the index of the device, where there is one. All of them are put back at the end.
+        """
+        local_rank = self.local_rank if self.device.index is None else self.device.index
+        mine = {"RANK": str(self.rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size)}
+        before = {name: os.environ.get(name) for name in mine}
+        os.environ.update(mine)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
     @property
     def control(self) -> dist.ProcessGroup:
