@@ -1,0 +1,76 @@
+"""A model that does not fit one rank's memory trains where its state is split, and in less where it lies on a disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import run_script
+
+LAYERS, WIDTH = 24, 1024
+PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
+
+SCRIPT = f"""
+import resource, sys
+import torch
+from torch import nn
+from phalanx import Trainer, TrainModule
+from phalanx import strategies as kinds
+
+strategy, path, bytes_each = sys.argv[1], sys.argv[2], float(sys.argv[3])
+
+
+class Deep(TrainModule):
+    def configure_model(self):
+        if hasattr(self, "net"):
+            return
+        used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+        cap = used + int(bytes_each * {PARAMETERS})
+        resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+        layers = [nn.Sequential(nn.Linear({WIDTH}, {WIDTH}), nn.Tanh()) for _ in range({LAYERS})]
+        self.net = nn.Sequential(*layers)
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch) - batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+keep = {{"gather_weights": "none"}}
+strategies = {{
+    "ddp": lambda: kinds.DDPStrategy(),
+    "fsdp": lambda: kinds.FSDPStrategy(**keep),
+    "zero3-offload": lambda: kinds.DeepSpeedStrategy(stage=3, offload_optimizer="cpu", offload_parameters="cpu", **keep),
+    "zero3-nvme": lambda: kinds.DeepSpeedStrategy(
+        stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=path, **keep
+    ),
+}}
+trainer = Trainer(
+    accelerator="cpu", devices=2, strategy=strategies[strategy](), max_steps=3, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Deep(), [torch.randn(2, {WIDTH}) for _ in range(6)])
+if trainer.is_global_zero:
+    print("TRAINED", trainer.global_step)
+"""
+
+
+def fit(strategy: str, path: Path, bytes_each: float) -> str:
+    """Train with ``bytes_each`` bytes for each parameter of the whole model, on each of two ranks; return the output."""
+    return run_script(SCRIPT, strategy, str(path), str(bytes_each), timeout=110.0).stdout
+
+
+# AdamW in fp32 takes 16 bytes for each parameter: weight, gradient and two moments.
+
+
+def test_ddp_does_not_fit(tmp_path: Path) -> None:
+    output = fit("ddp", tmp_path, 12)
+    assert "TRAINED" not in output
+    assert "memory" in output.lower()
+    assert "TRAINED 3" in fit("ddp", tmp_path, 24)
+
+
+@pytest.mark.parametrize(("strategy", "bytes_each"), [("fsdp", 12), ("zero3-offload", 14), ("zero3-nvme", 8)])
+def test_split_and_offloaded_state_fits(strategy: str, bytes_each: float, tmp_path: Path) -> None:
+    assert "TRAINED 3" in fit(strategy, tmp_path, bytes_each)
