@@ -72,11 +72,8 @@ def check_fit(
     check_devices(module)
     resources.strategy.check_module(module)
     value, algorithm = settings.clipping
-    if value is not None and algorithm == "value" and not resources.strategy.traits.clips_by_value:
-        raise ConfigurationError(
-            f"gradient_clip_algorithm='value' needs whole gradients, and strategy={resources.strategy.name!r} splits "
-            "them: use 'norm'."
-        )
+    if value is not None:
+        resources.strategy.check_clipping(algorithm)
     check_given("train", given, module, datamodule, resources.world_size, shard, required=True)
     if is_overridden("validation_step", module):
         check_given("validate", given, module, datamodule, resources.world_size, shard, required=False)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .checkpoint_plan import Shard
+from .errors import ConfigurationError
 from .materialize import fill_from_rank_zero
 from .precision import Precision
 from .stored import StoredTensors
@@ -167,8 +168,25 @@ class Strategy(ABC):
         """Scale gradients so that their norm, given as ``norm``, is at most ``max_norm``."""
         nn.utils.clip_grads_with_norm_(list(parameters), max_norm, norm)
 
+    def check_clipping(self, algorithm: str) -> None:
+        """Refuse a way of clipping that this strategy does not know.
+
+        Raises:
+            ConfigurationError: it is by value, and gradients are split.
+        """
+        if algorithm == "value" and not self.traits.clips_by_value:
+            raise ConfigurationError(
+                f"gradient_clip_algorithm='value' needs whole gradients, and strategy={self.name!r} splits them: use "
+                "'norm'."
+            )
+
     def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Clamp every gradient's elements to ``[-limit, limit]``."""
+        """Clamp every gradient's elements to ``[-limit, limit]``.
+
+        Raises:
+            ConfigurationError: gradients are split, and their elements elsewhere.
+        """
+        self.check_clipping("value")
         nn.utils.clip_grad_value_(list(parameters), limit)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
