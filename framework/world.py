@@ -11,10 +11,13 @@ import contextlib
 import gc
 import os
 import pickle
+import shlex
+import sys
 import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -34,6 +37,7 @@ ReduceName = Literal["sum", "mean", "min", "max"]
 _BUFFER_BYTES = 16 * 1024
 _HEADER_BYTES = 8
 _STORE_FD = "PHALANX_STORE_FD"
+_NVME_PATH = "PHALANX_NVME_PATH"
 _LAST_MOMENT_SECONDS = 0.01
 
 
@@ -123,6 +127,37 @@ def adopt_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
+def nvme_path() -> str | None:
+    """Return the folder on a disk that offloaded state goes to where no argument names one, or None."""
+    return os.environ.get(_NVME_PATH) or None
+
+
+def build_tools() -> tuple[str, list[str]]:
+    """Return the C++ compiler that extensions are built with, and the user's own flags for compiling and linking."""
+    flags = [os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS")]
+    return os.environ.get("CXX") or "c++", [flag for each in flags for flag in shlex.split(each)]
+
+
+@contextlib.contextmanager
+def library_environment(**variables: str) -> Iterator[None]:
+    """Set variables that a library reads; on PATH the interpreter's folder comes first. All goes back at the end.
+
+    So the tools of a virtual environment (ninja) are found even where it was not activated.
+    """
+    search = [str(Path(sys.executable).parent), *filter(None, [os.environ.get("PATH")])]
+    variables = {"PATH": os.pathsep.join(search), **variables}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def error_dir() -> str | None:
     """Return the directory where a rank that phalanx started records why it failed, or None elsewhere."""
     return os.environ.get(ERROR_DIR) or None
@@ -191,17 +226,8 @@ class World:
         LOCAL_RANK is the index of the device, where there is one. All of them are put back at the end.
         """
         local_rank = self.local_rank if self.device.index is None else self.device.index
-        mine = {"RANK": str(self.rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size)}
-        before = {name: os.environ.get(name) for name in mine}
-        os.environ.update(mine)
-        try:
+        with library_environment(RANK=str(self.rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(self.size)):
             yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
     @property
     def control(self) -> dist.ProcessGroup:

@@ -102,6 +102,14 @@ _TOP_LEVEL = (
     "zero_optimization",
 )
 
+_BLOCKS = (
+    "aio",
+    "data_types",
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+)
+
 # Where DeepSpeed itself gives "auto" a meaning.
 _OWN_AUTO = ("zero_optimization.zenflow.", "data_types.keep_in_fp32_modules", "expert_parallel.")
 
@@ -178,12 +186,12 @@ def _offence(name: str, value: Any) -> str | None:
         return f"decided by phalanx; use {OWNED[name]}"
     if name in _REMOVED:
         return "no longer in DeepSpeed; leave it out"
-    if name == "zero_optimization" and not isinstance(value, Mapping):
-        return f"{value!r} must be an object such as {{'stage': 2}}"
+    if name in _BLOCKS and not isinstance(value, Mapping):
+        return f"{value!r} must be an object {{...}}"
     if value == "auto" and not name.startswith(_OWN_AUTO):
         return "'auto' is filled in by Hugging Face's integration alone; leave it out, or give a value"
     if "." not in name and "[" not in name and name not in _TOP_LEVEL:
-        # A name of another's making passes through, as DeepSpeed lets it; one that was meant to be DeepSpeed's does not.
+        # A name of another's making passes through, as DeepSpeed lets it; one meant to be DeepSpeed's does not.
         guess = did_you_mean(name, [*_TOP_LEVEL, *OWNED])
         return f"not a key of DeepSpeed.{guess.rstrip('?')}" if guess else None
     return None
