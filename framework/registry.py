@@ -49,7 +49,7 @@ class Registry:
         """
         name = self._aliases.get(name, name)
         if name not in self._table and name not in set(self):
-            raise unknown(self.what, name, self)
+            raise unknown(self.what, name, [*self, *self._aliases])
         return name
 
     def load(self, name: str) -> Any:
@@ -69,6 +69,23 @@ STRATEGIES = Registry(
         "single": ".strategies.single:SingleDeviceStrategy",
         "ddp": ".strategies.ddp:DDPStrategy",
         "ddp_find_unused_parameters_true": ".strategies.ddp:find_unused_parameters",
+        "deepspeed": ".strategies.deepspeed:DeepSpeedStrategy",
+        "zero1": ".strategies.deepspeed_names:zero1",
+        "zero1-offload": ".strategies.deepspeed_names:zero1_offload",
+        "zero2": ".strategies.deepspeed_names:zero2",
+        "zero2-offload": ".strategies.deepspeed_names:zero2_offload",
+        "zero3": ".strategies.deepspeed_names:zero3",
+        "zero3-offload": ".strategies.deepspeed_names:zero3_offload",
+        "zero3-nvme": ".strategies.deepspeed_names:zero3_nvme",
+    },
+    aliases={
+        "deepspeed_stage_1": "zero1",
+        "deepspeed_stage_1_offload": "zero1-offload",
+        "deepspeed_stage_2": "zero2",
+        "deepspeed_stage_2_offload": "zero2-offload",
+        "deepspeed_stage_3": "zero3",
+        "deepspeed_stage_3_offload": "zero3-offload",
+        "deepspeed_stage_3_offload_nvme": "zero3-nvme",
     },
 )
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..framework.strategy import Strategy as Strategy
     from .ddp import DDPStrategy as DDPStrategy
+    from .deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from .single import SingleDeviceStrategy as SingleDeviceStrategy
 
 _HOMES = {
     "DDPStrategy": ".ddp",
+    "DeepSpeedStrategy": ".deepspeed",
     "SingleDeviceStrategy": ".single",
     "Strategy": "..framework.strategy",
 }
