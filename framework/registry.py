@@ -69,6 +69,8 @@ STRATEGIES = Registry(
         "single": ".strategies.single:SingleDeviceStrategy",
         "ddp": ".strategies.ddp:DDPStrategy",
         "ddp_find_unused_parameters_true": ".strategies.ddp:find_unused_parameters",
+        "fsdp": ".strategies.fsdp:FSDPStrategy",
+        "hsdp": ".strategies.fsdp:hsdp",
         "deepspeed": ".strategies.deepspeed:DeepSpeedStrategy",
         "zero1": ".strategies.deepspeed_names:zero1",
         "zero1-offload": ".strategies.deepspeed_names:zero1_offload",

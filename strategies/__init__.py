@@ -9,13 +9,17 @@ if TYPE_CHECKING:
     from ..framework.strategy import Strategy as Strategy
     from .ddp import DDPStrategy as DDPStrategy
     from .deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from .fsdp import FSDPStrategy as FSDPStrategy
+    from .fsdp import hsdp as hsdp
     from .single import SingleDeviceStrategy as SingleDeviceStrategy
 
 _HOMES = {
     "DDPStrategy": ".ddp",
     "DeepSpeedStrategy": ".deepspeed",
+    "FSDPStrategy": ".fsdp",
     "SingleDeviceStrategy": ".single",
     "Strategy": "..framework.strategy",
+    "hsdp": ".fsdp",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,0 +1,256 @@
+"""``fsdp``: parameters, gradients and optimizer state are split over ranks; a layer is whole only while it computes.
+
+Torch's ``fully_shard`` does the work (Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+Parallel"). ``hsdp`` is the same inside groups of ranks, replicated across them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..framework.checkpoint_plan import Shard
+from ..framework.errors import ConfigurationError, LoopError, unknown
+from ..framework.precision import Precision
+from ..framework.stored import StoredTensors
+from ..framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
+from ..framework.world import World
+from .fsdp_gradients import local_gradients, scale_to_norm, whole_norm
+from .fsdp_mesh import Layout, Replicas, lay_out
+from .fsdp_model import ShardedModel, Sharding
+from .fsdp_state import box_of, local_of, shard_of, slot_from_store, slots_as_shards
+from .fsdp_units import Units, check_units
+
+_GATHERS = ("rank_zero", "all", "none")
+
+
+class FSDPStrategy(Strategy):
+    """Shards parameters, gradients and optimizer state over ranks.
+
+    Args:
+        units: what is gathered and freed together: None finds the repeated blocks of the model; a class or a tuple of
+            classes, the least number of parameters of a unit, or a function from a module to a bool say it.
+        reshard_after_forward: whether a unit is freed between forward and backward, to be gathered again.
+        replicas: how many groups of ranks hold the whole model each, sharded inside.
+        tensor_parallel: how many ranks share each layer's computation, by ``TrainModule.configure_tensor_parallel``.
+        cpu_offload: keep shards, gradients and optimizer state in the CPU's memory.
+        activation_checkpointing: compute activations again in backward: True for all units, classes, or a function.
+        prefetch: how many units ahead are gathered explicitly; 0 leaves it to torch.
+        reduce_dtype: the dtype gradients are averaged in, by default at least float32.
+        gather_weights: who gets whole weights after a fit: ``"rank_zero"``, ``"all"`` or ``"none"``.
+
+    Raises:
+        ConfigurationError: an argument breaks its rule.
+    """
+
+    name = "fsdp"
+
+    def __init__(
+        self,
+        units: Units = None,
+        *,
+        reshard_after_forward: bool = True,
+        replicas: Replicas = 1,
+        tensor_parallel: int = 1,
+        cpu_offload: bool = False,
+        activation_checkpointing: bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[..., bool] = False,
+        prefetch: int = 0,
+        reduce_dtype: torch.dtype | None = None,
+        gather_weights: Literal["rank_zero", "all", "none"] = "rank_zero",
+    ) -> None:
+        check_units(units)
+        if gather_weights not in _GATHERS:
+            raise unknown("gather_weights", str(gather_weights), _GATHERS)
+        self.units = units
+        self.reshard_after_forward = reshard_after_forward
+        self.replicas = replicas
+        self.tensor_parallel = tensor_parallel
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing = activation_checkpointing
+        self.prefetch = prefetch
+        self.reduce_dtype = reduce_dtype
+        self.gather_weights = gather_weights
+        self.traits = Traits(
+            shards_parameters=True,
+            shards_gradients=True,
+            shards_optimizer_state=True,
+            offloads=cpu_offload,
+            lockstep_forward=True,
+            lockstep_backward=True,
+            reduces_in_backward=True,
+            clips_by_value=False,
+        )
+        self._layout: Layout
+        self._mesh: DeviceMesh
+        self._sharded: ShardedModel | None = None
+        self._stop_hooks: list[Any] = []
+
+    # ---- before the ranks meet ------------------------------------------------------------------------------------
+
+    def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
+        """Refuse a number of ranks that cannot be divided as asked."""
+        lay_out(world_size, num_nodes, self.replicas, self.tensor_parallel)
+
+    def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
+        """Join the process group, take the device and lay out the mesh. Collective."""
+        self.precision = precision
+        self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
+        self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
+        self._mesh = self._layout.build(world)
+        return world
+
+    # ---- a module and its optimizers ------------------------------------------------------------------------------
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Return the context in which parameters get no data until ``setup`` gives each rank its part."""
+        return torch.device("meta")
+
+    def place(self, module: nn.Module) -> None:
+        """Put the buffers on the device; parameters get there in ``setup``, each rank's part alone."""
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    part._buffers[name] = buffer.to(self.world.device)
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
+        """Shard a module in place, with rank 0's weights, and bind the optimizers to the shards. Collective."""
+        sharding = Sharding(
+            self.units,
+            self._layout.data_part(self._mesh),
+            self._policy(),
+            self.reshard_after_forward,
+            self.cpu_offload,
+            self.prefetch,
+        )
+        self._sharded = ShardedModel(module, optimizers, self.world, sharding)
+        self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
+        return list(optimizers)
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        precision = self.precision
+        narrow = precision.compute if precision.autocasts else None
+        reduce = self.reduce_dtype or (torch.float64 if precision.storage == torch.float64 else torch.float32)
+        return MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=reduce, cast_forward_inputs=False)
+
+    def _before_update(self, *_: Any) -> None:
+        """Free what a forward pass without backward has left gathered: it would miss the update."""
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    def route(self, step: StepFunction, training: bool) -> StepFunction:
+        """Return a call of ``step`` inside the hooks that gather the model's outermost parameters."""
+        if self._sharded is None:
+            return step
+        return partial(self._sharded.root, step) if training else partial(self._sharded.evaluate, step)
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Reduce and scatter gradients in the next backward, or let whole ones gather here."""
+        if self._sharded is not None:
+            self._sharded.sync_gradients(enabled)
+
+    def idle_backward(self) -> None:
+        """Refuse: a backward pass has to be run, by every rank alike."""
+        raise LoopError(
+            f"strategy={self.name!r} reduces gradients in the backward pass itself, which every rank has to run: give "
+            "a batch without loss a batch_weight of 0 instead."
+        )
+
+    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Nothing is left to do: backward averages gradients."""
+
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
+        """Multiply this rank's parts of the gradients."""
+        gradients = local_gradients(parameters)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Gather the gradient of a parameter. Collective."""
+        gradient = parameter.grad
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+    def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the whole gradient, from the ranks' parts in one reduction. Collective."""
+        return whole_norm(parameters, norm_type, self.world)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+        """Scale this rank's parts of the gradients."""
+        scale_to_norm(local_gradients(parameters), max_norm, norm)
+
+    # ---- canonical state ------------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Shard]:
+        """Return this rank's shards of the parameters, and on rank 0 the buffers."""
+        self._before_update()
+        tensors = module.state_dict(keep_vars=True)
+        return {
+            name: shard_of(tensor)
+            for name, tensor in tensors.items()
+            if isinstance(tensor, DTensor) or self.world.rank == 0
+        }
+
+    @torch.no_grad()
+    def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
+        """Read this rank's part of each parameter, and the buffers."""
+        self._before_update()
+        own = module.state_dict(keep_vars=True)
+        for name, stored in tensors.items():
+            tensor = own[name]
+            if isinstance(tensor, DTensor):
+                shape, offsets = box_of(tensor)
+                local_of(tensor).copy_(stored.read_slice(offsets, shape))
+            else:
+                tensor.copy_(stored.read())
+
+    def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
+        """Yield each parameter that has state, and this rank's shards of it."""
+        for parameter in parameters_of(optimizer):
+            slots = optimizer.state.get(parameter)
+            if slots:
+                yield parameter, slots_as_shards(slots)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
+        """Read this rank's part of every slot. Collective."""
+        own = [
+            {slot: slot_from_store(parameter, value) for slot, value in slots.items()}
+            for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
+        ]
+        optimizer.load_state_dict(numbered(optimizer, own, groups))
+
+    # ---- back -----------------------------------------------------------------------------------------------------
+
+    def restore(self, module: nn.Module) -> None:
+        """Take the shards' hooks off and give rank 0 whole weights, or all ranks, or leave them split. Collective."""
+        sharded = self._sharded
+        if sharded is None:
+            return
+        self.teardown()
+        if self.gather_weights != "none" and self.world.size > 1:
+            sharded.gather(everywhere=self.gather_weights == "all")
+
+    def teardown(self) -> None:
+        """Take torch's hooks and classes off the module; where one rank holds all, it has ordinary weights again."""
+        sharded, self._sharded = self._sharded, None
+        for hook in self._stop_hooks:
+            hook.remove()
+        self._stop_hooks = []
+        if sharded is not None:
+            sharded.take_off()
+            if self.world.size == 1:
+                sharded.gather(everywhere=True)
+
+
+def hsdp(units: Units = None, *, replicas: Replicas = "node", **arguments: Any) -> FSDPStrategy:
+    """Return ``fsdp`` with whole replicas of the model: one for each node, and two on a single node."""
+    strategy = FSDPStrategy(units, replicas=replicas, **arguments)
+    strategy.name = "hsdp"
+    return strategy

@@ -1,0 +1,80 @@
+"""Taking ``fully_shard`` and what comes with it off a model again, which torch itself cannot do.
+
+What is put on a module is seen by comparing: its class and the entries of its hook tables. These names that torch keeps
+private are involved: ``_module_state_mapping``, which remembers every module that was sharded and refuses it a second
+time; ``STATE_KEY`` and ``REGISTRY_KEY``, under which a module's attributes hold the same; the two attributes that
+compiled code asks for; and the names of a module's hook tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_ADDED_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+class Footprint:
+    """What was put on the modules of a model between ``__init__`` and ``close``."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._before = [(part, type(part), _hooks_of(part)) for part in root.modules()]
+        self._added: list[tuple[dict[Any, Any], Any]] = []
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+
+    def close(self) -> None:
+        """Note what has been added."""
+        for part, kind, hooks in self._before:
+            if type(part) is not kind:
+                self._classes.append((part, kind))
+            for name, known in hooks.items():
+                table = part.__dict__[name]
+                self._added += [(table, key) for key in table if key not in known]
+        self._parts = [part for part, _, _ in self._before]
+        self._before = []
+
+    def undo(self) -> None:
+        """Take all of it off again."""
+        for table, key in self._added:
+            table.pop(key, None)
+        for part, kind in self._classes:
+            part.__class__ = kind
+        for part in self._parts:
+            _composable_state._module_state_mapping.pop(part, None)
+            for name in _ADDED_ATTRIBUTES:
+                part.__dict__.pop(name, None)
+            _forget(part, STATE_KEY)
+            _forget(part, REGISTRY_KEY)
+        self._added, self._classes, self._parts = [], [], []
+
+
+def _hooks_of(part: nn.Module) -> dict[str, set[Any]]:
+    return {name: set(part.__dict__[name]) for name in _HOOKS if name in part.__dict__}
+
+
+def _forget(part: nn.Module, key: str) -> None:
+    """Drop the entry of ``fully_shard`` from a table of composable interfaces, and the table where it was alone."""
+    table = part.__dict__.get(key)
+    if table is None:
+        return
+    for entry in list(table):
+        if getattr(entry, "__name__", entry) == "fully_shard":
+            del table[entry]
+    if not table:
+        del part.__dict__[key]
