@@ -108,6 +108,19 @@ class TrainModule(HyperparametersMixin, nn.Module):
     def configure_model(self) -> None:
         """Build large layers here, under the strategy's context. May be called twice: build only what is missing."""
 
+    def configure_tensor_parallel(self, mesh: Any) -> Mapping[str, Any] | None:
+        """Say how layers are split where several ranks share their computation; called once weights are to be sharded.
+
+        Return a plan for ``torch.distributed.tensor.parallel.parallelize_module``, such as
+        ``{"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}``, or call ``parallelize_module``
+        yourself and return None. Parameters have no data yet. Layers that no plan names are computed alike by all ranks
+        of a group, which see the same batches. Attributes that are changed here stay changed after the run.
+
+        Args:
+            mesh: the ``DeviceMesh`` of this rank's group, of one axis, ``"tensor"``.
+        """
+        raise NotImplementedError
+
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         """Return callbacks that this module brings along; they replace the Trainer's of the same class."""
         return []

@@ -180,6 +180,9 @@ class World:
         self.placement = place
         self.device = device
         self.is_global_zero = place.rank == 0
+        # Which part of the data this rank sees, of how many: strategies in which several ranks see the same set them.
+        self.data_rank = place.rank
+        self.data_size = place.size
         self._control: list[dist.ProcessGroup] = []
         # A world that nobody closed: when it is let go of, or when this process exits.
         weakref.finalize(self, _destroy_group, self._control)
