@@ -75,7 +75,7 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     if loop.plan.validation is not None:
         loop.plan.validation.transfer = transfer
     if module.automatic_optimization:
-        loop.step = AutomaticStep(run, train_transfer, settings.nonfinite, settings.clipping)
+        loop.step = AutomaticStep(run, train_transfer, settings.nonfinite, settings.clipping, loop.windows)
     else:
         loop.step = ManualStep(run, train_transfer, settings.nonfinite)
     if checkpoint is not None:

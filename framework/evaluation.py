@@ -6,7 +6,8 @@
     metrics are reduced in one exchange; on_<stage>_epoch_end, which sees them; on_<stage>_end
 
 Ranks take whole batches in turn, composed as one process would compose them, so that a metric is the same number
-however many ranks there are. Nothing is exchanged between batches, so ranks may have different numbers of them.
+however many ranks there are. Nothing is exchanged between batches, so ranks may have different numbers of them; but for
+strategies whose forward passes hold collectives, under which a rank that has run out goes on with stand-ins.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from .evaluation_loaders import EvaluationSource
+from .evaluation_rounds import in_rounds
 from .log import MetricLog, NoLog
 from .log_entries import Entry
 from .run import Run, as_numbers
+from .standins import fresh, hidden
 from .steps import in_context, with_arity
 
 # How many batches' step figures wait on a device before they are read for the loggers.
@@ -143,8 +146,13 @@ def _run_loader(
     batch_end = [with_arity(hook, ("outputs", *names)) for hook in run.hooks(f"on_{plan.prefix}_batch_end")]
     figures = sink if isinstance(sink, _StepFigures) else None
     outputs = sink if isinstance(sink, list) else None
+    numbered = source.start(limit=plan.limits[index])
+    if run.world.size > 1 and run.fabric.strategy.traits.lockstep_forward:
+        numbered = in_rounds(
+            numbered, _certain_count(source, plan.limits[index]), run.world, _idle_step(run, plan, step, index)
+        )
     # By position of the rank's own batches, as the user's step would count them.
-    for batch_index, (place, batch) in enumerate(source.start(limit=plan.limits[index])):
+    for batch_index, (place, batch) in enumerate(numbered):
         if plan.transfer is not None:
             batch = plan.transfer(batch, index)
         if figures is not None:
@@ -163,6 +171,22 @@ def _run_loader(
             outputs.append((place, apply_to_collection(output, Tensor, _kept)))
     if figures is not None:
         figures.flush()
+
+
+def _certain_count(source: EvaluationSource, limit: int | None) -> int | None:
+    """Return how many batches a rank has, or None where the loader's word is all there is."""
+    return source.len_local(limit) if source.counts_exactly else None
+
+
+def _idle_step(run: Run, plan: EvaluationPlan, step: Callable[..., Any], index: int) -> Callable[[Any], None]:
+    """Return a call of a step on a batch that nobody sees. Collective where the step is."""
+
+    def idle(batch: Any) -> None:
+        with hidden(run.module):
+            batch = fresh(batch)
+            step(batch if plan.transfer is None else plan.transfer(batch, index), 0, index)
+
+    return idle
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ class EvaluationSource(ABC):
     name: str
     rank: int
     size: int
+    counts_exactly: bool = False
+    """Whether ``len_local``, where it is known, is what ``start`` will yield, whatever the user's objects say."""
 
     @abstractmethod
     def len_batches(self) -> int | None:
@@ -60,6 +62,8 @@ class EvaluationSource(ABC):
 
 class MapEvaluation(EvaluationSource):
     """A ``DataLoader`` over a map-style dataset: only this rank's batches are loaded."""
+
+    counts_exactly = True
 
     def __init__(self, loader: DataLoader[Any], *, rank: int, size: int, seed: int, name: str) -> None:
         self.name, self.rank, self.size = name, rank, size

@@ -166,6 +166,22 @@ def _size(shape: Iterable[int]) -> int:
     return torch.Size(shape).numel()
 
 
+@contextmanager
+def metrics_set_aside(module: nn.Module) -> Generator[None, None, None]:
+    """Let the metrics of a module forget what they gather in this context."""
+    parts = _parts(module)
+    kept = [(part, part.metric_state, part._update_count, part._forward_cache) for part in parts]
+    for part, states, count, _ in kept:
+        copies = {name: list(s) if isinstance(s, list) else s.clone() for name, s in states.items()}
+        _set(part, copies, count)
+    try:
+        yield
+    finally:
+        for part, states, count, shown in kept:
+            _set(part, states, count)
+            part._forward_cache = shown
+
+
 # ---- over time ----------------------------------------------------------------------------------------------------
 
 

@@ -18,12 +18,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .batch_norm import is_collective
+from .call_watch import zero_gradients
 from .errors import ConfigurationError, LoopError, NonFiniteError
 from .losses import DeviceLossWatch
 from .module import TrainModule
 from .run import Run
+from .standins import STAND_IN, StandIns
 from .strategy import StepFunction
 from .triggers import Agreement
+from .windows import Windows
+from .world import Pending
 
 _RULE = "training_step must return a scalar loss, a mapping with 'loss', or None"
 
@@ -52,9 +56,12 @@ class TrainingStep:
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step, in the precision's context, through the strategy."""
-        step = with_arity(self.run.module.training_step, ("batch", "batch_idx"))
         context = self.run.fabric.precision.context(self.run.world.device.type)
-        return self.strategy.route(in_context(step, context), training)
+        return self.strategy.route(in_context(self.user_step(), context), training)
+
+    def user_step(self) -> StepFunction:
+        """Return the user's step."""
+        return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
 
     def report(self, number: float, step: int) -> None:
         """Stop all ranks for a loss that is not finite: at once in one process, through a trigger with several."""
@@ -119,11 +126,16 @@ class AutomaticStep(TrainingStep):
         transfer: Callable[[Any], Any] | None,
         nonfinite: str,
         clipping: tuple[float | None, str],
+        windows: Windows | None = None,
     ) -> None:
         super().__init__(run, transfer, nonfinite)
         module = run.module
         run.fabric.updater.settles_later = False
         self.optimizer = run.optimizers[0]
+        traits = self.strategy.traits
+        # Other strategies tell by what they reduce anyway.
+        self.asks = self.world_size > 1 and (traits.lockstep_forward or traits.lockstep_backward)
+        self.stand_ins = self._stand_ins(windows)
         self.forward = self.routed()
         self.backward = self.strategy.backward
         self.scaler = run.fabric.scaler
@@ -132,12 +144,10 @@ class AutomaticStep(TrainingStep):
         self.zero_grad = self._zero_grad()
         self.apply = self._apply(clipping)
         self.step_schedulers = any(config.interval == "step" for config in run.schedulers)
-        self.lockstep = self.world_size > 1 and (
-            self.strategy.traits.lockstep_forward or any(is_collective(part) for part in module.modules())
-        )
         self.checked = False
         self.last_batch: Any = None
         self.batch_index = 0
+        self._anyone: tuple[Tensor, Pending] | None = None
 
     def __call__(self, batches: list[Any], consumed: int) -> bool:
         """Run a window of micro-batches; return False where no rank had one. Collective."""
@@ -150,12 +160,17 @@ class AutomaticStep(TrainingStep):
         if several:
             weights = self._weights(batches)
             self.triggers.launch(progress.attempts, sum(weights), len(batches))
-            if self.lockstep or not batches:
-                agreement = self._agree()
+            stand_ins = self.stand_ins
+            if not batches or (stand_ins is not None and (len(batches) < consumed or not stand_ins.began)):
+                agreement = self.triggers.read()
                 if agreement.ranks_with_data == 0:
+                    self._heed()
                     return False
                 mean = agreement.total_weight / self.world_size
-                fillers = self._missing(batches, agreement, consumed)
+                if stand_ins is not None:
+                    fillers = self._missing(batches, agreement, consumed)
+            if stand_ins is not None:
+                stand_ins.begin(batches, progress.batch_in_epoch, consumed)
         elif len(batches) > 1 or self.weigh is not None:
             weights = self._weights(batches)
             mean = sum(weights)
@@ -175,20 +190,27 @@ class AutomaticStep(TrainingStep):
             if not self.checked:
                 self._check(loss)
             if position == 0:
-                if several and agreement is None:
-                    agreement = self._agree()
-                    mean = agreement.total_weight / self.world_size
+                if several:
+                    if agreement is None:
+                        agreement = self.triggers.read()
+                        mean = agreement.total_weight / self.world_size
+                    if self.triggers.fired:
+                        self.run.heed_triggers()
                 self._drop_gradients()
             weight = 1.0 if weights is None else weights[position]
             if loss is not None and weight:
                 contributed = True
+            if self.asks and position == final and not fillers:
+                self._ask(contributed)
+            if loss is not None and weight:
                 self._backward(loss, None if weights is None else weight / mean)
             elif several:
                 self._without_weight(loss, position == final and not fillers)
             if position == final:
                 if several:
                     self.last_batch = batches[-1]
-                    self._fill(fillers, index)
+                    if fillers:
+                        self._fill(fillers, index, contributed, begins=False)
                 self._update(contributed, mean, consumed, index)
                 self.run.in_window = False
             if self.batch_end:
@@ -200,11 +222,9 @@ class AutomaticStep(TrainingStep):
 
     # ---- the parts of a window ------------------------------------------------------------------------------------
 
-    def _agree(self) -> Agreement:
-        agreement = self.triggers.read()
+    def _heed(self) -> None:
         if self.triggers.fired:
             self.run.heed_triggers()
-        return agreement
 
     def _weights(self, batches: list[Any]) -> Sequence[float]:
         if self.weigh is None:
@@ -219,36 +239,30 @@ class AutomaticStep(TrainingStep):
     # ---- ranks with less data than others -------------------------------------------------------------------------
 
     def _missing(self, batches: list[Any], agreement: Agreement, count: int) -> int:
-        """Return how many forward passes this rank has to add so that all ranks run the same number of them."""
-        if not self.lockstep or agreement.batches is not None:
-            return 0
-        if not batches and self.last_batch is None:
-            raise ConfigurationError(
-                f"rank {self.run.world.rank} has had no batch at all, and this model synchronises in its forward "
-                "pass, which every rank must run: use fewer ranks, or more data."
-            )
-        return count - len(batches)
+        """Return how many passes this rank has to add so that all ranks run the same number of them. Collective."""
+        assert self.stand_ins is not None
+        if not self.stand_ins.began:
+            self.stand_ins.share(batches, agreement)
+        return 0 if agreement.batches is not None else count - len(batches)
 
-    def _fill(self, count: int, index: int) -> None:
-        """Run the last batch again, with weight 0, unseen by hooks and logs. Collective."""
-        module = self.run.module
-        log = module.log_to(None)
+    def _fill(self, count: int, index: int, contributed: bool, begins: bool) -> None:
+        """Run stand-ins at the end of a window, or for all of it where they begin it. Collective."""
         for position in range(count):
-            self.strategy.sync_gradients(position == count - 1)
-            batch = self.last_batch if self.transfer is None else self.transfer(self.last_batch)
-            self._without_weight(self._loss_of(self.forward(batch, index)), position == count - 1)
-        module.log_to(log)
+            final = position == count - 1
+            self.strategy.sync_gradients(final)
+            self.forward(STAND_IN, index)
+            if begins and position == 0:
+                # Where other ranks do, which run in step: after the window's first forward pass.
+                self._heed()
+            if final and self.asks:
+                self._ask(contributed)
+            self._without_weight(None, final)
 
     def _without_weight(self, loss: Tensor | None, final: bool) -> None:
         """Go through what ranks do together in a micro-batch that adds nothing here. Collective."""
-        if self.lockstep:
-            if loss is None:
-                raise LoopError(
-                    "training_step returned None, but this model synchronises its backward pass over ranks, which all "
-                    "of them must run: give the batch a batch_weight of 0 instead."
-                )
-            # A mean over nothing is NaN, and NaN times 0 is NaN.
-            self.backward(loss.nan_to_num(0.0, 0.0, 0.0) * 0.0)
+        if self.stand_ins is not None:
+            with zero_gradients(self.stand_ins.take_loss() if loss is None else loss) as zero:
+                self.backward(zero)
         elif final:
             self.strategy.idle_backward()
 
@@ -261,8 +275,9 @@ class AutomaticStep(TrainingStep):
         self.run.in_window = True
         self._drop_gradients()
         if fillers:
-            self._fill(fillers, index)
+            self._fill(fillers, index, contributed=False, begins=True)
         else:
+            self._heed()
             self.strategy.idle_backward()
         self._update(False, mean, consumed, index)
         self.run.in_window = False
@@ -271,6 +286,19 @@ class AutomaticStep(TrainingStep):
         for hook in self.callbacks_batch_end:
             hook({"loss": torch.zeros(())}, self.last_batch, index)
         module.log_to(log)
+
+    # ---- whether anyone had a loss --------------------------------------------------------------------------------
+
+    def _ask(self, contributed: bool) -> None:
+        """Start to tell one another, before the last backward pass of a window, which hides it. Collective."""
+        losses = torch.tensor([float(contributed)], dtype=torch.float64)
+        self._anyone = losses, self.run.world.control_reduce(losses)
+
+    def _anyone_contributed(self) -> bool:
+        assert self._anyone is not None
+        losses, pending = self._anyone
+        pending.wait()
+        return losses.item() > 0
 
     # ---- gradients and weights ------------------------------------------------------------------------------------
 
@@ -287,7 +315,9 @@ class AutomaticStep(TrainingStep):
             hook()
 
     def _update(self, contributed: bool, mean: float, consumed: int, index: int) -> None:
-        if mean and (contributed or (self.world_size > 1 and self.strategy.contributed())):
+        if self.asks:
+            contributed = self._anyone_contributed()
+        if mean and (contributed or (self.world_size > 1 and not self.asks and self.strategy.contributed())):
             self.batch_index = index
             if self.apply():
                 self.progress.global_step += 1
@@ -296,6 +326,30 @@ class AutomaticStep(TrainingStep):
         self.advance(consumed)
 
     # ---- decided once ---------------------------------------------------------------------------------------------
+
+    def _stand_ins(self, windows: Windows | None) -> StandIns | None:
+        """Return what fills in for batches without a loss, where ranks run their passes in step."""
+        traits = self.strategy.traits
+        forward = traits.lockstep_forward or any(is_collective(part) for part in self.run.module.modules())
+        if self.world_size == 1 or not (forward or traits.lockstep_backward):
+            return None
+        return StandIns(self.run, self.transfer, windows, forward)
+
+    def routed(self, training: bool = True) -> StepFunction:
+        """Return the user's step, in the precision's context, through the strategy; with stand-ins where needed."""
+        step = super().routed(training)
+        return step if self.stand_ins is None else self.stand_ins.telling(step)
+
+    def user_step(self) -> StepFunction:
+        """Return the user's step, or a stand-in's where it gives no loss."""
+        step = super().user_step()
+        return step if self.stand_ins is None else self.stand_ins.wrap(step, self._loss_of)
+
+    def flush(self) -> None:
+        """Wait for losses that are still being watched, and leave the module without hooks."""
+        super().flush()
+        if self.stand_ins is not None:
+            self.stand_ins.release()
 
     def _zero_grad(self) -> Callable[[], None]:
         module, optimizer = self.run.module, self.optimizer

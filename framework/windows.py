@@ -5,8 +5,8 @@ Because the window is known before the first backward, so is the total weight th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Generator, Iterator
+from itertools import chain, islice
 from typing import Any
 
 from .accumulation import AccumulationSchedule
@@ -65,6 +65,24 @@ class Windows:
         if self._several_ranks:
             return [batch for batch in batches if batch is not NO_BATCH], size
         return (batches, len(batches)) if batches else None
+
+    def coming(self, index: int) -> Generator[tuple[Any, int], None, None]:
+        """Yield this rank's next batches of the epoch and their indices, of which the first is ``index``.
+
+        They stay to be taken: once this is closed, ``take`` goes on with the first of them.
+        """
+        seen: list[Any] = []
+        try:
+            while self.end is None or index < self.end:
+                item = next(self._iterator, _END)
+                if item is _END:
+                    return
+                seen.append(item)
+                if item is not NO_BATCH:
+                    yield item, index
+                index += 1
+        finally:
+            self._iterator = chain(seen, self._iterator)
 
     def position(self) -> dict[str, Any]:
         """Return where the epoch stands, for a checkpoint."""

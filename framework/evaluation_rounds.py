@@ -1,0 +1,54 @@
+"""Evaluation where forward passes hold collectives: all ranks run the same number of them over each loader.
+
+A rank that has run out of batches goes on with its last one, unseen by everything that counts. Ranks agree on it while
+they run, so that loaders may have any length, known or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .world import World
+
+Numbered = tuple[int, Any]
+
+
+def in_rounds(
+    batches: Iterator[Numbered], count: int | None, world: World, stand_in: Callable[[Any], None]
+) -> Iterator[Numbered]:
+    """Yield a rank's batches, then call ``stand_in`` with a batch as often as others have more. Collective.
+
+    ``count`` is how many batches this rank has, where that is certain. A rank that has none at all gets one of the
+    lowest rank that has any.
+    """
+    upcoming = next(batches, None)
+    told = world.all_gather_object((upcoming is not None, count))
+    holders = [rank for rank, (holds, _) in enumerate(told) if holds]
+    if not holders:
+        return
+    last = upcoming[1] if upcoming is not None else None
+    if len(holders) < world.size:
+        shared = world.broadcast_object(last, holders[0])
+        last = shared if upcoming is None else last
+    counts = [count for _, count in told if count is not None]
+    rounds = max(counts) if len(counts) == world.size else None
+    done = 0
+    while True:
+        item = upcoming
+        if item is not None:
+            upcoming, last = next(batches, None), item[1]
+        # The question is answered while the model runs.
+        more = torch.tensor([float(upcoming is not None)], dtype=torch.float64)
+        pending = world.control_reduce(more) if rounds is None else None
+        if item is not None:
+            yield item
+        else:
+            stand_in(last)
+        done += 1
+        if pending is not None:
+            pending.wait()
+        if (done == rounds) if pending is None else not more.item():
+            return
