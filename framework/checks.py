@@ -84,6 +84,24 @@ def check_fit(
         )
 
 
+def check_plan(
+    module: Any,
+    given: Mapping[str, Any],
+    datamodule: DataModule | None,
+    resources: Resources,
+    shard: bool,
+    activation_bytes: int | None,
+) -> None:
+    """Refuse what ``plan`` could not look at; data is needed where activations are to be measured.
+
+    Raises:
+        ConfigurationError: the module or the data breaks a rule.
+    """
+    check_module(module, "fit")
+    check_devices(module)
+    check_given("train", given, module, datamodule, resources.world_size, shard, required=activation_bytes is None)
+
+
 def check_evaluation(
     stage: str,
     module: Any,

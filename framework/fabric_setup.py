@@ -44,6 +44,14 @@ class SetupVerbs(RankVerbs):
         self._window: GradientWindow | None = None
         self._seed: int | None = None
 
+    def use_strategy(self, strategy: Strategy) -> None:
+        """Go on with another strategy, before anything is set up; ranks that have met stay together."""
+        guarded = self.updater.guarded and self.scaler is None
+        self.resources.strategy = self.strategy = strategy
+        self.scaler = LossScaler() if self.precision.scaled and not strategy.traits.owns_loss_scale else None
+        self.updater = Updater(strategy, self.scaler, guarded)
+        self.leave_world()
+
     # ---- setting up -----------------------------------------------------------------------------------------------
 
     def setup(self, module: nn.Module, *optimizers: Optimizer, move_to_device: bool = True) -> Any:

@@ -51,6 +51,12 @@ class RankVerbs:
             self._world = self.resources.connect()
         return self._world
 
+    def leave_world(self) -> None:
+        """Join the ranks anew when they are next asked for, through the strategy there is then."""
+        if self._world is not None:
+            self._world.close()
+        self._world = self._triggers = None
+
     @property
     def device(self) -> torch.device:
         """This rank's device."""

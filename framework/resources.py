@@ -28,6 +28,8 @@ class Resources:
     strategy: Strategy
     precision: Precision
     place: Placement
+    auto: bool = False
+    """Whether the strategy is left to phalanx: ``strategy`` is then what it starts from, and a fit may take another."""
 
     @property
     def world_size(self) -> int:
@@ -80,7 +82,9 @@ def resolve_resources(
         )
     resolved_strategy = _strategy(strategy, count * num_nodes)
     resolved_strategy.check(count * num_nodes, device_type, num_nodes, resolved_precision)
-    return Resources(device_type, count, indices, num_nodes, resolved_strategy, resolved_precision, place)
+    return Resources(
+        device_type, count, indices, num_nodes, resolved_strategy, resolved_precision, place, strategy == "auto"
+    )
 
 
 def _device_type(accelerator: str) -> str:

@@ -12,6 +12,7 @@ from .assembly import FitRequest, assemble_evaluation, assemble_fit
 from .evaluation import evaluate, predict
 from .launch import install_rank_hooks
 from .model_state import encode_known
+from .planning import settle_strategy
 from .report import box, end_lines, report, start_lines
 from .trainer_view import TrainerState
 from .training import FitLoop
@@ -55,6 +56,7 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
 
 
 def _fit(trainer: Trainer, request: FitRequest) -> None:
+    settle_strategy(trainer, request)
     loop = assemble_fit(trainer, request)
     _begin(trainer, loop)
     with torch.autograd.set_detect_anomaly(True) if trainer.settings.detect_anomaly else nullcontext():

@@ -11,13 +11,15 @@ import torch
 from .accumulation import AccumulationSchedule
 from .arguments import check_flags, refuse_unknown
 from .assembly import FitRequest
-from .checks import check_evaluation, check_fit, split_datamodule
+from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .datamodule import DataModule
 from .errors import ConfigurationError
 from .fabric import Fabric
 from .launch import can_rerun_script, launch_script
+from .memory_plan import MemoryPlan
 from .module import TrainModule
 from .notebook import run_in_function
+from .planning import plan_memory
 from .plugins import resolve_callbacks, resolve_loggers
 from .progress import Progress
 from .report import say
@@ -39,7 +41,8 @@ class Trainer(TrainerView):
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"`` or ``"cuda"``.
-        strategy: how work is spread, a name or a ``Strategy``; ``"auto"`` is ``single`` for one rank, ``ddp`` for more.
+        strategy: how work is spread, a name or a ``Strategy``; ``"auto"`` takes the first that fits into memory of
+            ``single`` (one rank) or ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme`` when a fit starts.
         devices: ranks on each node: a number, a list of CUDA indices, or ``"auto"``.
         num_nodes: nodes; more than one needs a launcher such as torchrun.
         precision: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``; for
@@ -211,6 +214,32 @@ class Trainer(TrainerView):
         check_fit(model, given, datamodule, self.settings, self.fabric.resources, self.use_distributed_sampler)
         check_checkpoint_path(ckpt_path)
         self._launched_or_here("fit", FitRequest(model, given, datamodule, ckpt_path))
+
+    def plan(
+        self,
+        model: TrainModule,
+        train_dataloaders: Any = None,
+        *,
+        activation_bytes: int | None = None,
+        datamodule: DataModule | None = None,
+    ) -> MemoryPlan:
+        """Return what each strategy would hold on every rank beside the memory that is there; printed, a table.
+
+        Nothing is trained and no rank is started. A micro-batch runs on a copy of the module in this process, on its
+        device, to see what its forward keeps for backward, unless ``activation_bytes`` says it. The module, generators
+        and loaders stay as they are.
+
+        Raises:
+            ConfigurationError: the module or the data could not be used by ``fit``.
+        """
+        if activation_bytes is not None and (
+            isinstance(activation_bytes, bool) or not isinstance(activation_bytes, int) or activation_bytes < 0
+        ):
+            raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")
+        train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
+        given = {"train": train_dataloaders}
+        check_plan(model, given, datamodule, self.fabric.resources, self.use_distributed_sampler, activation_bytes)
+        return plan_memory(self, FitRequest(model, given, datamodule), activation_bytes)
 
     def validate(
         self,

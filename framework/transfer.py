@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from .datamodule import DataModule
-from .fabric import Fabric
 from .module import TrainModule
+from .precision import Precision
+
+
+class Mover(Protocol):
+    """What is asked of a Fabric."""
+
+    precision: Precision
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def to_device(self, obj: Any) -> Any: ...
+
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def batch_transfer(
-    fabric: Fabric, module: TrainModule, datamodule: DataModule | None
+    fabric: Mover, module: TrainModule, datamodule: DataModule | None
 ) -> Callable[[Any, int], Any] | None:
     """Return the function from ``(batch, dataloader_idx)`` to the batch that a step gets; None for the batch itself.
 
@@ -39,7 +53,7 @@ def batch_transfer(
     return transfer
 
 
-def _to_device(fabric: Fabric) -> Callable[[Any, Any, int], Any]:
+def _to_device(fabric: Mover) -> Callable[[Any, Any, int], Any]:
     return lambda batch, device, dataloader_idx: fabric.to_device(batch)
 
 

@@ -1,0 +1,252 @@
+"""The bytes that each rank holds under a strategy: formulas over a model's size, and nothing else.
+
+After Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3: with
+mixed precision (Micikevicius et al. 2018) and Adam, an element of the model takes 2 bytes as a parameter, 2 as a
+gradient and K = 12 as optimizer state, of which 4 are the copy in fp32 that updates are applied to and 8 the two
+moments. On W ranks, stage 1 divides K by W, stage 2 the gradients too, stage 3 also the parameters.
+
+What is held here differs from the paper where phalanx, or DeepSpeed, chooses otherwise:
+
+    single, ddp, fsdp   mixed precision keeps parameters, and so gradients and moments, in fp32 and casts them for
+                        computing: 4 + 4 + 8. There is no second copy.
+    zero*               gradients gather in fp32 whatever the parameters' dtype: 4 in place of 2 (stage 1 has them
+                        beside the whole 2 of the backward pass). The copy in fp32 exists in 32-true too.
+    *-offload, -nvme    on the host two buffers of gradients, one to gather in and one that the optimizer reads.
+
+All is counted at its fullest, between the last backward of a window and the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from .precision import Precision
+
+Place = Literal["device", "host", "disk"]
+
+_FP32_BYTES = 4
+# Buckets of DeepSpeed's engine, in parts of the model, with a least and a greatest number of elements.
+_BUCKET = (64, 2**18, 50_000_000)
+_LIVE = (8, 2**18, 1_000_000_000)
+_SUB_GROUPS = 16
+# What its swapper keeps in host memory: buffers of a sub-group's size for optimizer state, and for parameters.
+_STATE_BUFFERS = 4
+_PARAMETER_BUFFERS = 5
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the formulas take of a model; elements, each tied parameter once."""
+
+    trainable: int
+    frozen: int = 0
+    buffer_bytes: int = 0
+    """Of registered buffers, which every rank holds."""
+    state_slots: float = 2.0
+    """Elements of optimizer state for each trainable element: 2 for Adam, 1 for SGD with momentum, 0 without."""
+    state_bytes: int | None = None
+    """The optimizer's state in bytes, in the dtype that torch's optimizers give it; None: that of the parameters."""
+    largest_block: int = 0
+    """Elements of the largest part that ``fsdp`` gathers at once; 0: the whole model."""
+    outside_blocks: int = 0
+    """Elements that belong to no such part, and are gathered for the whole step."""
+    largest_parameter: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Trainable and frozen ones."""
+        return self.trainable + self.frozen
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a strategy splits over ranks, and where it keeps things."""
+
+    splits_parameters: bool = False
+    splits_gradients: bool = False
+    splits_state: bool = False
+    replicates: bool = False
+    """Every rank holds all, and buckets of gradients to reduce."""
+    engine: bool = False
+    """DeepSpeed: updates go to a copy in fp32, and gradients gather in fp32."""
+    parameters_on: Place = "device"
+    state_on: Place = "device"
+    """Of optimizer state and the copy in fp32; gradients gather on the host where it is not the device."""
+    within_node: bool = False
+    """Split over the ranks of a node and replicated over nodes; on a single node, over half of its ranks."""
+
+
+LAYOUTS: dict[str, Layout] = {
+    "single": Layout(),
+    "ddp": Layout(replicates=True),
+    "fsdp": Layout(splits_parameters=True, splits_gradients=True, splits_state=True),
+    "hsdp": Layout(splits_parameters=True, splits_gradients=True, splits_state=True, within_node=True),
+    "zero1": Layout(splits_state=True, engine=True),
+    "zero1-offload": Layout(splits_state=True, engine=True, state_on="host"),
+    "zero2": Layout(splits_gradients=True, splits_state=True, engine=True),
+    "zero2-offload": Layout(splits_gradients=True, splits_state=True, engine=True, state_on="host"),
+    "zero3": Layout(splits_parameters=True, splits_gradients=True, splits_state=True, engine=True),
+    "zero3-offload": Layout(
+        splits_parameters=True, splits_gradients=True, splits_state=True, engine=True,
+        parameters_on="host", state_on="host",
+    ),
+    "zero3-nvme": Layout(
+        splits_parameters=True, splits_gradients=True, splits_state=True, engine=True,
+        parameters_on="disk", state_on="disk",
+    ),
+}  # fmt: skip
+"""By the name of the strategy."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one rank holds in one place."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    master_copies: int = 0
+    """The copies in fp32 that updates are applied to, where parameters are not those themselves."""
+    buckets: int = 0
+    """What communication and casting need: reduction buckets, parts gathered for computing, swap buffers."""
+    activations: int = 0
+    """What the forward pass keeps for the backward one."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+    @property
+    def held(self) -> int:
+        """All but what comes and goes within a step."""
+        return self.parameters + self.gradients + self.optimizer_state + self.master_copies
+
+    def __iter__(self) -> Iterator[int]:
+        return (getattr(self, each.name) for each in fields(self))
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one rank holds on its device, in host memory and on disk."""
+
+    device: Bytes = field(default_factory=Bytes)
+    host: Bytes = field(default_factory=Bytes)
+    disk: Bytes = field(default_factory=Bytes)
+
+    @property
+    def everywhere(self) -> Bytes:
+        """The sum over all places."""
+        return self.device + self.host + self.disk
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks there are, and how many of them on a node."""
+
+    world_size: int = 1
+    local_size: int | None = None
+
+
+def footprint(
+    layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, activations: int = 0, casts: int = 0
+) -> Footprint:
+    """Return what a rank holds under a strategy.
+
+    Args:
+        activations: bytes that a micro-batch's forward keeps for its backward.
+        casts: bytes of copies that autocast makes of parameters, where they are stored in another dtype.
+    """
+    held = _engine(layout, size, ranks, precision) if layout.engine else _torch(layout, size, ranks, precision, casts)
+    return Footprint(held.device + Bytes(activations=activations), held.host, held.disk)
+
+
+def shard_of(layout: Layout, ranks: Ranks) -> int:
+    """Return over how many ranks a strategy splits what it splits."""
+    if not layout.within_node:
+        return ranks.world_size
+    nodes = _part(ranks.world_size, ranks.local_size or ranks.world_size)
+    return max(1, ranks.world_size // (nodes if nodes > 1 else 2))
+
+
+def _torch(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, casts: int) -> Footprint:
+    width = precision.storage.itemsize
+    split = shard_of(layout, ranks)
+    gradients = size.trainable * width
+    state = size.state_bytes if size.state_bytes is not None else round(size.trainable * size.state_slots * width)
+    if layout.splits_parameters:
+        buckets = _gathered(size, precision.compute.itemsize) + _largest(size) * precision.reduction.itemsize
+    else:
+        buckets = casts + (gradients if layout.replicates and ranks.world_size > 1 else 0)
+    return Footprint(
+        Bytes(
+            parameters=_part(size.elements * width, split if layout.splits_parameters else 1) + size.buffer_bytes,
+            gradients=_part(gradients, split if layout.splits_gradients else 1),
+            optimizer_state=_part(state, split if layout.splits_state else 1),
+            buckets=buckets,
+        )
+    )
+
+
+def _engine(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision) -> Footprint:
+    width, split = precision.compute.itemsize, shard_of(layout, ranks)
+    share = _part(size.trainable, split)
+    parameters = _part(size.elements * width, split if layout.splits_parameters else 1)
+    state = Bytes(
+        optimizer_state=_part(round(size.trainable * size.state_slots) * _FP32_BYTES, split),
+        master_copies=share * _FP32_BYTES,
+    )
+    places: dict[Place, Bytes] = {"device": Bytes(), "host": Bytes(), "disk": Bytes()}
+    places[layout.parameters_on] += Bytes(parameters=parameters)
+    places["device"] += Bytes(parameters=size.buffer_bytes, buckets=_engine_buckets(layout, size, width))
+    places[layout.state_on] += state
+    if not layout.splits_gradients:
+        # Those of the backward pass, and where they are not fp32 the sum beside them.
+        whole = width if width == _FP32_BYTES else width + _FP32_BYTES
+        places["device"] += Bytes(gradients=size.trainable * whole)
+    elif layout.state_on == "device":
+        places["device"] += Bytes(gradients=share * _FP32_BYTES)
+    if layout.state_on != "device":
+        places["host"] += Bytes(gradients=2 * share * _FP32_BYTES)
+    if layout.state_on == "disk":
+        places["host"] += Bytes(buckets=_swap_buffers(size, split, width))
+    return Footprint(places["device"], places["host"], places["disk"])
+
+
+def _engine_buckets(layout: Layout, size: ModelSize, width: int) -> int:
+    """Return the bytes of what is reduced, and of what is gathered, at once."""
+    bucket = _between(size.elements, *_BUCKET)
+    if not layout.splits_parameters:
+        return bucket * width
+    return (2 * bucket + max(_between(size.elements, *_LIVE), size.largest_parameter)) * width
+
+
+def _swap_buffers(size: ModelSize, split: int, width: int) -> int:
+    sub_group = _between(size.elements, _SUB_GROUPS * split, 2**18, 1_000_000_000)
+    parameter = _part(size.largest_parameter or size.elements, split)
+    return _STATE_BUFFERS * min(sub_group, _part(size.trainable, split)) * _FP32_BYTES + (
+        _PARAMETER_BUFFERS * parameter * width
+    )
+
+
+def _between(elements: int, parts: int, low: int, high: int) -> int:
+    return min(max(elements // parts, low), high, elements)
+
+
+def _gathered(size: ModelSize, width: int) -> int:
+    """Return the bytes of what is whole at once: what belongs to no block, a block, and the next one under way."""
+    blocks = 2 * size.largest_block if size.largest_block else size.elements
+    return min(size.outside_blocks + blocks, size.elements) * width
+
+
+def _largest(size: ModelSize) -> int:
+    return max(size.largest_block, size.outside_blocks) or size.elements
+
+
+def _part(number: int, parts: int) -> int:
+    return -(-number // parts)
