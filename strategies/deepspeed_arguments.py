@@ -150,7 +150,7 @@ class ZeroOptions:
     @property
     def grad_accum_dtype(self) -> str:
         """The name of the dtype that gradients are added up in."""
-        return str(self.config.get("data_types", {}).get("grad_accum_dtype", "fp32"))
+        return str((self.config.get("data_types") or {}).get("grad_accum_dtype", "fp32"))
 
 
 def resolve_options(**arguments: Unpack[ZeroArguments]) -> ZeroOptions:
@@ -235,7 +235,7 @@ def _write(config: dict[str, Any], home: str, value: Any, name: str, clashes: li
     *blocks, key = home.split(".")
     block = config
     for each in blocks:
-        inner = block.setdefault(each, {})
+        inner = block[each] = {} if block.get(each) is None else block[each]
         if not isinstance(inner, dict):
             return  # reported as the entry that it is
         block = inner
@@ -262,7 +262,8 @@ def _check_combination(options: ZeroOptions) -> None:
         if options.nvme_path is None:
             raise ConfigurationError(
                 "Offloading to NVMe needs a folder on a fast local disk: use DeepSpeedStrategy(stage=3, "
-                "offload_optimizer='nvme', offload_parameters='nvme', nvme_path='/path/of/the/disk')."
+                "offload_optimizer='nvme', offload_parameters='nvme', nvme_path='/path/of/the/disk'), or set the "
+                "environment variable PHALANX_NVME_PATH and use strategy='zero3-nvme'."
             )
         check_swap_folder(options.nvme_path)
 

@@ -60,8 +60,10 @@ def engine_config(
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     config.setdefault("steps_per_print", None)
-    config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    zero = config.setdefault(_ZERO, {})
+    for name in (_ZERO, "data_types"):
+        config[name] = config.get(name) or {}
+    config["data_types"].setdefault("grad_accum_dtype", "fp32")
+    zero = config[_ZERO]
     zero["stage"] = options.stage
     for key, size in _sizes(options, world_size, model_elements).items():
         if key.removeprefix("stage3_") not in zero:
@@ -121,7 +123,7 @@ def _offload_block(
     if device is None:
         zero.pop(name, None)
         return
-    block = zero.setdefault(name, {})
+    block = zero[name] = zero.get(name) or {}
     block["device"] = device
     if device == "nvme":
         block["nvme_path"] = str(path)

@@ -186,7 +186,7 @@ def _offence(name: str, value: Any) -> str | None:
         return f"decided by phalanx; use {OWNED[name]}"
     if name in _REMOVED:
         return "no longer in DeepSpeed; leave it out"
-    if name in _BLOCKS and not isinstance(value, Mapping):
+    if name in _BLOCKS and value is not None and not isinstance(value, Mapping):
         return f"{value!r} must be an object {{...}}"
     if value == "auto" and not name.startswith(_OWN_AUTO):
         return "'auto' is filled in by Hugging Face's integration alone; leave it out, or give a value"

@@ -35,6 +35,7 @@ from ..framework.supervisor import die_with_parent
 from ..framework.world import library_environment
 from .deepspeed_config import ZeroOptions
 from .deepspeed_toolchain import advice, check_toolchain, require_deepspeed
+from .deepspeed_values import check_values
 
 Note = Callable[[str], None]
 
@@ -94,12 +95,14 @@ def missing_ops(names: Iterable[str]) -> list[str]:
 
 
 def check_ops(options: ZeroOptions, device_type: str, strategy: str) -> None:
-    """Refuse a machine where the ops cannot be had. Called before any process starts.
+    """Refuse a machine or settings that DeepSpeed cannot start with. Called before any process starts.
 
     Raises:
-        ConfigurationError: DeepSpeed is not installed, or something that a missing op is built with is not.
+        ConfigurationError: DeepSpeed is not installed, or what a missing op is built with is not, or DeepSpeed does not
+            know a setting.
     """
     require_deepspeed(strategy)
+    check_values(options, device_type)
     check_toolchain(missing_ops(needed_ops(options, device_type)))
 
 

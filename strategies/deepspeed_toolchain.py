@@ -18,17 +18,20 @@ _OLDEST, _TOO_NEW = (0, 19, 8), (0, 20)
 _INSTALL = "pip install 'phalanx[deepspeed]'"
 
 _PYTHON_HEADERS = f"Python's headers (Debian: python{sys.version_info[0]}.{sys.version_info[1]}-dev, or python3-dev)"
-# What a failed build says of its cause, and what helps.
+# What a failed build says of its cause, and what helps. Commands stand in the output too: only errors may match.
 _CAUSES = (
-    (r"Python\.h", f"install {_PYTHON_HEADERS}"),
-    (r"libaio|-laio", "install libaio (Debian: libaio-dev)"),
-    (r"std=(c|gnu)\+\+20|requires C\+\+20", "install a compiler that knows C++20, such as g++ 11 (Debian: g++)"),
-    (r"[Nn]inja.*(not|required)", "run `pip install ninja`"),
-    (r"cc1plus.*(Killed|terminated)|fatal error: Killed|out of memory", "set MAX_JOBS=1, which needs less memory"),
-    (r"No space left", "free space there, or set TORCH_EXTENSIONS_DIR to a folder that has some"),
+    (r"Python\.h: No such file|'Python\.h' file not found", f"install {_PYTHON_HEADERS}"),
+    (r"cannot find -laio|libaio\.h: No such file|requires the dev libaio", "install libaio (Debian: libaio-dev)"),
+    (r"(unrecognized|unknown|invalid).*std=", "install a compiler that knows C++20, such as g++ 11 (Debian: g++)"),
+    (r"Ninja is required|due to ninja not", "run `pip install ninja`"),
+    (r"Killed signal|fatal error: Killed|out of memory", "set MAX_JOBS=1, which needs less memory"),
+    (r"No space left on device", "free space there, or set TORCH_EXTENSIONS_DIR to a folder that has some"),
     (r"Permission denied|Read-only file system", "set TORCH_EXTENSIONS_DIR to a folder that can be written"),
-    (r"CUDA_HOME|nvcc", "install the CUDA toolkit of torch's CUDA version and set CUDA_HOME"),
-    (r"(c\+\+|g\+\+|gcc|clang).*(not found|No such file)", "install a C++ compiler (Debian: g++)"),
+    (
+        r"CUDA_HOME (does not|environment)|CUDAMismatch",
+        "install torch's version of the CUDA toolkit, set CUDA_HOME",
+    ),
+    (r"(\+\+|gcc|clang): (command )?not found|No such file or directory: '\S*\+\+'", "install g++ (Debian: g++)"),
 )
 
 

@@ -1,0 +1,317 @@
+"""The arguments of the DeepSpeed strategies and the user's JSON: what is refused, and what the engine gets."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.framework.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.precision import PRECISIONS
+from phalanx.framework.registry import STRATEGIES
+from phalanx.strategies.deepspeed_config import check_precision, engine_config, resolve_options
+from phalanx.strategies.deepspeed_values import check_values
+
+FP32 = PRECISIONS["32-true"]
+MILLION = 1_000_000
+
+# Hugging Face's page on DeepSpeed shows this one, with "auto" throughout.
+HUGGING_FACE = {
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+def refusal(error: type[ConfigurationError] = ConfigurationError, **arguments: Any) -> str:
+    """Return how arguments are refused, in one paragraph that ends like a sentence."""
+    with pytest.raises(error) as raised:
+        resolve_options(**arguments)
+    text = str(raised.value)
+    assert "\n" not in text
+    assert text[-1] in ".)"
+    return text
+
+
+def zero_of(elements: int = 20 * MILLION, **arguments: Any) -> dict[str, Any]:
+    """Return the block on ZeRO of the engine's config on two ranks."""
+    block: dict[str, Any] = engine_config(resolve_options(**arguments), FP32, 2, elements)["zero_optimization"]
+    return block
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"stage": 4}, "stage=4 is no stage of ZeRO: choose 1, 2 or 3"),
+        ({"stage": 0}, "use strategy='ddp'"),
+        ({"stage": "3"}, "stage='3'"),
+        ({"stage": True}, "stage=True"),
+        ({"stage": 2, "offload_parameters": True}, "offload_parameters='cpu' needs stage=3, got stage=2"),
+        ({"offload_parameters": "cpu"}, "needs stage=3, got stage=2"),
+        ({"stage": 1, "offload_optimizer": "nvme", "nvme_path": "/tmp"}, "offload_optimizer='nvme' needs stage=3"),
+        ({"stage": 3, "offload_optimizer": "nvme"}, "nvme_path='/path"),
+        ({"stage": 3, "offload_parameters": "nvme"}, "DeepSpeedStrategy(stage=3"),
+        ({"stage": 3, "offload_optimizer": "nvme", "nvme_path": "/proc/swap"}, "cannot be written"),
+        ({"stage": 3, "offload_optimizer": "nvme", "nvme_path": 3}, "must be the path of a folder"),
+        ({"config": 3}, "config=3 must be a dict or the path"),
+        ({"thread_count": 2}, "use intra_op_parallelism=..."),
+        ({"loss_scale": 0}, "precision='16-mixed'"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(arguments: dict[str, Any], words: str) -> None:
+    assert words in refusal(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closest"),
+    [
+        ({"offload_optimzer": True}, "offload_optimizer"),
+        ({"reduce_bucket": 3}, "reduce_bucket_size"),
+        ({"offload_optimizer": "cpuu"}, "cpu"),
+        ({"gather_weights": "rankzero"}, "rank_zero"),
+        ({"grad_accum_dtype": "fp33"}, "fp32"),
+    ],
+)
+def test_an_unknown_name_gets_the_closest_one(arguments: dict[str, Any], closest: str) -> None:
+    assert f"Did you mean {closest!r}?" in refusal(UnknownNameError, **arguments)
+
+
+def test_a_folder_that_only_others_may_write_to_is_found_by_writing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refusal(stage=3, offload_optimizer="nvme", nvme_path=tmp_path / "file" / "swap")
+    options = resolve_options(stage=3, offload_optimizer="nvme", nvme_path=tmp_path / "made" / "later")
+    assert options.nvme_path == tmp_path / "made" / "later"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_true_means_the_cpu_and_false_means_the_device() -> None:
+    assert resolve_options(offload_optimizer=True).offload_optimizer == "cpu"
+    assert resolve_options(offload_optimizer=False).offload_optimizer is None
+    assert not resolve_options().offloads
+
+
+# ---- the user's JSON -----------------------------------------------------------------------------------------------
+
+
+def test_all_that_phalanx_decides_and_every_auto_are_named_at_once() -> None:
+    text = refusal(config=HUGGING_FACE)
+    for key in (
+        "fp16",
+        "bf16",
+        "optimizer",
+        "scheduler",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+    ):
+        assert f"{key}: " in text
+    for advice in ("gradient_clip_val", "accumulate_grad_batches", "precision=", "configure_optimizers", "batch_size"):
+        assert advice in text
+    assert "10 entries" in text
+    assert "offload_optimizer" not in text
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage: 2 contradicts stage=3"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "'nvme' contradicts offload_optimizer="),
+        ({"zero_optimization": {"overlap_comm": False}}, "contradicts overlap_comm=True"),
+        ({"zero_optimization": True}, "must be an object"),
+        ({"zero_optimisation": {}}, "Did you mean 'zero_optimization'"),
+        ({"gradient_cliping": 1.0}, "Did you mean 'gradient_clipping'"),
+        ({"amp": {"enabled": True}}, "precision="),
+        ({"elasticity": {}}, "no longer in DeepSpeed"),
+        ({"monitor": [{"a": "auto"}], "communication_data_type": "auto"}, "monitor[0].a: 'auto'"),
+        ({"zero_optimization": {"cpu_offload": True}}, "offload_optimizer='cpu'"),
+        ({"data_types": {"param_dtype": "bf16"}}, "precision="),
+    ],
+)
+def test_an_entry_that_cannot_stay_is_refused(config: dict[str, Any], words: str) -> None:
+    assert words in refusal(config=config, stage=3, offload_optimizer="cpu", overlap_comm=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1,\n "b" 2}', "Expecting ':' delimiter at line 2, column 6"),
+        ('{"a": 1, // no\n}', "line 1, column 10"),
+        ("[1]", "must hold a JSON object, not list"),
+        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ("", "at line 1, column 1"),
+    ],
+)
+def test_a_file_that_is_no_json_says_where(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text(text)
+    told = refusal(config=file)
+    assert words in told
+    assert "zero.json" in told
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert "No such file" in refusal(config=str(tmp_path / "zero.json"))
+
+
+def test_a_files_stage_and_offload_count_where_no_argument_says_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    file.write_text(json.dumps({"zero_optimization": zero}))
+    options = resolve_options(config=str(file))
+    assert (options.stage, options.offload_optimizer, options.offload_parameters) == (3, None, "nvme")
+    assert options.nvme_path == tmp_path
+
+
+def test_everything_else_reaches_the_engine_as_it_is() -> None:
+    config = {
+        "zero_optimization": {
+            "stage": 3,
+            "zero_hpz_partition_size": 2,
+            "zero_quantized_weights": True,
+            "zero_quantized_gradients": True,
+            "reduce_bucket_size": 5e8,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            "zenflow": {"topk_ratio": 0.05, "select_strategy": "auto", "select_interval": "auto"},
+        },
+        "communication_data_type": "bf16",
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "aio": {"block_size": 4096},
+        "activation_checkpointing": {"partition_activations": True},
+        "comms_logger": {"enabled": True},
+        "flops_profiler": {"enabled": True, "profile_step": 3},
+        "prescale_gradients": True,
+        "their_own": {"note": 1},
+    }
+    given = json.loads(json.dumps(config))
+    engine = engine_config(resolve_options(config=config), FP32, 2, MILLION)
+    assert config == given
+    zero = engine["zero_optimization"]
+    assert given["zero_optimization"].items() <= zero.items()
+    assert {k: v for k, v in given.items() if k != "zero_optimization"}.items() <= engine.items()
+
+
+def test_arguments_stand_where_deepspeed_reads_them() -> None:
+    zero = zero_of(stage=3, reduce_bucket_size=77, prefetch_bucket_size=78, offload_optimizer=True, pin_memory=False)
+    assert zero["reduce_bucket_size"] == 77
+    assert zero["stage3_prefetch_bucket_size"] == 78
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert "offload_param" not in zero
+
+
+# ---- the engine's config -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("elements", [10, 1001, 100_000, 20 * MILLION, 7000 * MILLION])
+def test_buckets_fit_the_model(stage: int, elements: int) -> None:
+    zero = zero_of(elements, stage=stage)
+    bucket = zero["reduce_bucket_size"]
+    assert bucket <= max(2**18, elements // 32) or bucket <= elements + 1
+    assert bucket <= 50 * MILLION
+    assert all(size <= elements + 1 for size in zero.values() if isinstance(size, int) and size > 3)
+    if stage < 3:  # DeepSpeed asserts this
+        assert zero["allgather_bucket_size"] % 2 == 0
+
+
+def test_the_engine_leaves_the_window_the_clip_and_the_dtype_to_phalanx() -> None:
+    config = engine_config(resolve_options(), FP32, 4, MILLION)
+    triple = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [config[key] for key in triple] == [4, 1, 1]
+    assert config["gradient_clipping"] == 0.0
+    assert config["data_types"]["grad_accum_dtype"] == config["communication_data_type"] == "fp32"
+    assert not {"bf16", "fp16", "optimizer", "scheduler"} & set(config)
+    bf16 = engine_config(resolve_options(), PRECISIONS["bf16-mixed"], 4, MILLION)
+    assert bf16["bf16"] == {"enabled": True}
+    assert bf16["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+def test_what_goes_to_a_disk_has_buffers_of_the_largest_parameter(tmp_path: Path) -> None:
+    options = resolve_options(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=tmp_path)
+    config = engine_config(options, FP32, 2, 20 * MILLION, largest_elements=MILLION, swap_folder=tmp_path / "mine")
+    zero = config["zero_optimization"]
+    assert zero["offload_param"]["buffer_size"] == MILLION // 2
+    assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(("precision", "device"), [("16-mixed", "cpu"), ("16-true", "cpu"), ("64-true", "cuda")])
+def test_a_precision_that_the_engine_lacks_is_refused(precision: str, device: str) -> None:
+    with pytest.raises(ConfigurationError, match="strategy='fsdp'"):
+        check_precision(PRECISIONS[precision], device)
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        ({"reduce_bucket_sise": 5}, "Did you mean 'reduce_bucket_size'"),
+        ({"overlap_comm": "perhaps"}, "overlap_comm='perhaps'"),
+        ({"zenflow": {"topk": 1}}, "zero_optimization.zenflow.topk: not known"),
+        ({"reduce_bucket_size": "big", "allgather_bucket_size": -1}, "allgather_bucket_size=-1"),
+    ],
+)
+def test_deepspeed_itself_is_asked_before_a_process_starts(zero: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        check_values(resolve_options(config={"zero_optimization": zero}), "cpu")
+    assert words in str(raised.value)
+
+
+def test_deepspeed_takes_the_sizes_that_phalanx_chooses(tmp_path: Path) -> None:
+    zero = zero_of(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=tmp_path)
+    check_values(resolve_options(config={"zero_optimization": zero}), "cpu")
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+NAMES = ["zero1", "zero1-offload", "zero2", "zero2-offload", "zero3", "zero3-offload"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_stands_for_a_stage_and_where_state_lives(name: str) -> None:
+    strategy = STRATEGIES.load(name)(gather_weights="all")
+    options = strategy.options
+    offload = "cpu" if name.endswith("-offload") else None
+    assert strategy.name == name
+    assert options.stage == int(name[4])
+    assert options.offload_optimizer == offload
+    assert options.offload_parameters == (offload if options.stage == 3 else None)
+    assert options.gather_weights == "all"
+
+
+def test_lightnings_names_are_the_same_strategies() -> None:
+    for name in NAMES:
+        theirs = f"deepspeed_stage_{name[4]}" + ("_offload" if name.endswith("-offload") else "")
+        assert STRATEGIES.canonical(theirs) == name
+    assert STRATEGIES.canonical("deepspeed_stage_3_offload_nvme") == "zero3-nvme"
+    with pytest.raises(UnknownNameError, match="Did you mean 'deepspeed_stage_3'"):
+        STRATEGIES.canonical("deepspeed_stage3")
+
+
+def test_the_disk_is_named_by_an_argument_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHALANX_NVME_PATH", raising=False)
+    with pytest.raises(ConfigurationError, match=r"DeepSpeedStrategy\(stage=3"):
+        STRATEGIES.load("zero3-nvme")()
+    assert STRATEGIES.load("zero3-nvme")(nvme_path=tmp_path).options.nvme_path == tmp_path
+    monkeypatch.setenv("PHALANX_NVME_PATH", str(tmp_path))
+    assert STRATEGIES.load("zero3-nvme")().options.nvme_path == tmp_path

@@ -1,0 +1,316 @@
+"""Ops are built once, by one process, within a time; what went wrong is shown. Files and processes are real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from phalanx.framework import world
+from phalanx.framework.errors import ConfigurationError, UnknownNameError
+from phalanx.strategies import deepspeed_ops, deepspeed_toolchain
+from phalanx.strategies.deepspeed_config import resolve_options
+from phalanx.strategies.deepspeed_ops import ensure_ops, missing_ops, needed_ops, op_folder
+from phalanx.strategies.deepspeed_toolchain import check_toolchain, missing_tools, require_deepspeed
+
+BUILDS = "import pathlib; open('builds', 'a').write('x'); pathlib.Path('cpu_adam.so').write_text('')"
+PlantBuild = Callable[[str], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give ops a place of their own; return that of cpu_adam."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    return op_folder("cpu_adam")
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> PlantBuild:
+    """Return a function that has a short program stand in for the builds of DeepSpeed."""
+
+    def put(program: str) -> None:
+        monkeypatch.setattr(deepspeed_ops, "build_command", lambda name: [sys.executable, "-c", program])
+
+    return put
+
+
+def failure(notes: list[str], limit: float | None = None) -> str:
+    """Return how a build of cpu_adam fails."""
+    with pytest.raises(ConfigurationError) as raised:
+        ensure_ops(["cpu_adam"], notes.append, limit_seconds=limit)
+    return str(raised.value)
+
+
+def silent(text: str) -> None:
+    """Tell nobody."""
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+# ---- building ------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_op_is_built_once_and_told(folder: Path, plant: PlantBuild) -> None:
+    plant(BUILDS)
+    notes: list[str] = []
+    ensure_ops(["cpu_adam"], notes.append)
+    assert [note.split(" (")[0] for note in notes[:1]] == ["Building DeepSpeed's cpu_adam"]
+    assert "about 35 s" in notes[0]
+    assert "cpu_adam is ready" in notes[1]
+    assert missing_ops(["cpu_adam", "async_io"]) == ["async_io"]
+    begun = time.perf_counter()
+    ensure_ops(["cpu_adam"], notes.append)
+    assert time.perf_counter() - begun < 0.5
+    assert len(notes) == 2
+    assert (folder / "builds").read_text() == "x"
+
+
+def test_the_folder_of_extensions_can_be_moved(tmp_path: Path, folder: Path) -> None:
+    assert folder == tmp_path / "ops" / "cpu_adam"
+
+
+@pytest.mark.parametrize(
+    ("said", "help"),
+    [
+        ("fatal error: Python.h: No such file or directory", r"python3[.\d]*-dev"),
+        ("/usr/bin/ld: cannot find -laio", "libaio-dev"),
+        ("RuntimeError: Ninja is required to load C++ extensions", "pip install ninja"),
+        ("c++: error: unrecognized command-line option '-std=c++20'", r"g\+\+ 11"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'c++'", r"Debian: g\+\+"),
+        ("c++: fatal error: Killed signal terminated program cc1plus", "MAX_JOBS=1"),
+        ("OSError: [Errno 28] No space left on device", "TORCH_EXTENSIONS_DIR"),
+        ("c++ -std=c++20 -laio -I/usr/include/python3.11\nit is raining", "remove the folder"),
+    ],
+)
+def test_a_failed_build_shows_its_last_lines_and_what_helps(
+    folder: Path, plant: PlantBuild, said: str, help: str
+) -> None:
+    plant(f"print('first line\\n' + 'x\\n' * 50); print({said!r}); open('lock', 'w'); raise SystemExit(1)")
+    told = failure([])
+    assert told.splitlines()[0].startswith(f"Building DeepSpeed's cpu_adam in '{folder}' failed")
+    assert re.search(help, told.splitlines()[0])
+    assert said.splitlines()[-1] in told
+    assert "first line" not in told
+    assert not (folder / "lock").exists()
+    assert missing_ops(["cpu_adam"]) == ["cpu_adam"]
+
+
+def test_a_build_that_ends_well_without_a_result_is_a_failure(folder: Path, plant: PlantBuild) -> None:
+    plant("pass")
+    assert "failed" in failure([])
+
+
+def test_a_build_that_takes_too_long_is_stopped_with_all_it_started(folder: Path, plant: PlantBuild) -> None:
+    plant(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "open('pid', 'w').write(str(child.pid)); print('compiling', flush=True); time.sleep(60)"
+    )
+    begun = time.perf_counter()
+    told = failure([], limit=1.0)
+    assert time.perf_counter() - begun < 10
+    assert "not done after 1 s" in told
+    assert "compiling" in told
+    pid = int((folder / "pid").read_text())
+    deadline = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(pid)
+
+
+def test_an_op_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'cpu_adam'"):
+        ensure_ops(["cpu_adm"], print)
+
+
+# ---- locks ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_lock_of_a_dead_builder_is_removed(folder: Path, plant: PlantBuild) -> None:
+    plant(f"import os; assert not os.path.exists('lock'); {BUILDS}")
+    subprocess.run([sys.executable, "-c", f"open({str(folder / 'lock')!r}, 'w')"], check=True)
+    notes: list[str] = []
+    ensure_ops(["cpu_adam"], notes.append)
+    assert "Removed the lock" in notes[0]
+    assert len(notes) == 3
+
+
+def test_a_living_builder_is_waited_for(folder: Path, plant: PlantBuild) -> None:
+    plant(BUILDS)
+    lock = folder / "lock"
+    program = (
+        f"import os, time; f = open({str(lock)!r}, 'w'); print('held', flush=True); time.sleep(1); os.remove(f.name)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        notes: list[str] = []
+        ensure_ops(["cpu_adam"], notes.append)
+        assert f"Waiting for process {other.pid}" in notes[0]
+    assert not lock.exists()
+
+
+def test_waiting_has_an_end(folder: Path, plant: PlantBuild) -> None:
+    plant(BUILDS)
+    with open(folder / "lock", "w"):
+        assert f"Waited 0 s for process {os.getpid()}" in failure([], limit=0.3)
+    (folder / "lock").unlink()
+
+
+def test_two_at_once_build_once(folder: Path, plant: PlantBuild) -> None:
+    plant(f"import time; time.sleep(0.5); {BUILDS}")
+    notes: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: ensure_ops(["cpu_adam"], notes.append), range(2)))
+    assert (folder / "builds").read_text() == "x"
+    assert sum("Waiting for another process" in note for note in notes) == 1
+
+
+# ---- versions ------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_built_for_another_torch_is_built_anew(folder: Path, plant: PlantBuild) -> None:
+    plant(BUILDS)
+    ensure_ops(["cpu_adam"], silent)
+    stamp = json.loads((folder / "phalanx.json").read_text())
+    assert set(stamp) == {"torch", "deepspeed", "python", "processor"}
+    (folder / "phalanx.json").write_text(json.dumps({**stamp, "torch": "2.0.0"}))
+    (folder / "old.o").write_text("")
+    plant(f"import os; assert not os.path.exists('cpu_adam.so') and not os.path.exists('old.o'); {BUILDS}")
+    notes: list[str] = []
+    ensure_ops(["cpu_adam"], notes.append)
+    assert notes[0].startswith("Building")
+    assert missing_ops(["cpu_adam"]) == []
+
+
+def test_what_somebody_else_built_is_checked_and_kept(folder: Path, plant: PlantBuild) -> None:
+    plant("import os; assert os.path.exists('cpu_adam.so')")
+    (folder / "cpu_adam.so").write_text("")
+    notes: list[str] = []
+    ensure_ops(["cpu_adam"], notes.append)
+    assert notes[0].startswith("Checking")
+    assert missing_ops(["cpu_adam"]) == []
+
+
+# ---- what is needed ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_cpu_needs(tmp_path: Path) -> None:
+    assert needed_ops(resolve_options(stage=2), "cpu") == ["fused_adam", "deepspeed_shm_comm"]
+    assert needed_ops(resolve_options(stage=2, offload_optimizer=True), "cpu") == ["cpu_adam", "deepspeed_shm_comm"]
+    nvme = resolve_options(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=tmp_path)
+    assert needed_ops(nvme, "cpu") == ["cpu_adam", "deepspeed_shm_comm", "pin_memory", "async_io"]
+
+
+def test_cuda_without_its_compiler_needs_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert needed_ops(resolve_options(stage=2), "cuda") == []
+    assert needed_ops(resolve_options(stage=3, offload_optimizer=True), "cuda") == ["cpu_adam"]
+
+
+def test_all_that_is_missing_is_named_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    check_toolchain([])
+    with pytest.raises(ConfigurationError) as raised:
+        check_toolchain(["cpu_adam", "async_io"])
+    told = str(raised.value)
+    for package in ("Debian: g++", "pip install ninja", "python3-dev"):
+        assert package in told
+    assert "\n" not in told
+
+
+def test_libaio_is_looked_for_with_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "refusing"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert any("libaio-dev" in each for each in missing_tools(["async_io"]))
+    assert not any("libaio-dev" in each for each in missing_tools(["cpu_adam"]))
+
+
+def test_a_venvs_ninja_is_found_without_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.write_text("#!/bin/sh\n")
+    ninja.chmod(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    assert not any("ninja" in each for each in missing_tools([]))
+    assert os.environ["PATH"] == "/nowhere"
+
+
+def test_variables_for_a_library_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_THERE", "1")
+    before = dict(os.environ)
+    with world.library_environment(PHALANX_THERE="2", PHALANX_NEW="3"):
+        assert (os.environ["PHALANX_THERE"], os.environ["PHALANX_NEW"]) == ("2", "3")
+        assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("found", ["0.18.9", "0.19.7", "0.20.0", "1.0"])
+def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(deepspeed_toolchain, "version", lambda name: found)
+    with pytest.raises(ConfigurationError, match=f"{re.escape(found)} is installed: pip install"):
+        require_deepspeed("zero2")
+
+
+@pytest.mark.parametrize("found", ["0.19.8", "0.19.12", "0.19.9+abc"])
+def test_the_versions_that_are_tested_are_not_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(deepspeed_toolchain, "version", lambda name: found)
+    require_deepspeed("zero2")
+
+
+def test_without_deepspeed_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(deepspeed_toolchain, "version", missing)
+    with pytest.raises(
+        ConfigurationError, match=r"strategy='zero2' needs DeepSpeed.*pip install 'phalanx\[deepspeed\]'"
+    ):
+        require_deepspeed("zero2")
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+MODULE = """
+#include <Python.h>
+static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "cpu_adam", "built here", -1, NULL};
+PyMODINIT_FUNC PyInit_cpu_adam(void) { return PyModule_Create(&def); }
+"""
+LOADS = """
+from phalanx.strategies.deepspeed_ops import load_ops
+load_ops(["cpu_adam", "async_io"])
+from deepspeed.accelerator import get_accelerator
+print(get_accelerator().create_op_builder("CPUAdamBuilder").load().__doc__)
+"""
+
+
+def test_deepspeed_gets_what_was_built_and_builds_nothing(folder: Path, plant: PlantBuild) -> None:
+    (folder / "module.c").write_text(MODULE)
+    compiler, _ = world.build_tools()
+    headers = sysconfig.get_path("include")
+    command = [compiler, "-x", "c", "module.c", "-shared", "-fPIC", f"-I{headers}", "-o", "cpu_adam.so"]
+    plant(f"import subprocess; subprocess.run({command!r}, check=True)")
+    ensure_ops(["cpu_adam"], silent)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=60, check=True, cwd=folder
+    )
+    assert "built here" in done.stdout
+    assert not (folder / "build.ninja").exists()
