@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -226,11 +226,33 @@ class World:
     def variables(self) -> Iterator[None]:
         """Have RANK, LOCAL_RANK and WORLD_SIZE tell where this process stands, for a library that reads them there.
 
-        LOCAL_RANK is the index of the device, where there is one. All of them are put back at the end.
+        LOCAL_RANK is the index of the device, where there is one. At the end the environment is what it was, whatever
+        the library did to it.
         """
-        local_rank = self.local_rank if self.device.index is None else self.device.index
-        with library_environment(RANK=str(self.rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(self.size)):
+        before = dict(os.environ)
+        os.environ.update(self._variables())
+        try:
             yield
+        finally:
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+    def set_variables(self) -> Callable[[], None]:
+        """Set those that are lacking for longer; return what takes them away again."""
+        mine = self._variables()
+        added = [name for name in mine if name not in os.environ]
+        os.environ.update({name: mine[name] for name in added})
+
+        def unset() -> None:
+            for name in added:
+                os.environ.pop(name, None)
+
+        return unset
+
+    def _variables(self) -> dict[str, str]:
+        local_rank = self.local_rank if self.device.index is None else self.device.index
+        return {"RANK": str(self.rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size)}
 
     @property
     def control(self) -> dist.ProcessGroup:

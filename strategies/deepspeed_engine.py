@@ -1,0 +1,117 @@
+"""DeepSpeed's engine: started in the process group that exists, and let go of without a trace.
+
+Everything here that is private to DeepSpeed is pinned by its version range and covered by the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..framework.world import World
+from .deepspeed_ops import load_ops
+
+
+class _NoHints(logging.Filter):
+    """Drops what DeepSpeed warns of without need: that it found no GPU, and that the user's step is no tensor."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(("A module has unknown inputs or outputs type", "Setting accelerator to"))
+
+
+_NO_HINTS = _NoHints()
+# Made by DeepSpeed's own calls.
+_DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor|_\w+)` is deprecated"
+
+
+@contextlib.contextmanager
+def backend(world: World, ops: Iterable[str] = ()) -> Iterator[None]:
+    """Have DeepSpeed find this rank's place, its ops and the process group that exists. Collective the first time."""
+    logger = logging.getLogger("DeepSpeed")
+    if _NO_HINTS not in logger.filters:
+        logger.addFilter(_NO_HINTS)
+        warnings.filterwarnings("ignore", _DEPRECATED, FutureWarning)
+    with world.variables():
+        # It prints that its operations are there.
+        with contextlib.redirect_stdout(io.StringIO()):
+            from deepspeed import init_distributed
+
+            load_ops(ops)
+            # Its own search for a launcher is for processes without a group.
+            init_distributed(dist_init_required=False, verbose=False)
+        yield
+
+
+def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[str, Any], world: World) -> Any:
+    """Return DeepSpeed's engine around an adapter. Collective."""
+    with backend(world):
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(
+            model=adapter,
+            optimizer=optimizer,
+            model_parameters=None,
+            config=config,
+            dist_init_required=False,
+        )
+    return engine
+
+
+@contextlib.contextmanager
+def building(world: World, config: dict[str, Any]) -> Iterator[None]:
+    """Split every layer that is built inside over the ranks, from rank 0's weights. Collective."""
+    with backend(world):
+        from deepspeed import zero
+
+        with zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
+            yield
+
+
+def converter(world: World, config: dict[str, Any]) -> Any:
+    """Return what splits single parameters. Collective."""
+    with backend(world):
+        from deepspeed import zero
+
+        return zero.Init(config_dict_or_path=config, mem_efficient_linear=False)
+
+
+def stop_engine(engine: Any) -> None:
+    """Take the engine's hooks off, and let go of what DeepSpeed keeps in its modules. Not collective."""
+    engine.destroy()
+    optimizer = engine.optimizer
+    # Circles through the engine's hooks hold the flat buffers, and everything else.
+    for part in (optimizer, getattr(optimizer, "optimizer", None), engine):
+        if part is not None:
+            part.__dict__.clear()
+    release_globals()
+    gc.collect()
+
+
+def release_globals() -> None:
+    """Undo what DeepSpeed leaves behind in its own modules and in torch's."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+    from deepspeed.utils import debug, groups
+
+    parameter_offload.FWD_MODULE_STACK.clear()
+    linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if linear is not None:
+        torch.nn.functional.linear = linear
+    group = groups._WORLD_GROUP
+    if group is not None:
+        groups._WORLD_GROUP = None
+        with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+            torch.distributed.destroy_process_group(group)
+    debug.debug_clear_module_and_param_names()
+    logging.getLogger("DeepSpeed").removeFilter(_NO_HINTS)
+    warnings.filters[:] = [one for one in warnings.filters if one[1] != re.compile(_DEPRECATED, re.IGNORECASE)]
