@@ -6,7 +6,7 @@ Parallel"). ``hsdp`` is the same inside groups of ranks, replicated across them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
@@ -24,10 +24,12 @@ from ..framework.precision import Precision
 from ..framework.stored import StoredTensors
 from ..framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
 from ..framework.world import World
+from .fsdp_activations import Checkpointed, check_checkpointing
 from .fsdp_gradients import local_gradients, scale_to_norm, whole_norm
 from .fsdp_mesh import Layout, Replicas, lay_out
 from .fsdp_model import ShardedModel, Sharding
 from .fsdp_state import box_of, local_of, shard_of, slot_from_store, slots_as_shards
+from .fsdp_tensor import check_plan
 from .fsdp_units import Units, check_units
 
 _GATHERS = ("rank_zero", "all", "none")
@@ -62,12 +64,20 @@ class FSDPStrategy(Strategy):
         replicas: Replicas = 1,
         tensor_parallel: int = 1,
         cpu_offload: bool = False,
-        activation_checkpointing: bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[..., bool] = False,
+        activation_checkpointing: Checkpointed = False,
         prefetch: int = 0,
         reduce_dtype: torch.dtype | None = None,
         gather_weights: Literal["rank_zero", "all", "none"] = "rank_zero",
     ) -> None:
         check_units(units)
+        check_checkpointing(activation_checkpointing)
+        _check_count("replicas", replicas, 1, "node" if replicas == "node" else None)
+        _check_count("tensor_parallel", tensor_parallel, 1)
+        _check_count("prefetch", prefetch, 0)
+        _check_reduce_dtype(reduce_dtype)
+        for flag, value in (("reshard_after_forward", reshard_after_forward), ("cpu_offload", cpu_offload)):
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"FSDPStrategy({flag}={value!r}): it must be True or False.")
         if gather_weights not in _GATHERS:
             raise unknown("gather_weights", str(gather_weights), _GATHERS)
         self.units = units
@@ -100,12 +110,19 @@ class FSDPStrategy(Strategy):
         """Refuse a number of ranks that cannot be divided as asked."""
         lay_out(world_size, num_nodes, self.replicas, self.tensor_parallel)
 
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse a module that does not say how its layers are split where they are to be."""
+        if self.tensor_parallel > 1:
+            check_plan(module, self.tensor_parallel)
+
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group, take the device and lay out the mesh. Collective."""
         self.precision = precision
         self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
         self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
         self._mesh = self._layout.build(world)
+        # The ranks of a tensor-parallel group compute one thing together, so they see the same data.
+        world.data_rank, world.data_size = world.rank // self.tensor_parallel, world.size // self.tensor_parallel
         return world
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------
@@ -123,13 +140,16 @@ class FSDPStrategy(Strategy):
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         """Shard a module in place, with rank 0's weights, and bind the optimizers to the shards. Collective."""
+        self.check_module(module)
         sharding = Sharding(
             self.units,
             self._layout.data_part(self._mesh),
+            self._mesh["tensor"] if self.tensor_parallel > 1 else None,
             self._policy(),
             self.reshard_after_forward,
             self.cpu_offload,
             self.prefetch,
+            self.activation_checkpointing if training else False,
         )
         self._sharded = ShardedModel(module, optimizers, self.world, sharding)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
@@ -138,8 +158,12 @@ class FSDPStrategy(Strategy):
     def _policy(self) -> MixedPrecisionPolicy:
         precision = self.precision
         narrow = precision.compute if precision.autocasts else None
-        reduce = self.reduce_dtype or (torch.float64 if precision.storage == torch.float64 else torch.float32)
-        return MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=reduce, cast_forward_inputs=False)
+        reduce = self.reduce_dtype or torch.promote_types(precision.storage, torch.float32)
+        # Said where it is what it would be anyway, it makes torch keep copies of gradients.
+        reduces_as_computed = reduce == (narrow or precision.storage)
+        return MixedPrecisionPolicy(
+            param_dtype=narrow, reduce_dtype=None if reduces_as_computed else reduce, cast_forward_inputs=False
+        )
 
     def _before_update(self, *_: Any) -> None:
         """Free what a forward pass without backward has left gathered: it would miss the update."""
@@ -247,6 +271,18 @@ class FSDPStrategy(Strategy):
             sharded.take_off()
             if self.world.size == 1:
                 sharded.gather(everywhere=True)
+
+
+def _check_count(name: str, given: Any, least: int, known: str | None = None) -> None:
+    if known is None and (isinstance(given, bool) or not isinstance(given, int) or given < least):
+        raise ConfigurationError(f"FSDPStrategy({name}={given!r}): it must be a whole number of at least {least}.")
+
+
+def _check_reduce_dtype(given: Any) -> None:
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise ConfigurationError(
+            f"FSDPStrategy(reduce_dtype={given!r}): it must be a floating-point dtype such as torch.float32, or None."
+        )
 
 
 def hsdp(units: Units = None, *, replicas: Replicas = "node", **arguments: Any) -> FSDPStrategy:

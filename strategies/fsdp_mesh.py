@@ -22,7 +22,7 @@ class Layout:
     tensor: int
 
     def build(self, world: World) -> DeviceMesh:
-        """Build the mesh: axes ``replicate`` and ``tensor`` where they have several ranks, and ``shard``. Collective."""
+        """Build the mesh: ``shard``, and ``replicate`` and ``tensor`` where they have several ranks. Collective."""
         axes = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
         kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
         return init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))

@@ -6,7 +6,7 @@ then they are filled one after the other. What is whole at a time beyond what ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,9 @@ from torch.optim import Optimizer
 from ..framework.materialize import Owner, owners_of, replace_tensors
 from ..framework.strategy import StepAdapter
 from ..framework.world import World
-from .fsdp_state import box_in, box_of, like, local_of, shard_slots
+from .fsdp_activations import Checkpointed, checkpoint_forward, checkpointed_parts, plain_forward
+from .fsdp_state import box_in, box_of, like, local_of, shard_slots, whole_of_parts
+from .fsdp_tensor import split_layers, tie_again
 from .fsdp_undo import Footprint
 from .fsdp_units import Units, find_units, without_shared
 
@@ -38,10 +40,12 @@ class Sharding:
 
     units: Units
     mesh: DeviceMesh
+    tensor_mesh: DeviceMesh | None
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | int
     cpu_offload: bool
     prefetch: int
+    checkpointed: Checkpointed
 
 
 @dataclass
@@ -75,18 +79,29 @@ class ShardedModel:
         self.module = module
         self.world = world
         self.sharding = sharding
-        self.root: Any = StepAdapter(module)
+        root = StepAdapter(module)
+        self.root: Any = root
         self._optimizers = list(optimizers)
         sources = self._take_away()
-        self._footprint = Footprint(self.root)
+        self._footprint = Footprint(root)
+        if sharding.tensor_mesh is not None:
+            self._split(sources, sharding.tensor_mesh)
         self.units = self._shard(sources)
         self._fill(sources)
         # What torch leaves to the first forward pass: it shows here what is wrong.
         self.root._get_fsdp_state()._lazy_init()
         self._footprint.close()
         self._prefetch(sharding.prefetch)
-        self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
+        self.checkpointed = checkpointed_parts(module, self.units, sharding.checkpointed)
+        for part in self.checkpointed:
+            checkpoint_forward(part)
+        self.parts: list[FSDPModule] = [part for part in root.modules() if isinstance(part, FSDPModule)]
         self.syncs = True
+        for part in self.parts:
+            # Gathered once, what torch keeps of it exists for a unit that no step runs, and was not born in the
+            # inference mode of an evaluation.
+            part.unshard()
+            part.reshard()
 
     # ---- building -------------------------------------------------------------------------------------------------
 
@@ -107,6 +122,12 @@ class ShardedModel:
             shape = torch.empty(given.shape, dtype=given.dtype, device="meta")
             source.put(nn.Parameter(shape, requires_grad=given.requires_grad))
         return sources
+
+    def _split(self, sources: list[_Source], mesh: DeviceMesh) -> None:
+        """Split layers over the ranks of a tensor-parallel group; what was tied stays so. Collective."""
+        split_layers(self.module, mesh)
+        for source in sources:
+            source.put(tie_again(source.name, source.owners))
 
     def _shard(self, sources: list[_Source]) -> list[nn.Module]:
         sharding = self.sharding
@@ -161,9 +182,7 @@ class ShardedModel:
 
     def _value(self, source: _Source) -> Tensor:
         """Return rank 0's weights of a parameter, whole, on this rank's device. Collective."""
-        given = source.given.detach()
-        if isinstance(given, DTensor):
-            given = given.full_tensor()
+        given = whole_of_parts(source.given)
         if self.world.size == 1:
             return given
         if self.world.rank == 0:
@@ -205,6 +224,8 @@ class ShardedModel:
     def take_off(self) -> None:
         """Take all of torch's hooks and classes off; the parameters stay split."""
         self.reshard()
+        for part in self.checkpointed:
+            plain_forward(part)
         self._footprint.undo()
 
     @torch.no_grad()
@@ -217,7 +238,7 @@ class ShardedModel:
                 return None
             if self.world.size == 1:
                 return local_of(tensor.detach())
-            full = tensor.detach().full_tensor()
+            full = whole_of_parts(tensor)
             return full if keeps else full.to("meta")
 
         replace_tensors(self.module, whole)

@@ -27,6 +27,12 @@ def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(min(offset, size) for offset, size in zip(offsets, tensor.shape, strict=True))
 
 
+def whole_of_parts(tensor: Tensor) -> Tensor:
+    """Return a whole tensor, gathered where ranks hold parts of it. Collective."""
+    whole: Tensor = tensor.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+
 def shard_of(tensor: Tensor) -> Shard:
     """Return this rank's part of a tensor, sharing its memory."""
     if not isinstance(tensor, DTensor):

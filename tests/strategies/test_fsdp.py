@@ -2,69 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from models import Regressor, loader, network, regression_data, silent_trainer, weights_of
+from models import silent_trainer
 from ranks import run_on_ranks
+from small_gpt import GLOBAL_BATCH, STEPS, Block, Language, SmallGPT, by_hand, per_update, token_loader, weights
 from torch import Tensor, nn
 
 from phalanx import AccumulationSchedule
 from phalanx.strategies import FSDPStrategy
 
-STEPS = 20
-GLOBAL_BATCH = 12
+SCHEDULE = [1, 2, 3, 1, 4, 2]
 
 
-def by_hand(windows: Sequence[int], clip: float | None, steps: int = STEPS) -> tuple[list[float], Tensor]:
-    """Train on global batches of 12 times the window, in plain torch; return each update's loss and the weights."""
-    x, y = regression_data(960).tensors
-    net = network()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    losses, position = [], 0
-    for step in range(steps):
-        count = GLOBAL_BATCH * windows[step % len(windows)]
-        loss = nn.functional.mse_loss(net(x[position : position + count]), y[position : position + count])
-        position += count
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, weights_of(net)
-
-
-def per_update(ranks: list[list[float]], windows: list[int]) -> Tensor:
-    """Return the mean loss of each update from the losses of each rank's micro-batches."""
-    rows = torch.tensor(ranks, dtype=torch.float64).mean(0)
-    return torch.stack([part.mean() for part in rows.split([windows[step % len(windows)] for step in range(STEPS)])])
-
-
-def trained(ranks: int, strategy: Any, windows: list[int], clip: float | None) -> tuple[list[float], Tensor]:
-    """Train through the Trainer; return the losses of this rank's micro-batches and the weights."""
-    module = Regressor()
+def trained(
+    ranks: int, strategy: Any, windows: list[int], clip: float | None
+) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Train through the Trainer; return the losses of this rank's micro-batches, the weights, and what is odd."""
+    module = Language()
+    classes = [type(part) for part in module.modules()]
     schedule = AccumulationSchedule.cycle(windows) if len(windows) > 1 else windows[0]
     trainer = silent_trainer(
         strategy=strategy, devices=ranks, max_steps=STEPS, accumulate_grad_batches=schedule, gradient_clip_val=clip
     )
-    trainer.fit(module, loader(960, GLOBAL_BATCH // ranks))
+    data_ranks = trainer.fabric.world.data_size
+    trainer.fit(module, token_loader(GLOBAL_BATCH // data_ranks))
     assert trainer.global_step == STEPS
-    assert type(module) is Regressor
-    return module.losses, weights_of(module)
+    return module.losses, weights(module.gpt), leftovers(module, classes)
+
+
+def leftovers(module: nn.Module, classes: list[type]) -> list[str]:
+    """Return what a fit has left on a module that was not there before."""
+    odd = [str(type(part)) for part, kind in zip(module.modules(), classes, strict=True) if type(part) is not kind]
+    odd += [f"{type(p)} {p.device}" for p in module.parameters() if type(p.detach()) is not Tensor]
+    for part in module.modules():
+        odd += [name for name, table in vars(part).items() if name.endswith(("_hooks", "kwargs")) and table]
+        odd += [name for name in vars(part) if "fsdp" in name or "composable" in name or name == "forward"]
+    return odd
+
+
+def check(results: list[Any], windows: list[int], clip: float | None) -> None:
+    losses, expected = by_hand(windows, clip)
+    torch.testing.assert_close(per_update([each[0] for each in results], windows), losses, rtol=1e-5, atol=0)
+    for _, own, odd in results:
+        assert not odd
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("windows", [[1], [4], [1, 2, 3, 1, 4, 2]], ids=["1", "4", "schedule"])
+@pytest.mark.parametrize("windows", [[1], [4], SCHEDULE], ids=["1", "4", "schedule"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_losses_and_weights_equal_plain_torch(ranks: int, windows: list[int], clip: float | None) -> None:
     strategy = FSDPStrategy(gather_weights="all")
-    results = run_on_ranks(ranks, trained, ranks, strategy, windows, clip)
-    losses, weights = by_hand(windows, clip)
-    torch.testing.assert_close(
-        per_update([each for each, _ in results], windows).float(), torch.tensor(losses), rtol=1e-5, atol=0
-    )
-    for _, own in results:
-        torch.testing.assert_close(own, weights, rtol=1e-5, atol=1e-6)
+    check(run_on_ranks(ranks, trained, ranks, strategy, windows, clip), windows, clip)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"units": Block},
+        {"units": nn.Linear},
+        {"units": (Block, nn.Embedding)},
+        {"units": 100},
+        {"units": 10**6},
+        {"reshard_after_forward": False},
+        {"cpu_offload": True},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": (nn.LayerNorm, SmallGPT)},
+        {"prefetch": 2},
+        {"replicas": 2},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_no_argument_changes_what_is_trained(arguments: dict[str, Any]) -> None:
+    strategy = FSDPStrategy(gather_weights="all", **arguments)
+    check(run_on_ranks(2, trained, 2, strategy, [1, 2, 3], 0.1), [1, 2, 3], 0.1)
