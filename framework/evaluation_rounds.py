@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .standins import fresh
 from .world import World
 
 Numbered = tuple[int, Any]
@@ -39,7 +40,8 @@ def in_rounds(
     while True:
         item = upcoming
         if item is not None:
-            upcoming, last = next(batches, None), item[1]
+            # Before the step, which may take the batch apart.
+            upcoming, last = next(batches, None), fresh(item[1])
         # The question is answered while the model runs.
         more = torch.tensor([float(upcoming is not None)], dtype=torch.float64)
         pending = world.control_reduce(more) if rounds is None else None

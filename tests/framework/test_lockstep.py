@@ -1,4 +1,4 @@
-"""Strategies whose passes hold collectives: no rank may run fewer of them than others, whatever its data and steps do."""
+"""Strategies whose passes hold collectives: no rank may run fewer of them than others, whatever its data and steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from models import network, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from phalanx import Callback, TrainModule
+from phalanx import TrainModule
+from phalanx.framework.call_watch import CallWatch
 from phalanx.framework.errors import LoopError
 from phalanx.framework.strategy import StepFunction, Traits
 from phalanx.strategies.ddp import DDPStrategy
@@ -209,9 +210,11 @@ def check_fickle(results: list[tuple[int, Given, list[Tensor]]], window: int, co
     steps, expected = by_hand([given for _, given, _ in results], window)
     seen = torch.cat([x for _, given, _ in results for _, _, x, _ in given])
     assert sorted(seen[:, 0].tolist()) == sorted(row["x"][0].item() for row in pairs(count))
-    for own_steps, _, weights in results:
+    for rank, (own_steps, _, weights) in enumerate(results):
         assert own_steps == steps
         for weight, other in zip(weights, expected, strict=True):
+            if rank and weight.is_meta:
+                continue  # rank 0 alone gets whole weights
             torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
 
 
@@ -235,3 +238,240 @@ def test_a_step_may_return_none_on_any_rank_at_any_time(
 def test_ranks_may_have_any_number_of_batches_or_none_at_all(name: str, count: int, length: bool) -> None:
     results = run_on_ranks(3, fickle, name, "never", "before", 2, count, length, timeout=30)
     check_fickle(results, 2, count)
+
+
+# ---- activations that are not finite --------------------------------------------------------------------------------
+
+
+class Overflowing(Fickle):
+    """Gives no loss where its activations are infinite, in front of and behind layers that reduce gradients."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(rule, "after")
+        self.net.insert(2, Explosive(self))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.explodes = self.silent(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class Explosive(nn.Module):
+    """Makes infinite activations with infinite derivatives where its owner says so."""
+
+    def __init__(self, owner: Overflowing) -> None:
+        super().__init__()
+        self.__dict__["owner"] = owner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0).abs().rsqrt() * x + x.exp() * math.inf if self.owner.explodes else x
+
+
+def overflowing(name: str) -> tuple[int, Given, list[Tensor]]:
+    module = Overflowing("alternate")
+    trainer = silent_trainer(devices=dist.get_world_size(), strategy=strategy(name), max_epochs=1)
+    trainer.fit(module, DataLoader(pairs(24), batch_size=2))  # type: ignore[arg-type]
+    return trainer.global_step, module.given, [parameter.detach() for parameter in module.net.parameters()]
+
+
+@pytest.mark.parametrize("name", ["lockstep", "in backward", "fsdp"])
+def test_infinite_activations_of_a_step_without_a_loss_reach_no_other_rank(name: str) -> None:
+    check_fickle(run_on_ranks(2, overflowing, name, timeout=30), 1, 24)
+
+
+# ---- what a stand-in leaves as it was -------------------------------------------------------------------------------
+
+
+class Tidy(Fickle):
+    """Draws random numbers, counts in a buffer and in a metric, in each pass."""
+
+    counted: Tensor
+
+    def __init__(self) -> None:
+        super().__init__("never", "before")
+        from torchmetrics import MeanMetric
+
+        self.register_buffer("counted", torch.zeros(()))
+        self.mean = MeanMetric()
+        self.drawn: list[float] = []
+        self.ended: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.counted += 1
+        self.drawn.append(torch.rand(()).item())
+        self.mean.update(batch["x"][:, 0])
+        self.log("mean", self.mean, on_epoch=True)
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ended.append(batch_idx)
+
+
+def tidy(name: str) -> tuple[float, list[float], list[int], float]:
+    module = Tidy()
+    trainer = silent_trainer(devices=2, strategy=strategy(name), max_epochs=1, accumulate_grad_batches=4)
+    # Rank 0 gets one batch more.
+    trainer.fit(module, DataLoader(pairs(25), batch_size=4))  # type: ignore[arg-type]
+    return module.counted.item(), module.drawn, module.ended, trainer.callback_metrics["mean"].item()
+
+
+@pytest.mark.parametrize("name", ["lockstep", "fsdp"])
+def test_a_stand_in_is_seen_by_nobody(name: str) -> None:
+    results = run_on_ranks(2, tidy, name, timeout=30)
+    mean = torch.stack([row["x"] for row in pairs(25)])[:, 0].mean().item()
+    for (counted, drawn, ended, logged), expected in zip(results, (4, 3), strict=True):
+        assert counted == len(ended) == expected
+        assert len(drawn) == 4
+        assert logged == pytest.approx(mean, rel=1e-5)
+
+
+# ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+class Judge(TrainModule):
+    """Logs exact figures in every form, and notes the samples that its hooks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import CatMetric, MeanMetric
+
+        self.net = network()
+        self.average, self.all = MeanMetric(), CatMetric()
+        self.seen: list[float] = []
+        self.figures: dict[str, float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+
+    def judge(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        values = self.net(batch.pop("x"))
+        self.average.update(values)
+        self.all.update(values)
+        self.log("mean", values.mean())
+        self.log("sum", values.double().sum(), reduce_fx="sum")
+        self.log("most", values.max(), reduce_fx="max")
+        self.log("average", self.average, add_dataloader_idx=False)
+
+    validation_step = test_step = judge
+
+    def forward(self, batch: Any) -> Tensor:
+        output: Tensor = self.net(batch["x"])
+        return output
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen += batch["x"][:, 0].tolist()
+
+    def on_validation_epoch_end(self) -> None:
+        self.average.reset()
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def judged_loaders(kind: str, count: int) -> Any:
+    whole = DataLoader(pairs(count), batch_size=2)  # type: ignore[arg-type]
+    stream = DataLoader(Items(count), batch_size=2)
+    return {"map": whole, "stream": stream, "several": [whole, DataLoader(Items(3), batch_size=2), stream]}[kind]
+
+
+def judged(name: str, stage: str, kind: str, count: int, settings: dict[str, Any]) -> Any:
+    module = Judge()
+    ranks = dist.get_world_size() if name != "single" else 1
+    trainer = silent_trainer(devices=ranks, strategy=strategy(name), max_epochs=1, **settings)
+    loaders = judged_loaders(kind, count)
+    if stage == "fit":
+        trainer.fit(module, DataLoader(pairs(24), batch_size=12 // ranks), loaders)  # type: ignore[arg-type]
+        return {key: value.item() for key, value in trainer.callback_metrics.items()}, module.seen
+    if stage == "predict":
+        return trainer.predict(module, loaders), module.seen
+    return getattr(trainer, stage)(module, loaders, verbose=False), module.seen
+
+
+def by_process(stage: str, kind: str, count: int, settings: dict[str, Any]) -> Any:
+    return judged("single", stage, kind, count, settings)
+
+
+@pytest.mark.parametrize("name", ["lockstep", "fsdp"])
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 12, 13])
+@pytest.mark.parametrize(
+    ("stage", "kind", "settings"),
+    [
+        ("validate", "map", {}),
+        ("validate", "stream", {}),
+        ("validate", "several", {}),
+        ("test", "stream", {"limit_test_batches": 2}),
+        ("predict", "several", {}),
+        ("predict", "map", {}),
+        ("fit", "several", {"num_sanity_val_steps": 2, "val_check_interval": 1}),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_evaluation_sees_every_sample_once(
+    ranks: int, stage: str, kind: str, settings: dict[str, Any], count: int, name: str
+) -> None:
+    expected, seen = by_process(stage, kind, count, settings)
+    results = run_on_ranks(ranks, judged, name, stage, kind, count, settings, timeout=30)
+    for found, _ in results:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert sorted(x for _, own in results for x in own) == sorted(seen)
+
+
+# ---- what cannot be made to fit -------------------------------------------------------------------------------------
+
+
+class Halfway(Fickle):
+    """Gives up between the two layers of its model, on one rank."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__("never", "before")
+        self.index = index
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[1](self.net[0](batch["x"]))
+        if batch_idx == self.index and self.global_rank == 1:
+            return None
+        return nn.functional.mse_loss(self.net[3](hidden), batch["y"])
+
+
+def halfway(index: int) -> str:
+    module = Halfway(index)
+    trainer = silent_trainer(devices=2, strategy=strategy("lockstep"), max_epochs=1)
+    trainer.fit(module, DataLoader(pairs(24), batch_size=2))  # type: ignore[arg-type]
+    return "trained"
+
+
+def test_a_step_that_gives_up_halfway_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="LoopError: training_step returned None after it had run only a part"):
+        run_on_ranks(2, halfway, 3, timeout=20)
+
+
+def test_so_it_is_where_no_step_had_a_loss_before() -> None:
+    module = Halfway(0)
+    watch = CallWatch(module)
+    for layers, complete in (([0], False), ([0, 1, 3], True)):
+        watch.open()
+        values = pairs(1)[0]["x"]
+        for layer in layers:
+            values = module.net[layer](values)
+        calls = watch.close()
+        if complete:
+            watch.idle_loss(calls).backward()  # type: ignore[no-untyped-call]
+        else:
+            with pytest.raises(LoopError, match="only a part"):
+                watch.idle_loss(calls)
+    watch.remove()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+class NeverHere(Fickle):
+    def silent(self, index: int) -> bool:
+        return self.global_rank == 1
+
+
+def never_here() -> None:
+    trainer = silent_trainer(devices=2, strategy=strategy("lockstep"), max_epochs=1)
+    trainer.fit(NeverHere("", "before"), DataLoader(pairs(24), batch_size=2))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_never_has_a_loss_and_never_runs_its_model_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="LoopError: training_step returned None on rank 1 for every batch"):
+        run_on_ranks(2, never_here, timeout=20)
