@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..framework.errors import ConfigurationError, unknown
-from ..framework.supervisor import die_with_parent
 from ..framework.world import library_environment
 from .deepspeed_config import ZeroOptions
 from .deepspeed_toolchain import advice, check_toolchain, require_deepspeed
@@ -60,10 +59,16 @@ OPS = {
     "pin_memory": Op("PinMemoryBuilder", "memory that stays in place", 20),
     "async_io": Op("AsyncIOBuilder", "reading and writing the disk", 110),
 }
-_PROGRAM = """
-import sys
-from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder(sys.argv[1]).load(verbose=True)
+# A builder ends, with the compilers it started, when the process that waits for it is gone: its input ends then.
+_FOLLOW = """
+import os, signal, threading
+
+def follow():
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=follow, daemon=True).start()
 """
 
 
@@ -261,7 +266,7 @@ def _build(folder: Path, name: str, note: Note, device_type: str, deadline: floa
         note(f"Building DeepSpeed's {name} ({op.purpose}), once: about {op.about_seconds} s on two cores ...")
     begun = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        ended = _run(build_command(name), folder, output, device_type, deadline)
+        ended = _run(build_program(name), folder, output, device_type, deadline)
         output.seek(0)
         said = output.read().decode(errors="replace")
     if ended != 0 or not (folder / f"{name}.so").is_file():
@@ -271,22 +276,22 @@ def _build(folder: Path, name: str, note: Note, device_type: str, deadline: floa
     note(f"{name} is ready after {time.monotonic() - begun:.0f} s.")
 
 
-def build_command(name: str) -> list[str]:
-    """Return the command that builds an op."""
-    return [sys.executable, "-c", _PROGRAM, OPS[name].builder]
+def build_program(name: str) -> str:
+    """Return the Python program that builds an op."""
+    builder = f"get_accelerator().create_op_builder({OPS[name].builder!r})"
+    return f"from deepspeed.accelerator import get_accelerator\n{builder}.load(verbose=True)\n"
 
 
-def _run(command: list[str], folder: Path, output: IO[bytes], device_type: str, deadline: float) -> int | None:
+def _run(program: str, folder: Path, output: IO[bytes], device_type: str, deadline: float) -> int | None:
     """Run a build; return its exit code, or None where the time was up. Nothing of it is left running."""
     with library_environment(DS_ACCELERATOR=device_type):
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", _FOLLOW + program],
             cwd=folder,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=die_with_parent(),
         )
     try:
         return process.wait(max(0.0, deadline - time.monotonic()))
@@ -296,6 +301,8 @@ def _run(command: list[str], folder: Path, output: IO[bytes], device_type: str, 
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def _failure(name: str, folder: Path, ended: int | None, said: str, limit: float) -> str:

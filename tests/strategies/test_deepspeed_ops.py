@@ -24,6 +24,12 @@ from phalanx.strategies.deepspeed_ops import ensure_ops, missing_ops, needed_ops
 from phalanx.strategies.deepspeed_toolchain import check_toolchain, missing_tools, require_deepspeed
 
 BUILDS = "import pathlib; open('builds', 'a').write('x'); pathlib.Path('cpu_adam.so').write_text('')"
+STARTS_ANOTHER = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+open('pid.new', 'w').write(str(child.pid)); os.replace('pid.new', 'pid')
+print('compiling', flush=True); time.sleep(60)
+"""
 PlantBuild = Callable[[str], None]
 
 
@@ -39,7 +45,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> PlantBuild:
     """Return a function that has a short program stand in for the builds of DeepSpeed."""
 
     def put(program: str) -> None:
-        monkeypatch.setattr(deepspeed_ops, "build_command", lambda name: [sys.executable, "-c", program])
+        monkeypatch.setattr(deepspeed_ops, "build_program", lambda name: program)
 
     return put
 
@@ -58,6 +64,14 @@ def silent(text: str) -> None:
 def is_alive(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def ends(pid: int, seconds: float = 5.0) -> bool:
+    """Return whether a process ends soon."""
+    deadline = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not is_alive(pid)
 
 
 # ---- building ------------------------------------------------------------------------------------------------------
@@ -114,21 +128,27 @@ def test_a_build_that_ends_well_without_a_result_is_a_failure(folder: Path, plan
 
 
 def test_a_build_that_takes_too_long_is_stopped_with_all_it_started(folder: Path, plant: PlantBuild) -> None:
-    plant(
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "open('pid', 'w').write(str(child.pid)); print('compiling', flush=True); time.sleep(60)"
-    )
+    plant(STARTS_ANOTHER)
     begun = time.perf_counter()
     told = failure([], limit=1.0)
     assert time.perf_counter() - begun < 10
     assert "not done after 1 s" in told
     assert "compiling" in told
-    pid = int((folder / "pid").read_text())
-    deadline = time.monotonic() + 5
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(pid)
+    assert ends(int((folder / "pid").read_text()))
+
+
+def test_a_builder_ends_with_whoever_waits_for_it(folder: Path) -> None:
+    program = f"""
+from phalanx.strategies import deepspeed_ops
+deepspeed_ops.build_program = lambda name: {STARTS_ANOTHER!r}
+deepspeed_ops.ensure_ops(["cpu_adam"], print)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as waiting:
+        deadline = time.monotonic() + 60
+        while not (folder / "pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        waiting.kill()
+    assert ends(int((folder / "pid").read_text()))
 
 
 def test_an_op_that_nobody_knows_is_refused() -> None:
