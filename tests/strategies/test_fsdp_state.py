@@ -1,0 +1,160 @@
+"""Canonical state under ``fsdp``: what is saved by any layout is loaded by any other, exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from small_gpt import Language, loss_of, optimizer_of, small_gpt, token_data
+from torch import Tensor, nn
+
+from phalanx.framework.checkpoint_plan import Shard
+from phalanx.framework.precision import resolve_precision
+from phalanx.framework.stored import held
+from phalanx.framework.strategy import parameters_of
+from phalanx.strategies import FSDPStrategy
+
+Canonical = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
+
+
+def connected(strategy: FSDPStrategy, precision: str = "32-true") -> FSDPStrategy:
+    """Return a strategy that has met the other ranks."""
+    strategy.connect("cpu", 1, resolve_precision(precision))
+    return strategy
+
+
+def updated(
+    strategy: FSDPStrategy, module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, first: int = 0
+) -> list[float]:
+    """Train for a few steps, all ranks on the same batches; return the losses."""
+    x, y = token_data(24).tensors
+    forward = strategy.route(lambda position: loss_of(module(x[position:][:8]), y[position:][:8]), training=True)
+    losses = []
+    for step in range(first, first + steps):
+        strategy.zero_grad(optimizer)
+        loss = forward(step * 8 % 24)
+        strategy.backward(loss)
+        norm = strategy.gradient_norm(parameters_of(optimizer))
+        strategy.clip_by_norm(parameters_of(optimizer), 0.1, norm)
+        strategy.step(optimizer)
+        losses.append(loss.item())
+    return losses
+
+
+def assembled(strategy: FSDPStrategy, parts: dict[str, Shard]) -> dict[str, Tensor]:
+    """Return whole tensors from all ranks' shards; every element must be held, by ranks that agree."""
+    wholes: dict[str, Tensor] = {}
+    described = {name: (shard.tensor.clone(), shard.shape, shard.offsets) for name, shard in parts.items()}
+    for rank_parts in strategy.world.all_gather_object(described):
+        for name, (tensor, shape, offsets) in rank_parts.items():
+            whole = wholes.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+            box = whole[tuple(slice(o, o + s) for o, s in zip(offsets, tensor.shape, strict=True))]
+            assert torch.equal(torch.where(box.isnan(), tensor.double(), box), tensor.double())
+            box.copy_(tensor)
+    assert not any(whole.isnan().any() for whole in wholes.values())
+    return {name: whole.float() for name, whole in wholes.items()}
+
+
+def canonical(strategy: FSDPStrategy, module: nn.Module, optimizer: torch.optim.Optimizer) -> Canonical:
+    """Return all state by name, whole."""
+    model = assembled(strategy, strategy.model_state(module))
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    slots: dict[str, dict[str, Any]] = {}
+    for parameter, own in strategy.optimizer_state(optimizer):
+        shards = {slot: value for slot, value in own.items() if isinstance(value, Shard)}
+        numbers = {slot: value.clone() for slot, value in own.items() if not isinstance(value, Shard)}
+        slots[names[id(parameter)]] = {**assembled(strategy, shards), **numbers}
+    return model, slots
+
+
+def single_process(steps: int) -> tuple[list[float], Canonical]:
+    """Train by hand; return losses and state."""
+    gpt, (x, y) = small_gpt(), token_data(24).tensors
+    optimizer = optimizer_of(gpt)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(gpt(x[step * 8 % 24 :][:8]), y[step * 8 % 24 :][:8])
+        loss.backward()
+        nn.utils.clip_grad_norm_(gpt.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    names = {id(parameter): name for name, parameter in gpt.named_parameters()}
+    slots = {names[id(parameter)]: dict(state) for parameter, state in optimizer.state.items()}
+    return losses, ({name: tensor.detach().clone() for name, tensor in gpt.state_dict().items()}, slots)
+
+
+def saved(strategy: FSDPStrategy) -> tuple[Canonical, dict[str, tuple[int, ...]]]:
+    gpt = small_gpt()
+    optimizer = optimizer_of(gpt)
+    connected(strategy).setup(gpt, [optimizer], training=True)
+    updated(strategy, gpt, optimizer)
+    shapes = strategy.shapes(gpt)
+    state = canonical(strategy, gpt, optimizer)
+    strategy.restore(gpt)
+    return state, shapes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("arguments", [{}, {"replicas": 2}, {"units": 10**6}, {"cpu_offload": True}])
+def test_state_taken_is_that_of_one_process(ranks: int, arguments: dict[str, Any]) -> None:
+    if arguments.get("replicas", 1) > ranks or (ranks == 3 and arguments):
+        arguments = {}
+    results = run_on_ranks(ranks, saved, FSDPStrategy(**arguments))
+    _, (model, slots) = single_process(2)
+    for (own_model, own_slots), shapes in results:
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in model.items()}
+        assert own_slots.keys() == slots.keys()
+        torch.testing.assert_close(own_model, {name: t.float() for name, t in model.items()}, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(own_slots, slots, rtol=1e-4, atol=1e-6)
+
+
+def loaded(strategy: FSDPStrategy, state: Canonical, fresh: bool) -> tuple[Canonical, list[float]]:
+    """Load state into another model, and train on; ``fresh`` into an optimizer that has not stepped."""
+    gpt = small_gpt(seed=99)
+    optimizer = optimizer_of(gpt)
+    connected(strategy).setup(gpt, [optimizer], training=True)
+    if not fresh:
+        updated(strategy, gpt, optimizer, 1)
+    model, slots = state
+    strategy.load_model_state(gpt, held(model))
+    names = {id(parameter): name for name, parameter in gpt.named_parameters()}
+    own = [slots.get(names[id(parameter)], {}) for parameter in parameters_of(optimizer)]
+    stored = [{slot: held({"": v})[""] if v.dim() else v for slot, v in each.items()} for each in own]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    strategy.load_optimizer_state(optimizer, stored, groups)
+    put_back = canonical(strategy, gpt, optimizer)
+    return put_back, updated(strategy, gpt, optimizer, 3, first=2)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(("ranks", "arguments"), [(1, {}), (2, {}), (3, {}), (2, {"replicas": 2})])
+def test_state_of_one_process_is_taken_over_exactly(ranks: int, arguments: dict[str, Any], fresh: bool) -> None:
+    _, (model, slots) = single_process(2)
+    losses, _ = single_process(5)
+    for (own_model, own_slots), own_losses in run_on_ranks(
+        ranks, loaded, FSDPStrategy(**arguments), (model, slots), fresh
+    ):
+        for name, tensor in model.items():
+            assert torch.equal(own_model[name], tensor.float()), name
+        assert own_slots.keys() == slots.keys()
+        for name, each in slots.items():
+            assert all(torch.equal(own_slots[name][slot], value) for slot, value in each.items()), name
+        torch.testing.assert_close(own_losses, losses[2:], rtol=1e-5, atol=0)
+
+
+def test_nothing_is_copied_to_be_saved() -> None:
+    assert all(run_on_ranks(2, shares_memory))
+
+
+def shares_memory() -> bool:
+    strategy = connected(FSDPStrategy())
+    module = Language()
+    strategy.setup(module, [], training=False)
+    held_here: dict[str, Any] = dict(module.named_parameters())
+    shards = strategy.model_state(module)
+    return all(
+        shards[name].tensor.data_ptr() == parameter._local_tensor.data_ptr() for name, parameter in held_here.items()
+    )
