@@ -80,9 +80,9 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
         loop.step = ManualStep(run, train_transfer, settings.nonfinite)
     if checkpoint is not None:
         _restore(loop, checkpoint, origin)
-    elif run.world.rank > 0:
+    elif run.world.data_rank > 0:
         # Ranks draw different numbers from here on (dropout); rank 0 stays where one process would be.
-        seed_generators(mix_seed(trainer.seed, run.world.rank))
+        seed_generators(mix_seed(trainer.seed, run.world.data_rank))
     return loop
 
 
@@ -299,7 +299,7 @@ def _restore(loop: FitLoop, checkpoint: Checkpoint, origin: Origin) -> None:
         loop.random = mine["random"]
     else:
         # Another number of ranks: their generators follow from where the run stands.
-        seed_generators(mix_seed(run.trainer.seed, progress.attempts, run.world.rank))
+        seed_generators(mix_seed(run.trainer.seed, progress.attempts, run.world.data_rank))
     loop.resumed_from = origin.checkpoint
     if loop.plan.max_epochs is not None and 0 <= loop.plan.max_epochs < progress.epoch:
         raise CheckpointError(

@@ -74,9 +74,9 @@ def check_fit(
     value, algorithm = settings.clipping
     if value is not None:
         resources.strategy.check_clipping(algorithm)
-    check_given("train", given, module, datamodule, resources.world_size, shard, required=True)
+    check_given("train", given, module, datamodule, resources.data_size, shard, required=True)
     if is_overridden("validation_step", module):
-        check_given("validate", given, module, datamodule, resources.world_size, shard, required=False)
+        check_given("validate", given, module, datamodule, resources.data_size, shard, required=False)
     elif given.get("validate") is not None:
         raise ConfigurationError(
             f"val_dataloaders was given, but {type(module).__name__} has no validation_step: define it, or leave the "
@@ -99,7 +99,7 @@ def check_plan(
     """
     check_module(module, "fit")
     check_devices(module)
-    check_given("train", given, module, datamodule, resources.world_size, shard, required=activation_bytes is None)
+    check_given("train", given, module, datamodule, resources.data_size, shard, required=activation_bytes is None)
 
 
 def check_evaluation(
@@ -116,7 +116,7 @@ def check_evaluation(
         ConfigurationError: the module or the data breaks a rule.
     """
     check_module(module, stage)
-    check_given(stage, given, module, datamodule, resources.world_size, shard, required=True)
+    check_given(stage, given, module, datamodule, resources.data_size, shard, required=True)
 
 
 def split_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, DataModule | None]:

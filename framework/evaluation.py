@@ -85,7 +85,8 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
         _start(run, plan)
         for index, source in enumerate(plan.sources):
             _run_loader(run, plan, source, index, outputs[index] if keep else None)
-        results = _in_order(run.world.all_gather_object(outputs)) if keep else [[] for _ in plan.sources]
+        mine = outputs if run.world.counts_data else [[] for _ in plan.sources]
+        results = _in_order(run.world.all_gather_object(mine)) if keep else [[] for _ in plan.sources]
         run.call("on_predict_epoch_end")
         run.call("on_predict_end")
     return results

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from .data_ranks import DataRanks
 from .errors import CheckpointError, ConfigurationError
 from .loader_parts import distributed_samplers, is_map_style
 from .loader_rounds import (
@@ -90,7 +91,7 @@ class FabricLoader:
         self.filler = False
         self.share = 1.0
         self._given = given
-        self._world = world
+        self._world = ranks = DataRanks(world)
         self._sharing = sharing
         self._move = move
         self._reading = reading
@@ -98,7 +99,7 @@ class FabricLoader:
         self._turn = _Turn()
         self._skipped = 0
         self._may_fill = False
-        self._source = _source(given, world, seed, sharing, name)
+        self._source = _source(given, ranks, seed, sharing, name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_given" not in self.__dict__:
@@ -244,7 +245,7 @@ class SkippedBatches:
         return getattr(self._loader, name)
 
 
-def _source(given: Any, world: World, seed: int, sharing: Sharing, name: str) -> TrainingSource:
+def _source(given: Any, world: DataRanks, seed: int, sharing: Sharing, name: str) -> TrainingSource:
     rank, size, shard = world.rank, world.size, sharing.shard
     if sharing.dispatch and size > 1:
         return prepare_training(given, rank=0, size=1, seed=seed, name=name)

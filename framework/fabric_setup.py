@@ -195,7 +195,7 @@ class SetupVerbs(RankVerbs):
         what was collected over several batches no longer tells which rows are whose.
         """
         loader = self._reading.current
-        valid = loader is None or not loader.filler
+        valid = self.world.counts_data and (loader is None or not loader.filler)
         return gather_rows(self.world, input_data, valid, use_gather_object)
 
     def autocast(self) -> AbstractContextManager[Any]:

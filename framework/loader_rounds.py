@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .data_ranks import DataRanks
 from .gathering import rows_in, slice_rows
 from .loaders import NO_BATCH, CountedSource, MapSource, Position, TrainingSource
 from .sampling import length_of, part_of
-from .world import World
 
 _END = object()
 
@@ -55,7 +55,7 @@ def known_rounds(batches: Iterator[Any], rounds: int, last_holders: Sequence[int
         yield Round(batch, last_holders if last else everyone, last)
 
 
-def asked_rounds(batches: Iterator[Any], world: World) -> Rounds:
+def asked_rounds(batches: Iterator[Any], world: DataRanks) -> Rounds:
     """Yield rounds until no rank has a batch; each asks for the next. Collective for each round."""
     batch, holders = _next(batches, world)
     while holders:
@@ -64,7 +64,7 @@ def asked_rounds(batches: Iterator[Any], world: World) -> Rounds:
         batch, holders = following, next_holders
 
 
-def _next(batches: Iterator[Any], world: World) -> tuple[Any, Sequence[int]]:
+def _next(batches: Iterator[Any], world: DataRanks) -> tuple[Any, Sequence[int]]:
     batch = next(batches, NO_BATCH)
     if world.size == 1:
         return batch, range(batch is not NO_BATCH)
@@ -90,7 +90,7 @@ def local_rounds(batches: Iterator[Any], rounds: int | None, rank: int) -> Round
         batch = following
 
 
-def dispatched_rounds(batches: Iterator[Any], world: World, split: bool) -> Rounds:
+def dispatched_rounds(batches: Iterator[Any], world: DataRanks, split: bool) -> Rounds:
     """Yield rounds that rank 0 reads and sends: a batch for each rank, or with ``split`` a part of one. Collective.
 
     ``batches`` is read on rank 0 only.

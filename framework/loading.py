@@ -60,8 +60,8 @@ class Data:
             )
         return prepare_training(
             loaders,
-            rank=self.world.rank,
-            size=self.world.size,
+            rank=self.world.data_rank,
+            size=self.world.data_size,
             seed=self.seed,
             shard=self.shard,
             sequential=bool(settings.overfit_batches),
@@ -75,8 +75,8 @@ class Data:
             return []
         return prepare_evaluations(
             loaders,
-            rank=self.world.rank,
-            size=self.world.size,
+            rank=self.world.data_rank,
+            size=self.world.data_size,
             seed=self.seed,
             shard=self.shard,
             name=_ARGUMENTS[stage],

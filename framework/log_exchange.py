@@ -42,7 +42,8 @@ def exchange(
     """
     if world.size == 1:
         return {entry: _value(key, entry, []) for key, entry in entries.items()}, more
-    mine = _contribution(entries, fed, more)
+    counts = world.counts_data
+    mine = _contribution(entries, fed, more) if counts else Contribution(set(), more, {}, {}, {})
     gathered = world.all_gather_object(mine)
     _check(stage, gathered)
     names = dict.fromkeys(name for part in gathered for name in part.kinds)

@@ -55,7 +55,7 @@ def start_lines(
 
 def _global_batch(run: Run, windows: Windows) -> str:
     """Return the samples of an optimizer step as a product, or the micro-batches where their size is not known."""
-    size, ranks = windows.source.micro_batch_size, run.world.size
+    size, ranks = windows.source.micro_batch_size, run.world.data_size
     if not run.module.automatic_optimization:
         each = counted(size, "sample") if size is not None else "one micro-batch"
         return f"{each} for each of {counted(ranks, 'rank')}; training_step steps the optimizers"

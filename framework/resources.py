@@ -37,6 +37,11 @@ class Resources:
         return self.devices * self.num_nodes
 
     @property
+    def data_size(self) -> int:
+        """Parts into which the data is shared out."""
+        return self.strategy.data_size(self.world_size)
+
+    @property
     def must_launch(self) -> bool:
         """Whether ranks are still to be started: more than one is asked for, and no launcher started this process."""
         return self.world_size > 1 and self.place.launcher is None and self.place.size == 1

@@ -79,6 +79,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     document["optimizers"] = [described for described, _ in states]
     document["state"] = encoded
     document["seed"] = seed
+    document["data_ranks"] = run.world.data_size
     document["position"] = windows.position() if windows is not None else None
     rank_state = {"random": capture(), "log": run.train_log.state_dict()}
     return Snapshot(sections=sections, document=document, rank_document=encode_inline(rank_state), buffers=buffers)
@@ -123,11 +124,12 @@ def restore_run(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def rank_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return this rank's own state, or None where the checkpoint was written by another number of ranks."""
-    documents = checkpoint.rank_documents
-    if len(documents) != run.world.size:
+    """Return this rank's own state, or None where the data was shared out otherwise when the checkpoint was written."""
+    documents, world = checkpoint.rank_documents, run.world
+    parts = checkpoint.document.get("data_ranks", len(documents))
+    if parts != world.data_size or not documents:
         return None
-    decoded: dict[str, Any] = decode(documents[run.world.rank])
+    decoded: dict[str, Any] = decode(documents[world.data_rank * (len(documents) // parts)])
     return decoded
 
 

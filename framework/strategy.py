@@ -80,6 +80,10 @@ class Strategy(ABC):
             ConfigurationError: the number of ranks, the device or the precision does not fit.
         """
 
+    def data_size(self, world_size: int) -> int:
+        """Return into how many parts so many ranks share the data out: fewer where several compute one part."""
+        return world_size
+
     def check_module(self, module: nn.Module) -> None:
         """Refuse a module that this strategy cannot take over. Called before any process starts.
 

@@ -267,6 +267,11 @@ class World:
             self._control.append(dist.new_group(backend="gloo"))
         return self._control[0]
 
+    @property
+    def counts_data(self) -> bool:
+        """Whether what this rank makes of its data counts: of ranks that see the same, it is the first one's."""
+        return self.rank % (self.size // self.data_size) == 0
+
     def close(self) -> None:
         """Destroy the control group; torch's default group stays. Safe to be called twice."""
         _destroy_group(self._control)

@@ -110,6 +110,10 @@ class FSDPStrategy(Strategy):
         """Refuse a number of ranks that cannot be divided as asked."""
         lay_out(world_size, num_nodes, self.replicas, self.tensor_parallel)
 
+    def data_size(self, world_size: int) -> int:
+        """Return the number of tensor-parallel groups: the ranks of one compute together, so they see the same data."""
+        return world_size // self.tensor_parallel
+
     def check_module(self, module: nn.Module) -> None:
         """Refuse a module that does not say how its layers are split where they are to be."""
         if self.tensor_parallel > 1:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import network, silent_trainer
+from models import network, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from phalanx import TrainModule
+from phalanx import Callback, TrainModule
 from phalanx.framework.call_watch import CallWatch
 from phalanx.framework.errors import LoopError
+from phalanx.framework.precision import Precision
 from phalanx.framework.strategy import StepFunction, Traits
+from phalanx.framework.world import World
 from phalanx.strategies.ddp import DDPStrategy
 
 LR = 0.2
@@ -103,7 +106,7 @@ class InBackward(Lockstep):
 
 
 def strategy(name: str) -> Any:
-    return {"lockstep": Lockstep, "in backward": InBackward}.get(name, lambda: name)()
+    return {"lockstep": Lockstep, "in backward": InBackward, "pairs": InPairs}.get(name, lambda: name)()
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -413,6 +416,81 @@ def test_an_evaluation_sees_every_sample_once(
     for found, _ in results:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert sorted(x for _, own in results for x in own) == sorted(seen)
+
+
+# ---- ranks that see the same data -----------------------------------------------------------------------------------
+
+
+class InPairs(Lockstep):
+    """Two ranks at a time compute one part of the data together, as ranks of a tensor-parallel group do."""
+
+    name = "pairs"
+
+    def data_size(self, world_size: int) -> int:
+        return -(-world_size // 2)
+
+    def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
+        world = super().connect(device_type, num_nodes, precision)
+        world.data_rank, world.data_size = world.rank // 2, self.data_size(world.size)
+        return world
+
+
+def paired(stage: str, kind: str, count: int) -> Any:
+    return judged("pairs", stage, kind, count, {})
+
+
+@pytest.mark.parametrize("count", [1, 5, 12])
+@pytest.mark.parametrize(
+    ("stage", "kind"), [("validate", "several"), ("test", "map"), ("predict", "several"), ("fit", "several")]
+)
+def test_what_two_ranks_see_counts_once(stage: str, kind: str, count: int) -> None:
+    expected, seen = by_process(stage, kind, count, {})
+    results = run_on_ranks(2, paired, stage, kind, count, timeout=30)
+    for found, own in results:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert own == seen
+
+
+class Drawing(Fickle):
+    """Logs what it draws, and sums of its data."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+        self.log("drawn", torch.rand(()), on_epoch=True)
+        self.log("sum", batch["x"].double().sum(), on_epoch=True, reduce_fx="sum")
+        return loss
+
+
+class SavesTwo(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def drawing(name: str, path: str, resumes: bool = False) -> tuple[dict[str, float], Tensor]:
+    module = Drawing("never", "before")
+    ranks = 1 if name == "single" else dist.get_world_size()
+    callbacks = [] if resumes or name == "single" else [SavesTwo(path)]
+    trainer = silent_trainer(devices=ranks, strategy=strategy(name), max_epochs=1, callbacks=callbacks)
+    # What a run that is resumed was seeded with does not count.
+    torch.manual_seed(4 if resumes else 3)
+    data = DataLoader(pairs(9), batch_size=2)  # type: ignore[arg-type]
+    trainer.fit(module, data, ckpt_path=path if resumes else None)
+    figures = {key: value.item() for key, value in trainer.callback_metrics.items()}
+    return figures, weights_of(module)
+
+
+def test_training_in_pairs_is_that_of_one_process(tmp_path: Path) -> None:
+    path = str(tmp_path / "two.ckpt")
+    with torch.random.fork_rng():
+        figures, weights = drawing("single", path)
+    for resumes in (False, True):
+        for found, own in run_on_ranks(2, drawing, "pairs", path, resumes):
+            assert found == pytest.approx(figures, rel=1e-6)
+            torch.testing.assert_close(own, weights)
 
 
 # ---- what cannot be made to fit -------------------------------------------------------------------------------------

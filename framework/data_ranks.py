@@ -1,0 +1,34 @@
+"""The ranks as loaders see them: those that see the same data are one."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from .world import Pending, World
+
+T = TypeVar("T")
+
+
+class DataRanks:
+    """A world's exchanges between the parts of its data, of which several ranks each may hold a copy."""
+
+    def __init__(self, world: World) -> None:
+        self.rank = world.data_rank
+        self.size = world.data_size
+        self.is_global_zero = world.is_global_zero
+        self._world = world
+        self._copies = world.size // world.data_size
+
+    def control_reduce(self, vector: Tensor) -> Pending:
+        """Start to sum a float64 CPU tensor, that of each part as often as it has copies. Collective."""
+        return self._world.control_reduce(vector)
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Return the object of part ``src``. Collective."""
+        return self._world.broadcast_object(obj, src * self._copies)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return the objects of all parts. Collective."""
+        return self._world.all_gather_object(obj)[:: self._copies]
