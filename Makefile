@@ -11,11 +11,12 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py))))))
 
-.PHONY: help demo test lint types parity bench kill format clean
+.PHONY: help demo test lint types ops parity bench kill format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
 	@echo "make test     lint, format, types, tests"
+	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=20)"
@@ -24,7 +25,7 @@ help:
 demo: $(DEV)
 	$(PY) examples/digits.py --strategy ddp --devices 2
 
-test: lint types
+test: lint types ops
 	$(PY) -m pytest $(ARGS)
 
 lint: $(DEV)
@@ -37,6 +38,10 @@ types: $(DEV)
 	@mkdir -p $(VENV)/types && ln -sfn "$(CURDIR)" $(VENV)/types/phalanx
 	MYPYPATH=$(VENV)/types $(PY) -m mypy -p phalanx --exclude '/phalanx/(tests|examples|benchmarks|docs|build|dist)/'
 	MYPYPATH=$(VENV)/types:$(TESTS) $(PY) -m mypy $(wildcard tests examples benchmarks)
+
+# Before the tests, so that none of them waits for a compiler. Needs g++, Python's headers and libaio-dev.
+ops: $(DEV)
+	$(PY) -m phalanx.strategies.deepspeed_ops
 
 bench: $(BENCH)
 	$(PY) -m benchmarks $(ARGS)
