@@ -262,6 +262,9 @@ def _destroy_other_groups() -> None:
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    if "torch.distributed.tensor" in sys.modules:
+        # Meshes of the next function equal those of this one, and would find what was kept of their groups.
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def seed_alike() -> None:
