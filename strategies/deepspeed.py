@@ -33,7 +33,16 @@ from .deepspeed_engine import backend, building, converter, start_engine, stop_e
 from .deepspeed_ops import check_ops, ensure_ops, needed_ops
 from .deepspeed_optimizer import Following, engine_optimizer, engine_size
 from .deepspeed_pieces import FlatGroups, whole_shape
-from .deepspeed_setup import Marks, TensorsOnlyAdapter, fill_missing, give_back, sharpen, split, whole_weights
+from .deepspeed_setup import (
+    Marks,
+    TensorsOnlyAdapter,
+    fill_missing,
+    give_back,
+    make_alike,
+    sharpen,
+    split,
+    whole_weights,
+)
 from .deepspeed_state import EngineState
 from .deepspeed_update import EngineUpdate
 
@@ -113,6 +122,11 @@ class DeepSpeedStrategy(Strategy):
         return other
 
     @property
+    def _ops(self) -> list[str]:
+        """The ops that were built for this rank, which DeepSpeed is to find loaded whatever it does first."""
+        return needed_ops(self.options, self.world.device.type)
+
+    @property
     def _low(self) -> torch.dtype | None:
         """The dtype that the engine computes in, where that is not fp32."""
         return None if self.precision.compute == torch.float32 else self.precision.compute
@@ -123,7 +137,7 @@ class DeepSpeedStrategy(Strategy):
             return nullcontext()
         # What is built keeps fp32 until setup has taken its exact values; files on a disk cannot change their dtype.
         exact = None if self.options.offload_parameters == "nvme" else PRECISIONS["32-true"]
-        return building(self.world, self._config(0, 0, exact or self.precision))
+        return building(self.world, self._config(0, 0, exact or self.precision), self._ops)
 
     def place(self, module: nn.Module) -> None:
         """Put a module on its device; stage 3 takes its parameters from where they are, one by one."""
@@ -148,11 +162,10 @@ class DeepSpeedStrategy(Strategy):
         self._set_aside(module, optimizers if training else [])
         if self.options.stage == 3:
             self._split_and_start(module, optimizers, training)
-        elif training:
-            self._start(module, optimizers)
         else:
-            for tensor in module.state_dict().values():
-                self.world.broadcast(tensor)
+            make_alike(module, self.world)
+            if training:
+                self._hold(module, optimizers, whole_weights(module, self._low))
         if training:
             # Schedulers count the calls of the user's object, which nobody steps.
             optimizers[0].__dict__["_opt_called"] = True
@@ -168,15 +181,12 @@ class DeepSpeedStrategy(Strategy):
                     parameter.requires_grad_(False)
         self._trainable = [parameter.requires_grad for parameter in module.parameters()]
 
-    def _start(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Start the engine of stages 1 and 2."""
-        self._hold(module, optimizers, whole_weights(module, self._low))
-
     def _split_and_start(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> None:
         """Split the module, and start the engine of stage 3."""
         low = self._low if training else None
         config = self._sized(module, training)
-        exact = split(module, converter(self.world, config), self.world, low)
+        with backend(self.world, self._ops):
+            exact = split(module, converter(config), self.world, low)
         self._hold(module, optimizers if training else [], exact, config)
 
     def _hold(
@@ -190,9 +200,9 @@ class DeepSpeedStrategy(Strategy):
         # Stage 3 looks LOCAL_RANK up in forward passes.
         self._unset = self.world.set_variables()
         config = config or self._sized(module, bool(optimizers))
-        with backend(self.world, needed_ops(self.options, self.world.device.type)):
+        with backend(self.world, self._ops):
             inner = engine_optimizer(optimizers[0], self.options, self.world.device.type) if optimizers else None
-            self._engine = start_engine(self._adapter, inner, config, self.world)
+            self._engine = start_engine(self._adapter, inner, config)
         groups = FlatGroups(self._engine, self.world)
         rest = sharpen(groups, module, exact, self.world)
         self._state = EngineState(groups, rest, self.world)
@@ -244,7 +254,7 @@ class DeepSpeedStrategy(Strategy):
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients through the engine, which scales the loss in fp16 and reduces them."""
         self._engine.backward(loss, scale_wrt_gas=False, **options)
-        self._training.after_backward()
+        self._training.after_backward(self._boundary)
 
     @property
     def _training(self) -> EngineUpdate:

@@ -35,7 +35,7 @@ _DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tens
 
 
 @contextlib.contextmanager
-def backend(world: World, ops: Iterable[str] = ()) -> Iterator[None]:
+def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
     """Have DeepSpeed find this rank's place, its ops and the process group that exists. Collective the first time."""
     logger = logging.getLogger("DeepSpeed")
     if _NO_HINTS not in logger.filters:
@@ -52,9 +52,9 @@ def backend(world: World, ops: Iterable[str] = ()) -> Iterator[None]:
         yield
 
 
-def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[str, Any], world: World) -> Any:
-    """Return DeepSpeed's engine around an adapter. Collective."""
-    with backend(world):
+def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:
+    """Return DeepSpeed's engine around an adapter whose tensors are alike on all ranks. Collective, in ``backend``."""
+    with _nothing_sent():
         import deepspeed
 
         engine, *_ = deepspeed.initialize(
@@ -68,21 +68,33 @@ def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[s
 
 
 @contextlib.contextmanager
-def building(world: World, config: dict[str, Any]) -> Iterator[None]:
+def _nothing_sent() -> Iterator[None]:
+    """Keep the engine from broadcasting parameters: it fails on one without dims, and they are alike already."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    sends = DeepSpeedEngine._broadcast_model
+    DeepSpeedEngine._broadcast_model = lambda engine: None
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = sends
+
+
+@contextlib.contextmanager
+def building(world: World, config: dict[str, Any], ops: Iterable[str]) -> Iterator[None]:
     """Split every layer that is built inside over the ranks, from rank 0's weights. Collective."""
-    with backend(world):
+    with backend(world, ops):
         from deepspeed import zero
 
         with zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
             yield
 
 
-def converter(world: World, config: dict[str, Any]) -> Any:
-    """Return what splits single parameters. Collective."""
-    with backend(world):
-        from deepspeed import zero
+def converter(config: dict[str, Any]) -> Any:
+    """Return what splits single parameters. Collective, in ``backend``."""
+    from deepspeed import zero
 
-        return zero.Init(config_dict_or_path=config, mem_efficient_linear=False)
+    return zero.Init(config_dict_or_path=config, mem_efficient_linear=False)
 
 
 def stop_engine(engine: Any) -> None:

@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..framework.materialize import replace_tensors
+from ..framework.materialize import replace_tensors, tensors_of
 from ..framework.strategy import StepAdapter, StepFunction
 from ..framework.world import World
 from .deepspeed_pieces import FlatGroups, Piece, even_piece, is_split, kept_piece, whole_shape
@@ -128,6 +128,15 @@ def fill_missing(module: nn.Module, optimizers: Sequence[Optimizer], world: Worl
     }
     if empty:
         rebind(module, optimizers, empty)
+
+
+@torch.no_grad()
+def make_alike(module: nn.Module, world: World) -> None:
+    """Give all ranks rank 0's parameters and buffers. Collective."""
+    for _, tensor in tensors_of(module):
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+        world.broadcast(tensor.data)
 
 
 @torch.no_grad()

@@ -34,12 +34,14 @@ class EngineUpdate:
             return "bf16"
         return "parameters" if hasattr(self.zero, "fp16_partitioned_groups_flat") else "gradients"
 
-    def after_backward(self) -> None:
-        """Take note that gradients were added."""
+    def after_backward(self, ends_window: bool) -> None:
+        """Take note that gradients were added, and set right those of parameters that a micro-batch leaves unused."""
         self.holds_gradients = True
         if self._first:
             self._first = False
             self._use.clear_unused()
+        if ends_window:
+            self._use.complete()
 
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient, a 0-d tensor; infinite where it is not finite. Collective."""
@@ -137,19 +139,30 @@ class _SplitGradients:
         self.update.scale_by_loss_scale(factor)
 
     def clear_unused(self) -> None:
-        """Zero what offloaded gradients of the last update are left where this one has brought none so far."""
-        if not self._mine:
+        """Zero what is left of the last update where this one has brought none so far, so that nothing adds to it."""
+        kept = self.zero.accumulated_grads_in_cpu if self._mine else {}
+        used = self.zero._offload_accumulated_param_ids if kept else set()
+        for number in kept.keys() - used if len(used) < len(kept) else ():
+            kept[number].zero_()
+
+    def complete(self) -> None:
+        """Bring to offloaded masters what the window's last micro-batch has not: it brings its own parameters' only."""
+        zero = self.zero
+        if not self._mine or len(zero.norm_for_param_grads) == len(self._mine):
             return
-        used = self.zero._offload_accumulated_param_ids
-        if len(used) == len(self._mine):
-            return
-        for number, (group, _) in self._mine.items():
-            if number in used:
+        for number, (group, parameter) in self._mine.items():
+            if number in zero.norm_for_param_grads:
                 continue
-            _, _, start, length = self.zero.grad_position[number]
-            self.zero.single_partition_of_fp32_groups[group].grad.narrow(0, int(start), int(length)).zero_()
-            if number in self.zero.accumulated_grads_in_cpu:
-                self.zero.accumulated_grads_in_cpu[number].zero_()
+            if number not in zero._offload_accumulated_param_ids:
+                _, _, start, length = zero.grad_position[number]
+                zero.single_partition_of_fp32_groups[group].grad.narrow(0, int(start), int(length)).zero_()
+            elif zero._use_compact_grad_partition_buffer(group):
+                zero.copy_grads_in_partition(parameter, group)
+            else:
+                zero._restore_cpu_offload_grad_to_gpu(parameter)
+                zero.set_norm_for_param_grad_in_gpu(parameter)
+                zero.update_offload_overflow_tracker_for_param_grad(parameter)
+                zero.async_inplace_copy_grad_to_fp32_buffer_from_gpu(parameter)
 
     def drop(self) -> None:
         zero = self.zero
@@ -199,19 +212,15 @@ class _SplitParameters:
         used = self.zero._offload_boundary_param_ids
         if len(used) == len(self._mine):
             return
-        for number, parameter in self._mine.items():
-            if number in used:
-                continue
+        for number in self._mine.keys() - used:
             self._gradients[number].zero_()
-            if self.zero.offload_optimizer:
-                self._clear_offloaded(parameter)
 
-    def _clear_offloaded(self, parameter: Tensor) -> None:
+    def complete(self) -> None:
+        """Bring to offloaded masters what the window's last micro-batch has not: it brings its own parameters' only."""
         zero = self.zero
-        group, start, length = zero.grad_position[zero.get_param_id(parameter)]
-        kept = zero.fp32_partitioned_groups_flat[group].grad
-        if kept is not None:
-            kept.narrow(0, start, length).zero_()
+        if zero.offload_optimizer and len(zero.norm_for_param_grads) < len(self._mine):
+            zero._offload_boundary_param_ids.update(self._mine)
+            zero._finalize_offload_gradient_accumulation()
 
     def drop(self) -> None:
         zero = self.zero
@@ -243,6 +252,9 @@ class _WholeGradients:
 
     def clear_unused(self) -> None:
         """Gradients are zeroed after each update."""
+
+    def complete(self) -> None:
+        """They are added up in one place."""
 
     def drop(self) -> None:
         self.zero.clear_hp_grads()
