@@ -41,6 +41,7 @@ Note = Callable[[str], None]
 _STAMP = "phalanx.json"
 _TAIL_LINES = 25
 _POLL_SECONDS = 0.1
+_LAST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,15 @@ OPS = {
     "pin_memory": Op("PinMemoryBuilder", "memory that stays in place", 20),
     "async_io": Op("AsyncIOBuilder", "reading and writing the disk", 110),
 }
-# A builder ends, with the compilers it started, when the process that waits for it is gone: its input ends then.
+# A builder ends when the process that waits for it is gone: its input ends then. ninja, told so, ends its compilers,
+# which have process groups of their own.
 _FOLLOW = """
 import os, signal, threading
 
 def follow():
     while os.read(0, 1):
         pass
-    os.killpg(0, signal.SIGKILL)
+    os.killpg(0, signal.SIGTERM)
 
 threading.Thread(target=follow, daemon=True).start()
 """
@@ -298,11 +300,22 @@ def _run(program: str, folder: Path, output: IO[bytes], device_type: str, deadli
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a build: ninja gets a moment to end its compilers."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGTERM)
+        until = time.monotonic() + _LAST_SECONDS
+        while time.monotonic() < until:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(_POLL_SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _failure(name: str, folder: Path, ended: int | None, said: str, limit: float) -> str:
