@@ -178,6 +178,14 @@ def _place_model(trainer: Trainer, run: Run) -> None:
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:
     run.optimizers, run.schedulers = resolve_optimizers(run.module.configure_optimizers(), run.module)
+    strategy = run.fabric.strategy
+    if len(run.optimizers) > 1 and not strategy.traits.supports_several_optimizers:
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(run.optimizers)} optimizers, but strategy={strategy.name!r} takes "
+            "one: return one with several parameter groups, or use strategy='fsdp', which takes several."
+        )
+    automatic = run.module.automatic_optimization
+    strategy.routes_losses, strategy.routes_backward = automatic, not automatic
     if not run.module.automatic_optimization:
         if run.accumulation.constant != 1:
             raise ConfigurationError(

@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 
 from .errors import ConfigurationError
 from .run import Run
-from .steps import TrainingStep
+from .steps import TrainingStep, needs_closure
 from .strategy import parameters_of
+
+_BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")
 
 
 class ManualOptimizer:
@@ -26,7 +28,8 @@ class ManualOptimizer:
         self.optimizer = optimizer
         self._run = run
         self._applied = applied
-        self._several_ranks = run.world.size > 1
+        self._reduced_before = run.fabric.strategy.traits.reduces_in_backward
+        self._reduces = run.world.size > 1 and not self._reduced_before
         self.reduced = False
         self._hooks = run.hooks("on_before_optimizer_step")
 
@@ -37,6 +40,8 @@ class ManualOptimizer:
         """Average the gradients over ranks and apply an update. Collective. Returns what the optimizer's step does."""
         optimizer, fabric = self.optimizer, self._run.fabric
         result: Any = None
+        if closure is not None and self._reduced_before:
+            result, closure = self._evaluate_once(closure), None
 
         def apply() -> bool:
             nonlocal result
@@ -68,14 +73,31 @@ class ManualOptimizer:
 
     def reduce(self) -> None:
         """Average the gradients over ranks, once for each update: before it, or before they are clipped. Collective."""
-        if self._several_ranks and not self.reduced:
+        if self._reduces and not self.reduced:
             self._run.fabric.strategy.reduce_gradients(parameters_of(self.optimizer))
             self.reduced = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._reduced_before:
+            self._run.fabric.strategy.zero_grad(self.optimizer)
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
         self._run.fabric.updater.forget(self.optimizer)
+
+    def _evaluate_once(self, closure: Callable[[], Any]) -> Any:
+        """Run a closure before the update, as an optimizer does that asks for the loss once.
+
+        Raises:
+            ConfigurationError: the optimizer asks for it several times, and moves the weights in between.
+        """
+        if needs_closure(self.optimizer):
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__} evaluates the loss several times for an update, and moves whole "
+                f"weights in between, which strategy={self._run.fabric.strategy.name!r} splits over ranks: use another "
+                "optimizer, or strategy='ddp'."
+            )
+        return closure()
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Generator[None, None, None]:
@@ -93,8 +115,10 @@ class ManualStep(TrainingStep):
 
     def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
         super().__init__(run, transfer, nonfinite)
-        # Not through the strategy: gradients are reduced when an optimizer steps, which may be many times in a step.
-        self.forward = self.routed(training=False)
+        self.reduced_before = self.strategy.traits.reduces_in_backward
+        # Else not through the strategy: gradients are reduced when an optimizer steps, which may be many times in a
+        # step.
+        self.forward = self.routed(training=self.reduced_before)
         self.stepped = False
         run.manual_optimizers = [ManualOptimizer(optimizer, run, self._note) for optimizer in run.optimizers]
         run.manual_backward = self.manual_backward
@@ -112,7 +136,11 @@ class ManualStep(TrainingStep):
         for optimizer in self.run.manual_optimizers:
             # What this adds is this rank's alone; averaging what was averaged before leaves it as it is.
             optimizer.reduced = False
-        (loss if scaler is None else loss * scaler.scale).backward(*args, **kwargs)
+        scaled = loss if scaler is None else loss * scaler.scale
+        if self.reduced_before:
+            self.strategy.backward(scaled, **dict(zip(_BACKWARD_ARGUMENTS, args, strict=False)), **kwargs)
+        else:
+            scaled.backward(*args, **kwargs)
         for hook in self.after_backward:
             hook()
 

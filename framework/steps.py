@@ -24,7 +24,7 @@ from .losses import DeviceLossWatch
 from .module import TrainModule
 from .run import Run
 from .standins import STAND_IN, StandIns
-from .strategy import StepFunction
+from .strategy import StepFunction, Strategy
 from .triggers import Agreement
 from .windows import Windows
 from .world import Pending
@@ -352,7 +352,7 @@ class AutomaticStep(TrainingStep):
             self.stand_ins.release()
 
     def _zero_grad(self) -> Callable[[], None]:
-        module, optimizer = self.run.module, self.optimizer
+        module, optimizer = self.run.module, self._optimizer_for_user()
         if is_overridden("optimizer_zero_grad", module):
 
             def zero_grad() -> None:
@@ -360,7 +360,7 @@ class AutomaticStep(TrainingStep):
                 self.strategy.forget_losses()
 
             return zero_grad
-        return partial(self.strategy.zero_grad, optimizer)
+        return partial(self.strategy.zero_grad, self.optimizer)
 
     def _apply(self, clipping: tuple[float | None, str]) -> Callable[[], bool]:
         module, optimizer, updater = self.run.module, self.optimizer, self.run.fabric.updater
@@ -373,17 +373,26 @@ class AutomaticStep(TrainingStep):
             if clips:
                 module.configure_gradient_clipping(optimizer, value, algorithm)
 
-        step = self._user_step if is_overridden("optimizer_step", module) else None
+        step = self._user_step() if is_overridden("optimizer_step", module) else None
         prepare = before if self.before_update or clips else None
         if not updater.guarded and prepare is None and step is None:
             return partial(self.strategy.step, optimizer)
         return partial(updater, optimizer, prepare, step)
 
-    def _user_step(self) -> bool:
-        self.run.module.optimizer_step(
-            self.progress.epoch, self.batch_index, self.optimizer, lambda: self.run.latest_loss
-        )
-        return True
+    def _user_step(self) -> Callable[[], bool]:
+        module, optimizer = self.run.module, self._optimizer_for_user()
+
+        def step() -> bool:
+            module.optimizer_step(self.progress.epoch, self.batch_index, optimizer, lambda: self.run.latest_loss)
+            return optimizer.take_applied() if isinstance(optimizer, StrategyOptimizer) else True
+
+        return step
+
+    def _optimizer_for_user(self) -> Any:
+        """Return the optimizer that the user's own hooks of an update get."""
+        if not self.strategy.traits.reduces_in_backward:
+            return self.optimizer
+        return StrategyOptimizer(self.optimizer, self.strategy)
 
     # ---- what the step returned -----------------------------------------------------------------------------------
 
@@ -415,6 +424,33 @@ class AutomaticStep(TrainingStep):
         if isinstance(output, Mapping):
             return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
         return output
+
+
+class StrategyOptimizer:
+    """An optimizer whose update and gradients are its strategy's; everything else is its own."""
+
+    def __init__(self, optimizer: Optimizer, strategy: Strategy) -> None:
+        self.optimizer = optimizer
+        self._strategy = strategy
+        self._applied = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the update, after the closure if there is one; return what that returns. Collective."""
+        result = None if closure is None else closure()
+        self._applied = self._strategy.step(self.optimizer)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients."""
+        self._strategy.zero_grad(self.optimizer)
+
+    def take_applied(self) -> bool:
+        """Return whether what was asked for since the last call was applied."""
+        applied, self._applied = self._applied, True
+        return applied
 
 
 def is_overridden(name: str, module: TrainModule) -> bool:
@@ -454,14 +490,19 @@ def with_arity(step: StepFunction, names: Sequence[str]) -> StepFunction:
     return step if count == len(names) else lambda *args: step(*args[:count])
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's ``step`` cannot do without a closure that computes the loss."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
 def check_closure(optimizer: Optimizer) -> None:
     """Refuse an optimizer that evaluates the loss several times for an update.
 
     Raises:
         ConfigurationError: its ``step`` needs a closure.
     """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    if needs_closure(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} needs to evaluate the loss several times for an update. Set "
             "automatic_optimization = False and call its step(closure) in training_step."

@@ -71,6 +71,9 @@ class Strategy(ABC):
     """Whether what is routed returns losses. Set before ``setup``; if not, it returns anything and ``contributed`` is
     not asked."""
 
+    routes_backward: bool = False
+    """Whether backward passes, updates and further forward passes run inside what is routed. Set before ``setup``."""
+
     # ---- before the ranks meet ------------------------------------------------------------------------------------
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:

@@ -154,6 +154,7 @@ class FSDPStrategy(Strategy):
             self.cpu_offload,
             self.prefetch,
             self.activation_checkpointing if training else False,
+            self.routes_backward and training,
         )
         self._sharded = ShardedModel(module, optimizers, self.world, sharding)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]

@@ -31,7 +31,7 @@ from .fsdp_activations import Checkpointed, checkpoint_forward, checkpointed_par
 from .fsdp_state import box_in, box_of, like, local_of, shard_slots, whole_of_parts
 from .fsdp_tensor import split_layers, tie_again
 from .fsdp_undo import Footprint
-from .fsdp_units import Units, find_units, without_shared
+from .fsdp_units import Units, find_units, lone_layers, without_shared
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Sharding:
     cpu_offload: bool
     prefetch: int
     checkpointed: Checkpointed
+    backward_inside: bool = False
+    """Whether the model runs again after a backward pass, before its outermost call returns."""
 
 
 @dataclass
@@ -131,7 +133,10 @@ class ShardedModel:
 
     def _shard(self, sources: list[_Source]) -> list[nn.Module]:
         sharding = self.sharding
-        units, left, shared = without_shared(self.module, find_units(self.module, sharding.units))
+        wanted = find_units(self.module, sharding.units)
+        if sharding.backward_inside:
+            wanted = [*lone_layers(self.module, wanted), *wanted]
+        units, left, shared = without_shared(self.module, wanted)
         pinned = self.world.device.type == "cuda"
         arguments: dict[str, Any] = {
             "mesh": sharding.mesh,
