@@ -16,6 +16,7 @@ from .alternating import alternating
 from .calls import calls
 from .collectives import collectives
 from .imports import imports
+from .memory import memory
 from .sharded import by_hand, strategies
 from .step import bare_and_everyday, callbacks, logged_values
 
@@ -29,6 +30,7 @@ CONCERNS: dict[str, Callable[[int, bool], None]] = {
     "collectives": collectives,
     "strategies": strategies,
     "by_hand": by_hand,
+    "memory": memory,
 }
 
 

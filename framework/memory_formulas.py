@@ -11,9 +11,10 @@ What is held here differs from the paper where phalanx, or DeepSpeed, chooses ot
                         computing: 4 + 4 + 8. There is no second copy.
     zero*               gradients gather in fp32 whatever the parameters' dtype: 4 in place of 2 (stage 1 has them
                         beside the whole 2 of the backward pass). The copy in fp32 exists in 32-true too.
-    *-offload, -nvme    on the host two buffers of gradients, one to gather in and one that the optimizer reads.
+    *-offload, -nvme    on the host a buffer of gradients that the optimizer reads, and one or two to gather in.
 
-All is counted at its fullest, between the last backward of a window and the update.
+All is counted at its fullest, with moments and gradients. Within a window of several micro-batches ``fsdp`` and
+``zero1`` keep whole gradients, which are reduced once, at its end; ``accumulates`` says so.
 """
 
 from __future__ import annotations
@@ -154,15 +155,25 @@ class Ranks:
 
 
 def footprint(
-    layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, activations: int = 0, casts: int = 0
+    layout: Layout,
+    size: ModelSize,
+    ranks: Ranks,
+    precision: Precision,
+    activations: int = 0,
+    casts: int = 0,
+    accumulates: bool = False,
 ) -> Footprint:
     """Return what a rank holds under a strategy.
 
     Args:
+        accumulates: whether windows have several micro-batches.
         activations: bytes that a micro-batch's forward keeps for its backward.
         casts: bytes of copies that autocast makes of parameters, where they are stored in another dtype.
     """
-    held = _engine(layout, size, ranks, precision) if layout.engine else _torch(layout, size, ranks, precision, casts)
+    if layout.engine:
+        held = _engine(layout, size, ranks, precision, accumulates)
+    else:
+        held = _torch(layout, size, ranks, precision, casts, accumulates)
     return Footprint(held.device + Bytes(activations=activations), held.host, held.disk)
 
 
@@ -174,7 +185,9 @@ def shard_of(layout: Layout, ranks: Ranks) -> int:
     return max(1, ranks.world_size // (nodes if nodes > 1 else 2))
 
 
-def _torch(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, casts: int) -> Footprint:
+def _torch(
+    layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, casts: int, accumulates: bool
+) -> Footprint:
     width = precision.storage.itemsize
     split = shard_of(layout, ranks)
     gradients = size.trainable * width
@@ -186,43 +199,63 @@ def _torch(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, 
     return Footprint(
         Bytes(
             parameters=_part(size.elements * width, split if layout.splits_parameters else 1) + size.buffer_bytes,
-            gradients=_part(gradients, split if layout.splits_gradients else 1),
+            gradients=_part(gradients, split if layout.splits_gradients and not accumulates else 1),
             optimizer_state=_part(state, split if layout.splits_state else 1),
             buckets=buckets,
         )
     )
 
 
-def _engine(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision) -> Footprint:
+def _engine(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, accumulates: bool) -> Footprint:
     width, split = precision.compute.itemsize, shard_of(layout, ranks)
     share = _part(size.trainable, split)
+    whole, parts, staged = _engine_gradients(layout, width, accumulates)
     parameters = _part(size.elements * width, split if layout.splits_parameters else 1)
-    state = Bytes(
+    places: dict[Place, Bytes] = {"device": Bytes(), "host": Bytes(), "disk": Bytes()}
+    places[layout.parameters_on] += Bytes(parameters=parameters)
+    places[layout.state_on] += Bytes(
         optimizer_state=_part(round(size.trainable * size.state_slots) * _FP32_BYTES, split),
         master_copies=share * _FP32_BYTES,
     )
-    places: dict[Place, Bytes] = {"device": Bytes(), "host": Bytes(), "disk": Bytes()}
-    places[layout.parameters_on] += Bytes(parameters=parameters)
-    places["device"] += Bytes(parameters=size.buffer_bytes, buckets=_engine_buckets(layout, size, width))
-    places[layout.state_on] += state
-    if not layout.splits_gradients:
-        # Those of the backward pass, and where they are not fp32 the sum beside them.
-        whole = width if width == _FP32_BYTES else width + _FP32_BYTES
-        places["device"] += Bytes(gradients=size.trainable * whole)
-    elif layout.state_on == "device":
-        places["device"] += Bytes(gradients=share * _FP32_BYTES)
-    if layout.state_on != "device":
-        places["host"] += Bytes(gradients=2 * share * _FP32_BYTES)
+    places["device"] += Bytes(
+        parameters=size.buffer_bytes,
+        gradients=size.trainable * whole,
+        buckets=_engine_buckets(layout, size, width),
+    )
+    # Beside state on a disk, gradients gather in host memory.
+    gathers_on: Place = "device" if layout.state_on == "device" else "host"
+    places[gathers_on] += Bytes(gradients=share * (parts * _FP32_BYTES + staged))
     if layout.state_on == "disk":
         places["host"] += Bytes(buckets=_swap_buffers(size, split, width))
     return Footprint(places["device"], places["host"], places["disk"])
+
+
+def _engine_gradients(layout: Layout, width: int, accumulates: bool) -> tuple[int, int, int]:
+    """Return how DeepSpeed holds the gradient of an element.
+
+    Returns:
+        The bytes of whole gradients on the device, of a part in fp32 how many buffers there are beside the state, and
+        the bytes of one more in which a part is brought to the host in the parameters' dtype.
+    """
+    offloads, mixed = layout.state_on != "device", width != _FP32_BYTES
+    if layout.splits_parameters:
+        return 0, 2 if offloads else 1, 0
+    staged = width if offloads else 0
+    if layout.splits_gradients:
+        # Mixed precision adds up in a buffer of its own, fp32 only where there is something to add.
+        return 0, 2 if offloads and (mixed or accumulates) else 1, staged
+    if not mixed:
+        # Parts alone, where a window is one micro-batch: whole gradients are let go of as they are reduced.
+        return _FP32_BYTES if accumulates else 0, 1 if offloads or not accumulates else 0, staged
+    return _FP32_BYTES + (0 if offloads else width), 1 if offloads else 0, staged
 
 
 def _engine_buckets(layout: Layout, size: ModelSize, width: int) -> int:
     """Return the bytes of what is reduced, and of what is gathered, at once."""
     bucket = _between(size.elements, *_BUCKET)
     if not layout.splits_parameters:
-        return bucket * width
+        # Offloading brings gradients over one by one, through two buffers of the largest one's size.
+        return (bucket + (2 * size.largest_parameter if layout.state_on != "device" else 0)) * width
     return (2 * bucket + max(_between(size.elements, *_LIVE), size.largest_parameter)) * width
 
 

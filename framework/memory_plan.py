@@ -135,12 +135,13 @@ def make_plan(
     activations: Activations | None,
     refusals: Mapping[str, str],
     notes: Sequence[str] = (),
+    accumulates: bool = False,
 ) -> MemoryPlan:
     """Return the plan; ``refusals`` say why strategies cannot be used, by name."""
     kept = activations or Activations(0, _casts(size, precision))
     rows = []
     for name, layout in LAYOUTS.items():
-        needs = footprint(layout, size, ranks, precision, kept.kept, kept.casts)
+        needs = footprint(layout, size, ranks, precision, kept.kept, kept.casts, accumulates)
         rows.append(PlanRow(name, needs, shortage(needs, memory), refusals.get(name)))
     tried = [row for name in candidates(ranks.world_size) for row in rows if row.name == name and row.refusal is None]
     fitting = [row for row in tried if row.fits]

@@ -110,6 +110,7 @@ def _plan(trainer: Trainer, module: TrainModule, memory: Memory, findings: _Find
         findings.activations,
         refusals,
         findings.notes,
+        accumulates=trainer.accumulation.constant != 1,
     )
 
 
