@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import ConfigurationError
 from .run import Run
 from .steps import TrainingStep, needs_closure
-from .strategy import parameters_of
+from .strategy import Traits, parameters_of
 
 _BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")
 
@@ -28,8 +29,10 @@ class ManualOptimizer:
         self.optimizer = optimizer
         self._run = run
         self._applied = applied
-        self._reduced_before = run.fabric.strategy.traits.reduces_in_backward
-        self._reduces = run.world.size > 1 and not self._reduced_before
+        traits = run.fabric.strategy.traits
+        self._reduced_before = traits.reduces_in_backward
+        self._closes = closes_windows(traits)
+        self._reduces = self._closes or (run.world.size > 1 and not self._reduced_before)
         self.reduced = False
         self._hooks = run.hooks("on_before_optimizer_step")
 
@@ -74,7 +77,12 @@ class ManualOptimizer:
     def reduce(self) -> None:
         """Average the gradients over ranks, once for each update: before it, or before they are clipped. Collective."""
         if self._reduces and not self.reduced:
-            self._run.fabric.strategy.reduce_gradients(parameters_of(self.optimizer))
+            strategy, parameters = self._run.fabric.strategy, parameters_of(self.optimizer)
+            if self._closes:
+                strategy.sync_gradients(True)
+                strategy.backward(_zero_loss(parameters))
+            else:
+                strategy.reduce_gradients(parameters)
             self.reduced = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -110,12 +118,28 @@ class ManualOptimizer:
             hook(optimizer)
 
 
+def closes_windows(traits: Traits) -> bool:
+    """Whether gradients add up right only where the last backward pass of an update is told.
+
+    It is not known here which one is the last. But where weights are whole between passes, one more can follow that
+    starts from the weights themselves, with a gradient of zero.
+    """
+    return traits.reduces_in_backward and not traits.lockstep_forward
+
+
+def _zero_loss(parameters: list[Tensor]) -> Tensor:
+    """Return a loss of zero that every trainable parameter feeds, through one of its elements."""
+    parts = [parameter.flatten()[:1].sum() for parameter in parameters if parameter.requires_grad]
+    return torch.stack([part.float() for part in parts]).nan_to_num().sum() * 0.0
+
+
 class ManualStep(TrainingStep):
     """Calls ``training_step`` for each batch; a batch in which any optimizer stepped is one optimizer step."""
 
     def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
         super().__init__(run, transfer, nonfinite)
         self.reduced_before = self.strategy.traits.reduces_in_backward
+        self.closes = closes_windows(self.strategy.traits)
         # Else not through the strategy: gradients are reduced when an optimizer steps, which may be many times in a
         # step.
         self.forward = self.routed(training=self.reduced_before)
@@ -137,8 +161,11 @@ class ManualStep(TrainingStep):
             # What this adds is this rank's alone; averaging what was averaged before leaves it as it is.
             optimizer.reduced = False
         scaled = loss if scaler is None else loss * scaler.scale
+        if self.closes:
+            self.strategy.sync_gradients(False)
         if self.reduced_before:
-            self.strategy.backward(scaled, **dict(zip(_BACKWARD_ARGUMENTS, args, strict=False)), **kwargs)
+            options = {**dict(zip(_BACKWARD_ARGUMENTS, args, strict=False)), **kwargs}
+            self.strategy.backward(scaled, **{name: value for name, value in options.items() if value is not None})
         else:
             scaled.backward(*args, **kwargs)
         for hook in self.after_backward:

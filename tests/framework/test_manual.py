@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
+from phalanx.framework.errors import ConfigurationError
+from phalanx.strategies.fsdp import FSDPStrategy
 
 BATCH, BATCHES = 8, 6
 
@@ -227,3 +229,91 @@ def test_max_steps_counts_batches_in_which_something_stepped() -> None:
     trainer = silent_trainer(devices=1, max_steps=4)
     trainer.fit(module, data(BATCH))
     assert trainer.global_step == len(module.steps) == 4
+
+
+# ---- strategies whose backward passes average gradients ------------------------------------------------------------
+
+
+def sharded_gan(arguments: dict[str, Any], least: int) -> tuple[list[Tensor], int]:
+    module = Gan(**arguments)
+    trainer = silent_trainer(devices=2, max_epochs=2, strategy=FSDPStrategy(units=least))
+    trainer.fit(module, data(BATCH // 2))
+    return [parameter.detach() for parameter in module.nets.parameters()], trainer.global_step
+
+
+@pytest.mark.parametrize("least", [1, 10**9], ids=["each layer", "no units"])
+@pytest.mark.parametrize("arguments", [{}, {"toggles": False}, {"critic_every": 2}, {"clip": 0.01}], ids=str)
+def test_a_sharded_gan_trains_as_in_plain_torch(arguments: dict[str, Any], least: int) -> None:
+    expected = {name: value for name, value in arguments.items() if name != "toggles"}
+    (weights, steps), _ = run_on_ranks(2, sharded_gan, arguments, least)
+    torch.testing.assert_close(flat(weights), by_hand(2, **expected), rtol=1e-5, atol=1e-6)
+    assert steps == 2 * BATCHES
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+class ByClosure(Accumulating):
+    """Takes the loss from a closure, or hands backward's arguments on."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.nets.generator_loss(batch[0])
+            self.manual_backward(loss, None, False)
+            return loss
+
+        return optimizer.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        # A frozen critic: what no optimizer updates needs no gradient.
+        self.nets.critic.requires_grad_(False)
+        if self.optimizer == "lbfgs":
+            return torch.optim.LBFGS(self.nets.generator.parameters())
+        return torch.optim.SGD(self.nets.generator.parameters(), lr=0.1)
+
+
+def sharded(strategy: str, kind: str) -> tuple[list[Tensor], int]:
+    module = Accumulating() if kind == "accumulating" else ByClosure(kind)
+    trainer = silent_trainer(devices=2, max_epochs=1, strategy=strategy)
+    trainer.fit(module, data(BATCH // 2))
+    return [parameter.detach() for parameter in module.nets.generator.parameters()], trainer.global_step
+
+
+@pytest.mark.parametrize("kind", ["accumulating", "sgd"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3"])
+def test_sharded_accumulation_and_closures(strategy: str, kind: str) -> None:
+    nets = Networks()
+    optimizer = torch.optim.SGD(nets.generator.parameters(), lr=0.1)
+    for noise, _ in data(BATCH if kind == "sgd" else 3 * BATCH):
+        optimizer.zero_grad()
+        nets.generator_loss(noise).backward()
+        optimizer.step()
+    (weights, steps), _ = run_on_ranks(2, sharded, strategy, kind)
+    assert steps == (BATCHES if kind == "sgd" else BATCHES // 3)
+    torch.testing.assert_close(flat(weights), weights_of(nets.generator), rtol=1e-5, atol=1e-6)
+
+
+def two_optimizers() -> None:
+    with pytest.raises(ConfigurationError, match="returned 2 optimizers, but strategy='zero1' takes one"):
+        silent_trainer(devices=2, max_epochs=1, strategy="zero1").fit(Gan(), data(BATCH // 2))
+
+
+def test_two_optimizers_are_refused_where_one_is_all_there_can_be() -> None:
+    run_on_ranks(2, two_optimizers)
+
+
+def closure_of_many() -> None:
+    with pytest.raises(ConfigurationError, match="LBFGS evaluates the loss several times"):
+        sharded("fsdp", "lbfgs")
+
+
+def test_an_optimizer_that_moves_weights_between_losses_is_refused() -> None:
+    run_on_ranks(2, closure_of_many)
