@@ -143,14 +143,8 @@ class Fickle(TrainModule):
         loss = nn.functional.mse_loss(self.net(x), y)
         if self.when == "after" and self.silent(batch_idx):
             return None
-        if self.when == "infinite" and self.silent(batch_idx):
-            return self.infinite(x)
         self.log("loss", loss, on_epoch=True)
         return loss
-
-    def infinite(self, x: Tensor) -> None:
-        """Run the rest of a model whose activations are infinite, and give no loss."""
-        return None
 
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD(self.parameters(), lr=LR)
@@ -241,6 +235,43 @@ def test_a_step_may_return_none_on_any_rank_at_any_time(
 def test_ranks_may_have_any_number_of_batches_or_none_at_all(name: str, count: int, length: bool) -> None:
     results = run_on_ranks(3, fickle, name, "never", "before", 2, count, length, timeout=30)
     check_fickle(results, 2, count)
+
+
+@pytest.mark.parametrize("rule", ["alternate", "together", "first"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["fsdp", "zero1", "zero2", "zero3"])
+def test_a_step_may_return_none_under_sharded_strategies(name: str, when: str, rule: str) -> None:
+    check_fickle(run_on_ranks(2, fickle, name, rule, when, 3, 47, True), 3, 47)
+
+
+@pytest.mark.parametrize("length", [True, False])
+@pytest.mark.parametrize("count", [1, 3, 13])
+@pytest.mark.parametrize("name", ["fsdp", "zero1", "zero2", "zero3"])
+def test_ranks_may_have_any_number_of_batches_under_sharded_strategies(name: str, count: int, length: bool) -> None:
+    check_fickle(run_on_ranks(2, fickle, name, "never", "before", 2, count, length), 2, count)
+
+
+class OwnUpdate(Fickle):
+    """Calls the optimizer in hooks of its own."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        assert optimizer.param_groups[0]["lr"] == LR
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+
+def own_update(name: str) -> tuple[int, Given, list[Tensor]]:
+    module = OwnUpdate("together", "before")
+    trainer = silent_trainer(devices=2, strategy=name, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(pairs(24), batch_size=2))  # type: ignore[arg-type]
+    return trainer.global_step, module.given, [parameter.detach() for parameter in module.net.parameters()]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "zero3"])
+def test_hooks_of_the_update_may_be_the_users(name: str) -> None:
+    check_fickle(run_on_ranks(2, own_update, name), 2, 24)
 
 
 # ---- activations that are not finite --------------------------------------------------------------------------------
