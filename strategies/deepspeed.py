@@ -220,9 +220,11 @@ class DeepSpeedStrategy(Strategy):
             assert path is not None
             path.mkdir(parents=True, exist_ok=True)
             self._swap_folder = Path(tempfile.mkdtemp(prefix=f"phalanx-rank{self.world.rank}-", dir=path))
-        return engine_config(
-            self.options, precision, self.world.size, elements, largest or None, swap_folder=self._swap_folder
-        )
+        folder = self._swap_folder
+        if folder is not None:
+            # Whoever splits parameters empties the folder first: not that of layers that were split as they were built.
+            folder /= "split" if elements else "built"
+        return engine_config(self.options, precision, self.world.size, elements, largest or None, swap_folder=folder)
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return a call of ``step`` through the engine when training, and under stage 3 always."""

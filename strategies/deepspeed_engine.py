@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..framework.world import World
 from .deepspeed_ops import load_ops
+from .deepspeed_swap import growing_buffers
 
 
 class _NoHints(logging.Filter):
@@ -86,7 +87,7 @@ def building(world: World, config: dict[str, Any], ops: Iterable[str]) -> Iterat
     with backend(world, ops):
         from deepspeed import zero
 
-        with zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
+        with growing_buffers(), zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
             yield
 
 

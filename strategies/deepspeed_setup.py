@@ -149,7 +149,8 @@ def split(module: nn.Module, converter: Any, world: World, dtype: torch.dtype | 
     for parameter in list(module.parameters()):
         part: Any = parameter
         if is_split(parameter):
-            if dtype is not None and part.ds_tensor.dtype != dtype:
+            # What is on a disk was built in the dtype to compute in, and shows a placeholder without dims.
+            if dtype is not None and part.ds_tensor.dim() > 0 and part.ds_tensor.dtype != dtype:
                 piece, _ = kept_piece(part, world)
                 exact[id(parameter)] = piece.float().clone()
                 part.ds_tensor.data = part.ds_tensor.data.to(dtype)
