@@ -25,6 +25,7 @@ from ..framework.stored import StoredTensors
 from ..framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
 from ..framework.world import World
 from .fsdp_activations import Checkpointed, check_checkpointing
+from .fsdp_deferred import Deferred
 from .fsdp_gradients import local_gradients, scale_to_norm, whole_norm
 from .fsdp_mesh import Layout, Replicas, lay_out
 from .fsdp_model import ShardedModel, Sharding
@@ -101,6 +102,7 @@ class FSDPStrategy(Strategy):
         )
         self._layout: Layout
         self._mesh: DeviceMesh
+        self._deferred: Deferred
         self._sharded: ShardedModel | None = None
         self._stop_hooks: list[Any] = []
 
@@ -125,6 +127,7 @@ class FSDPStrategy(Strategy):
         self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
         self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
         self._mesh = self._layout.build(world)
+        self._deferred = Deferred()
         # The ranks of a tensor-parallel group compute one thing together, so they see the same data.
         world.data_rank, world.data_size = world.rank // self.tensor_parallel, world.size // self.tensor_parallel
         return world
@@ -133,7 +136,7 @@ class FSDPStrategy(Strategy):
 
     def building(self) -> AbstractContextManager[Any]:
         """Return the context in which parameters get no data until ``setup`` gives each rank its part."""
-        return torch.device("meta")
+        return self._deferred.recording()
 
     def place(self, module: nn.Module) -> None:
         """Put the buffers on the device; parameters get there in ``setup``, each rank's part alone."""
@@ -141,6 +144,7 @@ class FSDPStrategy(Strategy):
             for name, buffer in part._buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     part._buffers[name] = buffer.to(self.world.device)
+        self._deferred.keep(module)
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         """Shard a module in place, with rank 0's weights, and bind the optimizers to the shards. Collective."""
@@ -156,8 +160,11 @@ class FSDPStrategy(Strategy):
             self.activation_checkpointing if training else False,
             self.routes_backward and training,
         )
-        self._sharded = ShardedModel(module, optimizers, self.world, sharding)
+        self._sharded = ShardedModel(module, optimizers, self.world, sharding, self._deferred)
+        self.sync_buffers(module)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
+        if self.routes_backward:
+            self._stop_hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
         return list(optimizers)
 
     def _policy(self) -> MixedPrecisionPolicy:
@@ -175,16 +182,37 @@ class FSDPStrategy(Strategy):
         if self._sharded is not None:
             self._sharded.reshard()
 
+    def _after_update(self, *_: Any) -> None:
+        """Gather anew what the step that the update ran in may go on to use."""
+        if self._sharded is not None:
+            self._sharded.root.unshard()
+
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return a call of ``step`` inside the hooks that gather the model's outermost parameters."""
         if self._sharded is None:
             return step
-        return partial(self._sharded.root, step) if training else partial(self._sharded.evaluate, step)
+        # A step that runs backward passes and updates itself leaves what it gathered behind, as an evaluation does.
+        direct = training and not self.routes_backward
+        return partial(self._sharded.root if direct else self._sharded.evaluate, step)
 
     def sync_gradients(self, enabled: bool) -> None:
         """Reduce and scatter gradients in the next backward, or let whole ones gather here."""
         if self._sharded is not None:
             self._sharded.sync_gradients(enabled)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute gradients, which are reduced as they come."""
+        if self._sharded is None:
+            loss.backward(**options)
+        else:
+            self._sharded.backward(loss, options)
+
+    def refresh(self, module: nn.Module) -> bool:
+        """Take note of parameters frozen or unfrozen since set-up."""
+        if self._sharded is not None:
+            self._sharded.reshard()
+            self._sharded.refresh()
+        return False
 
     def idle_backward(self) -> None:
         """Refuse: a backward pass has to be run, by every rank alike."""
@@ -214,6 +242,25 @@ class FSDPStrategy(Strategy):
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
         """Scale this rank's parts of the gradients."""
         scale_to_norm(local_gradients(parameters), max_norm, norm)
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Drop gradients, also those that no backward pass has reduced yet."""
+        optimizer.zero_grad()
+        if self._sharded is not None:
+            self._sharded.drop_unreduced(optimizer)
+
+    @torch.no_grad()
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Broadcast rank 0's buffers. Collective."""
+        if self.world.size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = self.world.broadcast(torch.cat([buffer.detach().reshape(-1) for buffer in buffers]))
+            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))
 
     # ---- canonical state ------------------------------------------------------------------------------------------
 

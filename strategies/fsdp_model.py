@@ -6,7 +6,7 @@ then they are filled one after the other. What is whole at a time beyond what ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +25,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..framework.materialize import Owner, owners_of, replace_tensors
-from ..framework.strategy import StepAdapter
+from ..framework.strategy import StepAdapter, parameters_of
 from ..framework.world import World
 from .fsdp_activations import Checkpointed, checkpoint_forward, checkpointed_parts, plain_forward
+from .fsdp_deferred import Deferred
+from .fsdp_initial import Origins, allocate_buffers, check_buffers
 from .fsdp_state import box_in, box_of, like, local_of, shard_slots, whole_of_parts
 from .fsdp_tensor import split_layers, tie_again
 from .fsdp_undo import Footprint
-from .fsdp_units import Units, find_units, lone_layers, without_shared
+from .fsdp_units import Units, check_parameters, find_units, lone_layers, without_shared
 
 
 @dataclass
@@ -77,33 +79,53 @@ class _Source:
 class ShardedModel:
     """A module with its adapter, sharded. Collective to build."""
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], world: World, sharding: Sharding) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        world: World,
+        sharding: Sharding,
+        deferred: Deferred,
+    ) -> None:
         self.module = module
         self.world = world
         self.sharding = sharding
-        root = StepAdapter(module)
-        self.root: Any = root
+        self.root: Any = StepAdapter(module)
         self._optimizers = list(optimizers)
+        # What can be wrong with what was asked for shows before the module is touched.
+        check_parameters(module)
+        self.units = find_units(module, sharding.units)
+        self.checkpointed = checkpointed_parts(module, self.units, sharding.checkpointed)
+        origins = Origins(module, deferred, world)
+        computed = allocate_buffers(module, world)
         sources = self._take_away()
-        self._footprint = Footprint(root)
+        adapter: nn.Module = self.root
+        self._footprint = Footprint(adapter)
         if sharding.tensor_mesh is not None:
             self._split(sources, sharding.tensor_mesh)
-        self.units = self._shard(sources)
-        self._fill(sources)
+        self._shard(sources)
+        self._fill(sources, origins)
+        check_buffers(computed)
         # What torch leaves to the first forward pass: it shows here what is wrong.
-        self.root._get_fsdp_state()._lazy_init()
+        self._state._lazy_init()
         self._footprint.close()
         self._prefetch(sharding.prefetch)
-        self.checkpointed = checkpointed_parts(module, self.units, sharding.checkpointed)
         for part in self.checkpointed:
             checkpoint_forward(part)
-        self.parts: list[FSDPModule] = [part for part in root.modules() if isinstance(part, FSDPModule)]
+        self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
         self.syncs = True
-        for part in self.parts:
+        self._unreduced = False
+        self._trainable = self._trainables()
+        for sharded in self.parts:
             # Gathered once, what torch keeps of it exists for a unit that no step runs, and was not born in the
             # inference mode of an evaluation.
-            part.unshard()
-            part.reshard()
+            sharded.unshard()
+            sharded.reshard()
+
+    @property
+    def _state(self) -> Any:
+        state: Any = fully_shard.state(self.root)  # type: ignore[attr-defined]
+        return state
 
     # ---- building -------------------------------------------------------------------------------------------------
 
@@ -131,12 +153,12 @@ class ShardedModel:
         for source in sources:
             source.put(tie_again(source.name, source.owners))
 
-    def _shard(self, sources: list[_Source]) -> list[nn.Module]:
-        sharding = self.sharding
-        wanted = find_units(self.module, sharding.units)
+    def _shard(self, sources: list[_Source]) -> None:
+        sharding, wanted = self.sharding, self.units
         if sharding.backward_inside:
             wanted = [*lone_layers(self.module, wanted), *wanted]
         units, left, shared = without_shared(self.module, wanted)
+        self.units = units
         pinned = self.world.device.type == "cuda"
         arguments: dict[str, Any] = {
             "mesh": sharding.mesh,
@@ -155,17 +177,16 @@ class ShardedModel:
             )
         self._leave_to_root(shared, sources)
         fully_shard(self.root, **arguments)
-        return units
 
     @torch.no_grad()
-    def _fill(self, sources: list[_Source]) -> None:
+    def _fill(self, sources: list[_Source], origins: Origins) -> None:
         """Give every rank its part of rank 0's weights, one parameter after the other. Collective."""
         device = torch.device("cpu") if self.sharding.cpu_offload else self.world.device
         while sources:
             source = sources.pop(0)
             empty = source.now
             assert isinstance(empty, DTensor)
-            whole = self._value(source)
+            whole = origins.value(source.name, source.given)
             shape, offsets = box_of(empty)
             local = box_in(whole, shape, offsets)
             local = local.to(device, copy=True) if self.world.size > 1 else local.to(device).contiguous()
@@ -174,6 +195,8 @@ class ShardedModel:
             source.put(parameter)
             for optimizer in self._optimizers:
                 shard_slots(optimizer, source.given, parameter)
+            if source.given.is_meta:
+                origins.deferred.forget(source.given)
 
     def _leave_to_root(self, shared: list[nn.Parameter], sources: list[_Source]) -> None:
         """Let the root see parameters that several units use and none of them gathers."""
@@ -184,15 +207,6 @@ class ShardedModel:
         for source in sources:
             if id(source.now) in numbers:
                 source.owners.append((held, numbers[id(source.now)]))
-
-    def _value(self, source: _Source) -> Tensor:
-        """Return rank 0's weights of a parameter, whole, on this rank's device. Collective."""
-        given = whole_of_parts(source.given)
-        if self.world.size == 1:
-            return given
-        if self.world.rank == 0:
-            return self.world.broadcast(given.to(self.world.device).contiguous())
-        return self.world.broadcast(torch.empty(given.shape, dtype=given.dtype, device=self.world.device))
 
     def _prefetch(self, count: int) -> None:
         if not count:
@@ -211,6 +225,44 @@ class ShardedModel:
             self.syncs = enabled
             for part in self.parts:
                 part.set_requires_gradient_sync(enabled, recurse=False)
+
+    def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
+        """Compute gradients; inside the outermost call too, which then goes on with what it had gathered."""
+        inside = self.sharding.backward_inside
+        if inside and loss.requires_grad:
+            # Else what the root holds is reduced only if a unit takes part.
+            loss.register_hook(self._state._pre_backward)
+        loss.backward(**options)
+        self._unreduced = not self.syncs
+        if inside:
+            self.root.unshard()
+
+    def drop_unreduced(self, optimizer: Optimizer) -> None:
+        """Drop gradients that were kept here by a window which never came to its end."""
+        if not self._unreduced:
+            return
+        dropped = {id(parameter) for parameter in parameters_of(optimizer)}
+        for each in self._parameters():
+            if id(each.sharded_param) in dropped:
+                each.unsharded_accumulated_grad = None
+                each.unsharded_param.grad = None
+
+    def refresh(self) -> None:
+        """Take note of parameters that were frozen or unfrozen."""
+        now = self._trainables()
+        if now != self._trainable:
+            self._trainable = now
+            for part in self.parts:
+                for group in part._get_fsdp_state()._fsdp_param_groups:
+                    group._init_mp_dtypes()
+
+    def _trainables(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.module.parameters()]
+
+    def _parameters(self) -> Iterator[Any]:
+        for part in self.parts:
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
 
     def evaluate(self, *arguments: Any, **options: Any) -> Any:
         """Run a step that no backward follows: what it gathers is freed after it."""

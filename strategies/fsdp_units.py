@@ -55,6 +55,25 @@ def find_units(module: nn.Module, units: Units) -> list[nn.Module]:
     return found
 
 
+def check_parameters(module: nn.Module) -> None:
+    """Check that every parameter can be split.
+
+    Raises:
+        ConfigurationError: one has no dim, or its shape is not known yet.
+    """
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigurationError(
+                f"{name} belongs to a lazy layer whose shape is not known yet: run a batch through the model first, or "
+                "give the layer its input size."
+            )
+        if parameter.dim() == 0:
+            raise ConfigurationError(
+                f"{name} is a parameter without dims, which cannot be split over ranks: give it one dim of one element, "
+                "torch.zeros(1) in place of torch.tensor(0.0)."
+            )
+
+
 def lone_layers(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """Return the outermost submodules outside of units that hold parameters of their own.
 

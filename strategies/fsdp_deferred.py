@@ -1,0 +1,283 @@
+"""Parameters that get no data where they are built, and the very values that they would have had, later.
+
+Large layers are built with ``torch.empty`` and filled in place. In ``Deferred.recording`` such tensors are on the meta
+device, and what fills them is remembered together with the random generator's state before it. One after the other
+they can then be filled exactly as one process would have filled them, whatever the order of layers and however often
+a model initialises itself anew. Everything else (buffers, tensors computed from numbers) gets its data at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# In place by name, and yet without effect on values.
+_HARMLESS = {"requires_grad_", "detach_", "share_memory_", "retain_grad", "_is_view"}
+# They leave nothing of what was there before.
+_OVERWRITING = {"uniform_", "normal_", "zero_", "fill_", "copy_", "ones_", "zeros_", "constant_"}
+# They compute with whole tensors in between, which would all be remembered.
+_INITIALISERS = ("trunc_normal_", "orthogonal_")
+_IS_META, _DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+@dataclass
+class Recipe:
+    """How a tensor gets its values."""
+
+    base: Tensor
+    device: torch.device
+    steps: list[_Step] = field(default_factory=list)
+
+    def value(self, steps: Iterable[_Step] | None = None) -> Tensor:
+        """Return the tensor with its values."""
+        whole = torch.empty(self.base.shape, dtype=self.base.dtype, device=self.device)
+        with torch.no_grad():
+            for step in self.steps if steps is None else steps:
+                step.run(whole)
+        return whole
+
+
+@dataclass
+class _View:
+    """A tensor that is to be filled, or a view of one, as it was at some moment."""
+
+    recipe: Recipe
+    steps: tuple[_Step, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole.as_strided(self.size, self.stride, self.offset)
+
+    def now(self) -> Tensor:
+        return self.of(self.recipe.value(self.steps))
+
+
+@dataclass
+class _Step:
+    """One operation in place, and the generator's state before it where it draws numbers."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: _View
+    state: Tensor | None
+
+    def run(self, whole: Tensor) -> None:
+        def real(value: Any) -> Any:
+            if value is self.target:
+                return self.target.of(whole)
+            return value.now() if isinstance(value, _View) else value
+
+        # A view is no container to torch, so it arrives here as it is.
+        args, kwargs = tree_map(real, (self.args, self.kwargs))
+        if self.state is None:
+            self.function(*args, **kwargs)
+            return
+        before = _generator_state(whole.device)
+        try:
+            _set_generator_state(whole.device, self.state)
+            self.function(*args, **kwargs)
+        finally:
+            _set_generator_state(whole.device, before)
+
+
+class Deferred:
+    """The recipes of all parameters that were built without data."""
+
+    def __init__(self) -> None:
+        self._recipes: Any = WeakTensorKeyDictionary()
+        self._by_storage: dict[int, Recipe] = {}
+
+    def recipe(self, parameter: Tensor) -> Recipe | None:
+        """Return how a parameter gets its values, if it was built here."""
+        found: Recipe | None = self._recipes.get(parameter)
+        if found is None and parameter.is_meta:
+            found = self._by_storage.get(parameter.untyped_storage()._cdata)
+        return found
+
+    def keep(self, module: nn.Module) -> None:
+        """Know a module's parameters also after they have changed their dtype, which gives them another storage."""
+        for parameter in module.parameters():
+            recipe = self.recipe(parameter)
+            if recipe is not None:
+                self._recipes[parameter] = recipe
+
+    def forget(self, parameter: Tensor) -> None:
+        """Let go of what was remembered of a parameter."""
+        self._recipes.pop(parameter, None)
+        self._by_storage.pop(parameter.untyped_storage()._cdata, None)
+
+    @contextmanager
+    def recording(self) -> Generator[None, None, None]:
+        """Build layers inside."""
+        recorder = _Recorder()
+
+        def parameter_hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            recipe = recorder.find(parameter)
+            if recipe is not None:
+                self._recipes[parameter] = recipe
+
+        def buffer_hook(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
+            view = recorder.view(buffer)
+            return None if view is None else view.now()
+
+        handles = [
+            register_module_parameter_registration_hook(parameter_hook),
+            register_module_buffer_registration_hook(buffer_hook),  # type: ignore[arg-type]
+        ]
+        initialisers = {name: getattr(nn.init, name) for name in _INITIALISERS}
+        try:
+            for name, function in initialisers.items():
+                setattr(nn.init, name, recorder.initialiser(function))
+            with recorder:
+                yield
+        finally:
+            self._by_storage.update(recorder.known)
+            for name, function in initialisers.items():
+                setattr(nn.init, name, function)
+            for handle in handles:
+                handle.remove()
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees every call of torch's functions; tensors are known by their storage, which views and ``.data`` share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, Recipe] = {}
+
+    def find(self, value: Any) -> Recipe | None:
+        """Return the recipe of a tensor that has no data yet."""
+        if isinstance(value, Tensor) and value.is_meta:
+            return self.known.get(value.untyped_storage()._cdata)
+        return None
+
+    def view(self, value: Any) -> _View | None:
+        """Return what a tensor without data stands for now."""
+        recipe = self.find(value)
+        if recipe is None:
+            return None
+        return _View(recipe, tuple(recipe.steps), value.size(), value.stride(), value.storage_offset())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            return self._empty(args, kwargs)
+        tensors = [each for each in tree_flatten((args, kwargs))[0] if self.find(each) is not None]
+        if not tensors:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._attribute(func, args[0])
+        if name == "__set__" or name in _HARMLESS:
+            return func(*args, **kwargs)
+        if name == "clone" and tensors[0].numel() == self.known[tensors[0].untyped_storage()._cdata].base.numel():
+            return self._clone(tensors[0])
+        if _in_place(name):
+            return self._fill(func, name, args, kwargs)
+        return self._read(func, args, kwargs, tensors)
+
+    def _attribute(self, getter: Any, tensor: Tensor) -> Any:
+        """Return what an attribute would be if the tensor had data: initialisers ask where it is."""
+        recipe = self.find(tensor)
+        if recipe is not None and getter is _IS_META:
+            return False
+        if recipe is not None and getter is _DEVICE:
+            return recipe.device
+        return getter(tensor)
+
+    def _empty(self, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        device = torch.empty(0, **({"device": kwargs["device"]} if kwargs.get("device") is not None else {})).device
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        if device.type == "meta" or not dtype.is_floating_point or kwargs.get("out") is not None:
+            return torch.empty(*args, **kwargs)
+        tensor = torch.empty(*args, **{**kwargs, "device": "meta"})
+        self.known[tensor.untyped_storage()._cdata] = Recipe(tensor.detach(), device)
+        return tensor
+
+    def _clone(self, tensor: Tensor) -> Tensor:
+        """Return a copy, as ``copy.deepcopy`` makes of layers, without data either."""
+        recipe = self.known[tensor.untyped_storage()._cdata]
+        copy = recipe.base.new_empty(recipe.base.shape)
+        self.known[copy.untyped_storage()._cdata] = Recipe(copy, recipe.device, list(recipe.steps))
+        return copy.as_strided(tensor.size(), tensor.stride())
+
+    def initialiser(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an initialiser that is remembered as one step, whatever it computes in between."""
+
+        def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.find(tensor) is None:
+                return function(tensor, *args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                return self._fill(function, "copy_", (tensor, *args), kwargs)
+
+        return initialise
+
+    def _fill(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Remember an operation in place, and let the generator move on as if it had been done."""
+        given: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+        target = self.view(given)
+        if target is None:
+            # Something real is filled with what has no data yet.
+            args, kwargs = tree_map(self._real, (args, kwargs))
+            return func(*args, **kwargs)
+        recipe = target.recipe
+
+        def described(value: Any) -> Any:
+            return target if value is given else (self.view(value) or value)
+
+        step = _Step(func, tree_map(described, tuple(args)), tree_map(described, dict(kwargs)), target, None)
+        before = _generator_state(recipe.device)
+        step.run(torch.empty(recipe.base.shape, dtype=recipe.base.dtype, device=recipe.device))
+        if not torch.equal(before, _generator_state(recipe.device)):
+            step.state = before
+        if name in _OVERWRITING and given.numel() == recipe.base.numel():
+            recipe.steps.clear()
+        recipe.steps.append(step)
+        return given
+
+    def _read(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """Call what looks at shapes or makes views as it is, and what needs values with them."""
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            result = torch.empty(0, device="meta")
+        made = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
+        known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        if all(each.untyped_storage()._cdata in known for each in made):
+            return result
+        args, kwargs = tree_map(self._real, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _real(self, value: Any) -> Any:
+        view = self.view(value)
+        return value if view is None else view.now()
+
+
+def _in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
