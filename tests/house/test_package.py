@@ -87,6 +87,14 @@ def test_the_trainer_loads_nothing_heavy_beside_torch() -> None:
     assert not added & HEAVY
 
 
+def test_deepspeed_is_loaded_by_runs_under_it_alone() -> None:
+    statement = (
+        "from phalanx import Trainer; from phalanx.strategies import DeepSpeedStrategy; DeepSpeedStrategy(stage=3)\n"
+        "for name in ('ddp', 'fsdp'): Trainer(strategy=name, accelerator='cpu', devices=2)"
+    )
+    assert not loaded_by(statement, before="import torch") & {"deepspeed", "pydantic"}
+
+
 def test_a_planted_second_copy_is_found(tmp_path: Path) -> None:
     file = str(tmp_path / "framework" / "world.py")
     both = {"phalanx.framework.world": file, "main.framework.world": file, "torch": "/elsewhere/torch.py", "sys": None}

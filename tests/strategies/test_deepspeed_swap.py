@@ -1,0 +1,85 @@
+"""``zero3-nvme`` with layers large enough to be kept on a disk, built whole or split as they are built."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from models import silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import TrainModule
+from phalanx.strategies import DeepSpeedStrategy
+
+# Half of the middle layer is 2 MiB; DeepSpeed leaves less than 1 MiB in memory.
+WIDTH, STEPS, BATCH = 1024, 3, 8
+
+
+def net_of() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def data() -> Tensor:
+    return torch.randn(STEPS * BATCH, 16, generator=torch.Generator().manual_seed(5))
+
+
+def loss_of(net: nn.Module, rows: Tensor) -> Tensor:
+    loss: Tensor = (net(rows) - rows.sum(1, keepdim=True)).square().mean()
+    return loss
+
+
+class Wide(TrainModule):
+    """Builds its layers at once or in ``configure_model``."""
+
+    net: nn.Sequential
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        if not late:
+            self.net = net_of()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = net_of()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return loss_of(self.net, batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
+
+
+def trained(late: bool, disk: str) -> dict[str, Tensor]:
+    """Return the whole weights after a fit on these ranks."""
+    strategy = DeepSpeedStrategy(
+        stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=disk, gather_weights="all"
+    )
+    module = Wide(late)
+    loader = DataLoader(TensorDataset(data()), batch_size=BATCH // 2)
+    silent_trainer(strategy=strategy, devices=2, max_epochs=1).fit(module, loader)
+    return {name: tensor.clone() for name, tensor in module.net.state_dict().items()}
+
+
+def by_hand() -> dict[str, Tensor]:
+    net = net_of()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, eps=1e-4)
+    for rows in data().split(BATCH):
+        loss_of(net, rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["whole", "split as built"])
+def test_layers_on_a_disk_train_as_in_memory(late: bool, tmp_path: Path) -> None:
+    expected = by_hand()
+    for weights in run_on_ranks(2, trained, late, str(tmp_path)):
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
+    assert os.listdir(tmp_path) == []
