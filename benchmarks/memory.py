@@ -20,6 +20,7 @@ from .table import show
 RANKS = 2
 SHAPE, SHORT_SHAPE = (512, 9, 2048), (128, 9, 512)
 SECONDS = 300
+_HEAD = ["MB", "formula", "tensors", "over it, %", "formula with buckets", "resident", "formula on disk", "on disk"]
 
 
 @dataclass(frozen=True)
@@ -43,34 +44,24 @@ def memory(rounds: int, quick: bool) -> None:
                 held = _measured(name, precision, window, shape, ranks.world_size)
                 needs = footprint(layout, size, ranks, PRECISIONS[precision], accumulates=window > 1)
                 rows.append([name, *_cells(held, needs)])
-            head = [
-                "",
-                "formula, MB",
-                "tensors, MB",
-                "over it, %",
-                "with buckets, MB",
-                "resident, MB",
-                "on disk",
-                "formula",
-            ]
-            title = f"Held by each of {RANKS} ranks, {size.elements / 1e6:.1f} M parameters, {precision}, windows of {window}"
-            show(title, head, rows)
+            held_by = f"Held by each of {RANKS} ranks, {size.elements / 1e6:.1f} M parameters"
+            show(f"{held_by}, {precision}, windows of {window}", _HEAD, rows)
 
 
 def _cells(held: Held | None, needs: Footprint) -> list[object]:
-    """Return the cells of a row; what comes and goes within a step is not held when it is looked at."""
-    in_memory = needs.device.held + needs.host.held
-    buckets = needs.device.buckets + needs.host.buckets
+    """Return the cells of a row. Buffers to a disk are there all the time; other buckets come and go, or are small."""
+    in_memory = needs.device.held + needs.host.held + needs.host.buckets
+    buckets = needs.device.buckets
     if held is None:
-        return [in_memory / 1e6, "-", "-", (in_memory + buckets) / 1e6, "-", "-", needs.disk.held / 1e6]
+        return [in_memory / 1e6, "-", "-", (in_memory + buckets) / 1e6, "-", needs.disk.held / 1e6, "-"]
     return [
         in_memory / 1e6,
         held.tensors / 1e6,
         f"{100 * (held.tensors / in_memory - 1):+.1f}" if in_memory else "-",
         (in_memory + buckets) / 1e6,
         held.resident / 1e6,
-        held.on_disk / 1e6,
         needs.disk.held / 1e6,
+        held.on_disk / 1e6,
     ]
 
 

@@ -222,10 +222,11 @@ def _engine(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision,
         gradients=size.trainable * whole,
         buckets=_engine_buckets(layout, size, width),
     )
-    # Beside state on a disk, gradients gather in host memory.
     gathers_on: Place = "device" if layout.state_on == "device" else "host"
     places[gathers_on] += Bytes(gradients=share * (parts * _FP32_BYTES + staged))
     if layout.state_on == "disk":
+        # Gradients gather in host memory, and go to the disk for the update.
+        places["disk"] += Bytes(gradients=share * _FP32_BYTES)
         places["host"] += Bytes(buckets=_swap_buffers(size, split, width))
     return Footprint(places["device"], places["host"], places["disk"])
 
@@ -239,7 +240,7 @@ def _engine_gradients(layout: Layout, width: int, accumulates: bool) -> tuple[in
     """
     offloads, mixed = layout.state_on != "device", width != _FP32_BYTES
     if layout.splits_parameters:
-        return 0, 2 if offloads else 1, 0
+        return 0, 2 if layout.state_on == "host" else 1, 0
     staged = width if offloads else 0
     if layout.splits_gradients:
         # Mixed precision adds up in a buffer of its own, fp32 only where there is something to add.
@@ -260,11 +261,13 @@ def _engine_buckets(layout: Layout, size: ModelSize, width: int) -> int:
 
 
 def _swap_buffers(size: ModelSize, split: int, width: int) -> int:
-    sub_group = _between(size.elements, _SUB_GROUPS * split, 2**18, 1_000_000_000)
+    """Return the bytes in host memory through which state goes to a disk and back."""
     parameter = _part(size.largest_parameter or size.elements, split)
-    return _STATE_BUFFERS * min(sub_group, _part(size.trainable, split)) * _FP32_BYTES + (
-        _PARAMETER_BUFFERS * parameter * width
-    )
+    # A sub-group is closed by the parameter that fills it.
+    sub_group = _between(size.elements, _SUB_GROUPS * split, 2**18, 1_000_000_000) + parameter
+    sub_group = min(sub_group, _part(size.trainable, split))
+    for_state = (_STATE_BUFFERS * _FP32_BYTES + 2 * width) * sub_group
+    return for_state + _PARAMETER_BUFFERS * parameter * width
 
 
 def _between(elements: int, parts: int, low: int, high: int) -> int:
