@@ -174,6 +174,9 @@ class DeepSpeedStrategy(Strategy):
     def _set_aside(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Freeze for the time of the fit what the optimizer does not train: the engine would keep its gradients."""
         self._marks = Marks(module)
+        for parameter in module.parameters():
+            # The engine would take one that an earlier fit left for part of its first.
+            parameter.grad = None
         if optimizers:
             trained = {id(one) for one in parameters_of(optimizers[0])}
             for parameter in module.parameters():

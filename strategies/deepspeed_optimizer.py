@@ -6,9 +6,10 @@ is never handed over: it stays the place of hyperparameters, which every step re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,14 +128,28 @@ def _adam_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _deepspeed_adam(groups: list[dict[str, Any]], on_cpu: bool, decoupled: bool) -> Optimizer:
     if on_cpu:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        with _processor_unasked():
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        made: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled)
+            made: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled)
         return made
     from deepspeed.ops.adam import FusedAdam
 
     made = FusedAdam(groups, adam_w_mode=decoupled)
     return made
+
+
+@contextlib.contextmanager
+def _processor_unasked() -> Iterator[None]:
+    """Keep DeepSpeed from asking who made the processor: that takes 2 s, and serves a warning about fp16 alone."""
+    import cpuinfo
+
+    asks = cpuinfo.get_cpu_info
+    cpuinfo.get_cpu_info = dict
+    try:
+        yield
+    finally:
+        cpuinfo.get_cpu_info = asks
 
 
 def _copy_of(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> Optimizer:

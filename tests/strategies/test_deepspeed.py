@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import SILENT, silent_trainer
-from ranks import run_on_ranks
+from models import silent_trainer
+from ranks import run_on_ranks, run_script
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import phalanx
 from phalanx import AccumulationSchedule, Fabric, Trainer, TrainModule
 from phalanx.framework.errors import ConfigurationError
 from phalanx.strategies import DeepSpeedStrategy
@@ -71,7 +69,7 @@ def loss_of(net: nn.Module, rows: Tensor) -> Tensor:
 
 
 def rows_of(count: int, uses_all: bool = True) -> Tensor:
-    rows = torch.randint(0, 11, (count, 5), generator=torch.Generator().manual_seed(2))
+    rows = torch.randint(0, 11, (20 * GLOBAL_BATCH, 5), generator=torch.Generator().manual_seed(2))[:count]
     rows[:, 0] = 0
     if not uses_all:
         # Micro-batches of two, of which some use all parameters, on both of two ranks.
@@ -189,7 +187,13 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 def attributes(module: nn.Module) -> list[Any]:
     """Return what a module and its parameters are and carry, as far as others could add to it."""
     parts = [
-        (type(part), sorted(part.__dict__), type(part._parameters), len(part._forward_pre_hooks), len(part._forward_hooks))
+        (
+            type(part),
+            sorted(part.__dict__),
+            type(part._parameters),
+            len(part._forward_pre_hooks),
+            len(part._forward_hooks),
+        )
         for part in module.modules()
     ]
     parameters = [
@@ -258,3 +262,187 @@ def test_parameters_that_some_micro_batches_leave_unused_have_a_gradient_of_zero
 @pytest.mark.parametrize("kind", ["sgd", "adam", "amsgrad"])
 def test_other_optimizers(place: str, kind: str) -> None:
     compare(2, PLACES[place], kind)
+
+
+def test_one_process_alone() -> None:
+    # In a process of its own, as the group that DeepSpeed needs stays.
+    source = """
+from models import silent_trainer, Regressor, loader, weights_of
+import torch
+weights = []
+for strategy in ("zero1", "zero3", "single", "zero2"):
+    module = Regressor()
+    silent_trainer(strategy=strategy, devices=1, max_steps=5, gradient_clip_val=0.1).fit(module, loader(64, 4))
+    weights.append(weights_of(module))
+for one in weights[1:]:
+    torch.testing.assert_close(one, weights[0], rtol=1e-4, atol=1e-5)
+print("alike")
+"""
+    done = run_script(f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{source}", timeout=100.0)
+    assert done.returncode == 0, done.stdout
+    assert "alike" in done.stdout
+
+
+# ---- one thing after the other -----------------------------------------------------------------------------------
+
+
+def in_a_row(place: dict[str, Any]) -> tuple[float, float, list[Tensor], list[float]]:
+    module = Module()
+    trainer = trainer_of(2, DeepSpeedStrategy(**place))
+    # As many as the steps take: the epoch ends with them, and with it comes the validation.
+    data = loader_of(2, count=2 * sum(WINDOWS) * GLOBAL_BATCH)
+    trainer.fit(module, data, loader_of(2, count=18))
+    during = float(trainer.callback_metrics["val_loss"])
+    (after,) = trainer.validate(module, loader_of(2, count=18), verbose=False)
+    predicted = trainer.predict(module, loader_of(2, count=18))
+    assert predicted is not None
+    first = list(module.losses)
+    trainer_of(2, DeepSpeedStrategy(**place)).fit(module, data)
+    return during, float(after["val_loss"]), [row for part in predicted for row in part], module.losses[len(first) :]
+
+
+@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero3-offload"])
+def test_fit_validate_predict_and_fit_again(place: str) -> None:
+    results = run_on_ranks(2, in_a_row, PLACES[place])
+    net, rows = mixture(), rows_of(20 * GLOBAL_BATCH)
+    by_hand(net, rows)
+    with torch.no_grad():
+        expected = loss_of(net, rows[:18]).item()
+        tokens = net(rows[:18]).argmax(-1)
+    losses, _ = by_hand(net, rows)
+    for during, after, _, _ in results:
+        assert during == pytest.approx(expected, rel=1e-5)
+        assert after == pytest.approx(expected, rel=1e-5)
+    predicted = torch.stack(results[0][2])
+    assert torch.equal(predicted, tokens) or len(predicted) < len(tokens)
+    sizes = [WINDOWS[step % len(WINDOWS)] for step in range(STEPS)]
+    again = torch.tensor([result[3] for result in results], dtype=torch.float64).mean(0)
+    assert [part.mean().item() for part in again.split(sizes)] == pytest.approx(losses, rel=1e-5)
+
+
+def one_after_the_other(names: list[Any]) -> list[float]:
+    module = Module()
+    for name in names:
+        module.losses.clear()
+        trainer_of(2, name if isinstance(name, str) else DeepSpeedStrategy(**name)).fit(module, loader_of(2))
+    return module.losses
+
+
+def test_a_fit_under_any_strategy_after_one_under_another() -> None:
+    chain = [
+        "zero1",
+        PLACES["zero3"],
+        "ddp_find_unused_parameters_true",
+        {"stage": 3, "gather_weights": "all"},
+        "zero2",
+    ]
+    results = run_on_ranks(2, one_after_the_other, chain)
+    net = mixture()
+    for _ in chain:
+        losses, _ = by_hand(net, rows_of(20 * GLOBAL_BATCH))
+    sizes = [WINDOWS[step % len(WINDOWS)] for step in range(STEPS)]
+    found = torch.tensor(results, dtype=torch.float64).mean(0)
+    assert [part.mean().item() for part in found.split(sizes)] == pytest.approx(losses, rel=1e-4)
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+def gradients(place: dict[str, Any], name: str) -> list[Tensor | None]:
+    module = Module(gradient_of=name)
+    trainer_of(2, DeepSpeedStrategy(**place), max_steps=3).fit(module, loader_of(2))
+    return module.gradients
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "narrow.bias", "scale"])
+@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])
+def test_whole_gradients(place: str, name: str) -> None:
+    net, rows = mixture(), rows_of(20 * GLOBAL_BATCH)
+    first = loss_of(net, rows[:GLOBAL_BATCH])
+    expected = torch.autograd.grad(first, dict(net.named_parameters())[name])[0]
+    for found in run_on_ranks(2, gradients, PLACES[place], name):
+        assert len(found) == 3
+        torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-7)
+
+
+def with_fabric(place: dict[str, Any], window: int, clip: float | None) -> tuple[list[float], list[float], Any]:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=DeepSpeedStrategy(**place), accumulate=window)
+    fabric.launch()
+    net = mixture()
+    optimizer = optimizer_of(net)
+    model, optimizer = fabric.setup(net, optimizer)
+    data = fabric.setup_dataloaders(loader_of(2, count=7 * GLOBAL_BATCH))
+    losses, norms, gradient = [], [], None
+    for (rows,) in data:
+        with fabric.accumulate(model):
+            logits = model(rows)[:, :-1].flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
+            losses.append(loss.item())
+            fabric.backward(loss)
+            if fabric.sync_gradients:
+                fabric.unscale_gradients(optimizer)
+                gradient = fabric.full_gradient(net.embed.weight)
+                if clip is not None:
+                    norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric.free_memory()
+    return losses, norms, gradient
+
+
+@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero3-offload"])
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_fabric_accumulates(place: str, clip: float | None) -> None:
+    net, rows = mixture(), rows_of(7 * GLOBAL_BATCH)
+    optimizer = optimizer_of(net)
+    losses, norms, last = [], [], None
+    # Seven micro-batches in windows of three, of which the last is short.
+    for start in (0, 3, 6):
+        parts = rows[start * GLOBAL_BATCH : (start + 3) * GLOBAL_BATCH].split(GLOBAL_BATCH)
+        optimizer.zero_grad()
+        for part in parts:
+            loss = loss_of(net, part)
+            (loss / len(parts)).backward()
+            losses.append(loss.item())
+        last = net.embed.weight.grad.clone()
+        for parameter in net.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip or float("inf"))))
+        optimizer.step()
+    results = run_on_ranks(2, with_fabric, PLACES[place], 3, clip)
+    found = torch.tensor([result[0] for result in results], dtype=torch.float64).mean(0)
+    assert found.tolist() == pytest.approx(losses, rel=1e-5)
+    for _, own, gradient in results:
+        torch.testing.assert_close(gradient, last, rtol=1e-4, atol=1e-6)
+        assert own == (pytest.approx(norms, rel=1e-5) if clip else [])
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+class TwoOptimizers(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net.embed.parameters()), torch.optim.SGD(self.net.narrow.parameters())]
+
+
+class WholeTensors(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.net.parameters())
+
+
+def refused(kind: str) -> str:
+    module = TwoOptimizers() if kind == "two" else WholeTensors()
+    with pytest.raises(ConfigurationError) as caught:
+        silent_trainer(strategy="zero2", devices=2, max_steps=1).fit(module, loader_of(2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("two", "takes one"), ("whole", "needs whole tensors")])
+def test_refusals(kind: str, says: str) -> None:
+    for message in run_on_ranks(2, refused, kind):
+        assert says in message
