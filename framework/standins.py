@@ -50,7 +50,6 @@ class StandIns:
         self._step: StepFunction
         self._loss_of: Callable[[Any], Tensor | None]
         self._kept: tuple[Any, int] | None = None
-        self._shared = False
         self._window: list[Any] = []
         self._first = self._next = 0
         self._stood_in = False
@@ -94,7 +93,7 @@ class StandIns:
         source = world.all_gather_object(bool(batches)).index(True)
         batch = world.broadcast_object(batches[0] if world.rank == source else None, source)
         if not batches:
-            self._kept, self._shared = (batch, self._run.progress.batch_in_epoch), True
+            self._kept = (batch, self._run.progress.batch_in_epoch)
 
     def release(self) -> None:
         """Take what was put on the module off again."""
@@ -106,17 +105,17 @@ class StandIns:
     def _routed(self, batch: Any, index: int) -> Any:
         self._stood_in = batch is STAND_IN
         if self._stood_in:
-            return self._stand_in(index)
+            return self._stand_in(None, index)
         # Before the step, which may take the batch apart.
         own = fresh(self._window[index - self._first])
         output, loss, calls = self._run_step(batch, index)
         if loss is not None:
-            self._kept, self._shared = (own, index), False
+            self._kept = (own, index)
             return output
         self._stood_in = True
         if self._watch is not None and calls:
             return self._watch.idle_loss(calls)
-        return self._stand_in(index)
+        return self._stand_in(own, index)
 
     def _run_step(self, batch: Any, index: int) -> tuple[Any, Tensor | None, Calls]:
         """Run the user's step; return its output, its loss, and the calls of modules it made."""
@@ -132,9 +131,9 @@ class StandIns:
             watch.learn(calls)
         return output, loss, calls
 
-    def _stand_in(self, index: int) -> Tensor:
-        """Return the loss of a batch that has one."""
-        with hidden(self._run.module), closing(self._candidates(index)) as candidates:
+    def _stand_in(self, own: Any, index: int) -> Tensor:
+        """Return the loss of a batch that has one; ``own`` is this rank's batch without a loss, if it has any."""
+        with hidden(self._run.module), closing(self._candidates(own, index)) as candidates:
             for batch, place in candidates:
                 given = fresh(batch) if self._transfer is None else self._transfer(fresh(batch))
                 _, loss, calls = self._run_step(given, place)
@@ -149,19 +148,21 @@ class StandIns:
             "a loss on every rank, and give batches that are not to count a batch_weight of 0."
         )
 
-    def _candidates(self, index: int) -> Generator[tuple[Any, int], None, None]:
-        """Yield batches and their indices: the one that gave a loss last, then those that come next."""
-        if self._kept is not None:
-            batch, place = self._kept
-            yield batch, place
-            if self._shared:
-                yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))
+    def _candidates(self, own: Any, index: int) -> Generator[tuple[Any, int], None, None]:
+        """Yield batches and their indices: the one that gave a loss last, then those that come next.
+
+        In the end come other indices, by which a step may decide.
+        """
+        known = [] if self._kept is None else [self._kept]
+        yield from known
         for place, batch in enumerate(self._window, self._first):
             if place > index:
                 yield batch, place
         if self._windows is not None:
             with closing(self._windows.coming(self._next)) as coming:
                 yield from islice(coming, _MOST_TRIED)
+        for batch, place in [*known, *([] if own is None else [(own, index)])]:
+            yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))
 
 
 @contextmanager

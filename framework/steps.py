@@ -205,6 +205,9 @@ class AutomaticStep(TrainingStep):
             if loss is not None and weight:
                 self._backward(loss, None if weights is None else weight / mean)
             elif several:
+                if loss is None:
+                    # What other ranks log in a step with a loss, this one need not.
+                    self.log.batches -= 1
                 self._without_weight(loss, position == final and not fillers)
             if position == final:
                 if several:

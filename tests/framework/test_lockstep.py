@@ -274,6 +274,36 @@ def test_hooks_of_the_update_may_be_the_users(name: str) -> None:
     check_fickle(run_on_ranks(2, own_update, name), 2, 24)
 
 
+# ---- layers that exchange statistics --------------------------------------------------------------------------------
+
+
+class Normalised(Fickle):
+    def __init__(self, rule: str, when: str) -> None:
+        super().__init__(rule, when)
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+
+def normalised(rule: str, when: str, count: int) -> tuple[int, int, Tensor, Tensor]:
+    module = Normalised(rule, when)
+    trainer = silent_trainer(devices=dist.get_world_size(), max_epochs=1, sync_batchnorm=True)
+    trainer.fit(module, DataLoader(pairs(count), batch_size=4))  # type: ignore[arg-type]
+    mean = module.net[1].running_mean
+    assert isinstance(mean, Tensor)
+    return trainer.global_step, sum(len(x) for _, _, x, _ in module.given), weights_of(module), mean
+
+
+@pytest.mark.parametrize("count", [4, 42])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_shared_statistics_stay_alike_whatever_steps_return(when: str, rule: str, count: int) -> None:
+    (steps, _, weights, mean), *others = results = run_on_ranks(3, normalised, rule, when, count, timeout=30)
+    assert sum(samples for _, samples, *_ in results) == count
+    for other_steps, _, other_weights, other_mean in others:
+        assert other_steps == steps
+        assert torch.equal(other_weights, weights)
+        assert torch.equal(other_mean, mean)
+
+
 # ---- activations that are not finite --------------------------------------------------------------------------------
 
 
@@ -307,7 +337,7 @@ def overflowing(name: str) -> tuple[int, Given, list[Tensor]]:
     return trainer.global_step, module.given, [parameter.detach() for parameter in module.net.parameters()]
 
 
-@pytest.mark.parametrize("name", ["lockstep", "in backward", "fsdp"])
+@pytest.mark.parametrize("name", ["lockstep", "in backward", "fsdp", "zero1", "zero3"])
 def test_infinite_activations_of_a_step_without_a_loss_reach_no_other_rank(name: str) -> None:
     check_fickle(run_on_ranks(2, overflowing, name, timeout=30), 1, 24)
 
