@@ -31,9 +31,10 @@ from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero
 from .run import Run
 from .settings import Settings
 from .state import load_model, rank_state, restore_run
-from .steps import AutomaticStep, check_closure, is_overridden
+from .steps import AutomaticStep
 from .training import FitLoop, FitPlan
 from .transfer import batch_transfer
+from .user_code import check_closure, is_overridden
 from .windows import Windows
 
 if TYPE_CHECKING:

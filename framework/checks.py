@@ -16,7 +16,7 @@ from .loading import check_given
 from .module import TrainModule
 from .resources import Resources
 from .settings import Settings
-from .steps import is_overridden, with_arity
+from .user_code import is_overridden, with_arity
 
 _NOT_HOOKS = {"log", "print", "freeze", "unfreeze", "optimizers", "lr_schedulers", "all_gather"}
 

@@ -28,7 +28,7 @@ from .log import MetricLog, NoLog
 from .log_entries import Entry
 from .run import Run, as_numbers
 from .standins import fresh, hidden
-from .steps import in_context, with_arity
+from .user_code import in_context, with_arity
 
 # How many batches' step figures wait on a device before they are read for the loggers.
 _STEPS_WAITING = 256

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from .errors import ConfigurationError
 from .run import Run
-from .steps import TrainingStep, needs_closure
+from .steps import TrainingStep
 from .strategy import Traits, parameters_of
+from .user_code import needs_closure
 
 _BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")
 

@@ -31,8 +31,8 @@ from .ranks import RankVerbs
 from .registry import STRATEGIES
 from .resources import Resources
 from .sources import prepare_training
-from .steps import is_overridden
 from .transfer import batch_transfer
+from .user_code import is_overridden
 from .world import World, nvme_path
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _look(trainer: Trainer, request: FitRequest, memory: Memory, activation_byte
         try:
             activations = _measure(trainer, request, size, memory)
         except Exception as error:
-            notes.append(f"Activations could not be measured: {_said(error)} Give activation_bytes.")
+            notes.append(f"Activations could not be measured, and count as nothing: {_said(error)}")
     return _Findings(size, activations, optimizers, tuple(notes))
 
 

@@ -7,25 +7,22 @@ length, uneven weights and ranks without data. Nothing else divides for accumula
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .batch_norm import is_collective
 from .call_watch import zero_gradients
-from .errors import ConfigurationError, LoopError, NonFiniteError
+from .errors import LoopError, NonFiniteError
 from .losses import DeviceLossWatch
-from .module import TrainModule
 from .run import Run
 from .standins import STAND_IN, StandIns
-from .strategy import StepFunction, Strategy
+from .strategy import StepFunction
 from .triggers import Agreement
+from .user_code import StrategyOptimizer, in_context, is_overridden, with_arity
 from .windows import Windows
 from .world import Pending
 
@@ -427,86 +424,3 @@ class AutomaticStep(TrainingStep):
         if isinstance(output, Mapping):
             return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
         return output
-
-
-class StrategyOptimizer:
-    """An optimizer whose update and gradients are its strategy's; everything else is its own."""
-
-    def __init__(self, optimizer: Optimizer, strategy: Strategy) -> None:
-        self.optimizer = optimizer
-        self._strategy = strategy
-        self._applied = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the update, after the closure if there is one; return what that returns. Collective."""
-        result = None if closure is None else closure()
-        self._applied = self._strategy.step(self.optimizer)
-        return result
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients."""
-        self._strategy.zero_grad(self.optimizer)
-
-    def take_applied(self) -> bool:
-        """Return whether what was asked for since the last call was applied."""
-        applied, self._applied = self._applied, True
-        return applied
-
-
-def is_overridden(name: str, module: TrainModule) -> bool:
-    """Whether a module's class overrides a method of TrainModule."""
-    return getattr(type(module), name, None) is not getattr(TrainModule, name)
-
-
-def in_context(step: StepFunction, context: AbstractContextManager[Any] | None) -> StepFunction:
-    """Return ``step`` run inside a context that may be entered again."""
-    if context is None:
-        return step
-
-    def run_in_context(*args: Any) -> Any:
-        with context:
-            return step(*args)
-
-    return run_in_context
-
-
-def with_arity(step: StepFunction, names: Sequence[str]) -> StepFunction:
-    """Return ``step`` called with ``names`` as positional arguments, of which it may take only the first ones.
-
-    Raises:
-        LoopError: it takes more arguments than there are.
-    """
-    parameters = list(inspect.signature(step).parameters.values())
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return step
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p.name for p in positional if p.default is p.empty]
-    name = getattr(step, "__name__", "the step")
-    if len(needed) > len(names) or not positional:
-        raise LoopError(
-            f"{name} takes ({', '.join(p.name for p in positional)}); it is called with ({', '.join(names)})."
-        )
-    count = min(len(names), len(positional))
-    return step if count == len(names) else lambda *args: step(*args[:count])
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's ``step`` cannot do without a closure that computes the loss."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
-def check_closure(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that evaluates the loss several times for an update.
-
-    Raises:
-        ConfigurationError: its ``step`` needs a closure.
-    """
-    if needs_closure(optimizer):
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} needs to evaluate the loss several times for an update. Set "
-            "automatic_optimization = False and call its step(closure) in training_step."
-        )

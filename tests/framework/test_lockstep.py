@@ -123,13 +123,14 @@ class Fickle(TrainModule):
 
     def silent(self, index: int) -> bool:
         rank = self.global_rank
-        return {
+        silent: bool = {
             "never": False,
             "alternate": (index + rank) % 2 == 0,
             "together": index in (0, 2, 3),
             "one rank": rank == 1 and index > 0,
             "first": rank == 0 and index < 3,
         }[self.rule]
+        return silent
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # Stand-ins are not seen here.
@@ -198,7 +199,7 @@ def by_hand(ranks: list[Given], window: int) -> tuple[int, list[Tensor]]:
         with torch.no_grad():
             for parameter in net.parameters():
                 assert parameter.grad is not None
-                parameter -= LR * parameter.grad
+                parameter.sub_(LR * parameter.grad)
         steps += 1
     return steps, [parameter.detach() for parameter in net.parameters()]
 
@@ -322,6 +323,8 @@ class Overflowing(Fickle):
 class Explosive(nn.Module):
     """Makes infinite activations with infinite derivatives where its owner says so."""
 
+    owner: Overflowing
+
     def __init__(self, owner: Overflowing) -> None:
         super().__init__()
         self.__dict__["owner"] = owner
@@ -432,7 +435,7 @@ class Judge(TrainModule):
 
 
 def judged_loaders(kind: str, count: int) -> Any:
-    whole = DataLoader(pairs(count), batch_size=2)  # type: ignore[arg-type]
+    whole: DataLoader[Any] = DataLoader(pairs(count), batch_size=2)  # type: ignore[arg-type]
     stream = DataLoader(Items(count), batch_size=2)
     return {"map": whole, "stream": stream, "several": [whole, DataLoader(Items(3), batch_size=2), stream]}[kind]
 
@@ -538,7 +541,7 @@ def drawing(name: str, path: str, resumes: bool = False) -> tuple[dict[str, floa
     trainer = silent_trainer(devices=ranks, strategy=strategy(name), max_epochs=1, callbacks=callbacks)
     # What a run that is resumed was seeded with does not count.
     torch.manual_seed(4 if resumes else 3)
-    data = DataLoader(pairs(9), batch_size=2)  # type: ignore[arg-type]
+    data: DataLoader[Any] = DataLoader(pairs(9), batch_size=2)  # type: ignore[arg-type]
     trainer.fit(module, data, ckpt_path=path if resumes else None)
     figures = {key: value.item() for key, value in trainer.callback_metrics.items()}
     return figures, weights_of(module)
@@ -593,7 +596,7 @@ def test_so_it_is_where_no_step_had_a_loss_before() -> None:
             values = module.net[layer](values)
         calls = watch.close()
         if complete:
-            watch.idle_loss(calls).backward()  # type: ignore[no-untyped-call]
+            watch.idle_loss(calls).backward()
         else:
             with pytest.raises(LoopError, match="only a part"):
                 watch.idle_loss(calls)
