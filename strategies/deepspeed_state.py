@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..framework.checkpoint_plan import Shard
-from ..framework.stored import StoredTensor, StoredTensors
+from ..framework.stored import HeldTensor, StoredTensor, StoredTensors
 from ..framework.strategy import Slots, is_stored, parameters_of
 from ..framework.world import World
 from .deepspeed_pieces import FlatGroups, Piece, even_piece, is_split, kept_piece, whole_shape
@@ -170,6 +170,9 @@ def _filled(theirs: Sequence[tuple[Piece, Slots]], flat: Tensor, own: Mapping[st
         for slot, value in slots.items():
             if slot == "step" or value is None:
                 continue
+            if isinstance(value, Tensor) and not whole_shape(piece.parameter):
+                # A parameter without dims has moments without dims, which are kept as numbers are.
+                value = HeldTensor(value)
             if not is_stored(value):
                 filled.setdefault(slot, value)
                 continue

@@ -1,0 +1,165 @@
+"""Canonical state of the DeepSpeed strategies: pieces out and in, from any stage and world size to any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixture import GLOBAL_BATCH, PLACES, loss_of, mixture, optimizer_of, rows_of
+from ranks import run_on_ranks
+from torch import Tensor, nn
+
+from phalanx.framework.checkpoint_plan import Shard
+from phalanx.framework.precision import PRECISIONS
+from phalanx.framework.stored import held
+from phalanx.framework.strategy import parameters_of
+from phalanx.strategies import DeepSpeedStrategy
+
+NVME = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
+
+
+def started(place: dict[str, Any], net: nn.Module, kind: str = "adamw") -> tuple[Any, torch.optim.Optimizer]:
+    """Return a strategy that holds a module, and its optimizer."""
+    strategy = DeepSpeedStrategy(**place)
+    strategy.connect("cpu", 1, PRECISIONS["32-true"])
+    strategy.place(net)
+    (optimizer,) = strategy.setup(net, [optimizer_of(net, kind)], training=True)
+    return strategy, optimizer
+
+
+def updated(strategy: Any, optimizer: Any, net: nn.Module, steps: range) -> list[float]:
+    """Train on this rank's part of global batches; return the mean losses."""
+    step = strategy.route(lambda rows: loss_of(net, rows), True)
+    losses = []
+    for number in steps:
+        part = rows_of(20 * GLOBAL_BATCH)[number * GLOBAL_BATCH : (number + 1) * GLOBAL_BATCH]
+        size = GLOBAL_BATCH // strategy.world.size
+        loss = step(part[strategy.world.rank * size : (strategy.world.rank + 1) * size])
+        strategy.zero_grad(optimizer)
+        strategy.backward(loss)
+        assert strategy.step(optimizer)
+        losses.append(float(strategy.world.all_reduce(loss.detach().clone(), "mean")))
+    return losses
+
+
+def joined(shards: dict[str, Shard], world: Any) -> dict[str, Tensor]:
+    """Put the pieces of all ranks together."""
+    tensors = {}
+    for name, shard in shards.items():
+        whole = torch.full((torch.Size(shard.shape).numel(),), torch.nan, dtype=torch.float64)
+        pieces = world.all_gather_object((shard.tensor.double(), shard.offsets, shard.shape))
+        for tensor, offsets, shape in pieces:
+            if tensor.shape == shape:
+                whole[:] = tensor.reshape(-1)
+            else:
+                whole[offsets[0] : offsets[0] + tensor.numel()] = tensor
+        tensors[name] = whole.view(shard.shape).float()
+    return tensors
+
+
+def taken(place: dict[str, Any], kind: str, path: str) -> None:
+    """Train four steps, and write down the whole state and the losses of four more."""
+    net = mixture()
+    strategy, optimizer = started(place, net, kind)
+    assert list(strategy.optimizer_state(optimizer)) == []
+    assert strategy.shapes(net) == {name: tuple(one.shape) for name, one in mixture().state_dict().items()}
+    updated(strategy, optimizer, net, range(4))
+    names = {id(one): name for name, one in net.named_parameters()}
+    model = joined(strategy.model_state(net), strategy.world)
+    assert model.keys() == net.state_dict().keys()
+    slots: dict[str, dict[str, Any]] = {}
+    for parameter, found in strategy.optimizer_state(optimizer):
+        shards = {slot: value for slot, value in found.items() if isinstance(value, Shard)}
+        others = {slot: value for slot, value in found.items() if not isinstance(value, Shard)}
+        slots[names[id(parameter)]] = {**joined(shards, strategy.world), **others}
+    losses = updated(strategy, optimizer, net, range(4, 8))
+    strategy.restore(net)
+    strategy.teardown()
+    if strategy.world.is_global_zero:
+        torch.save((model, slots, losses), path)
+
+
+def put_back(place: dict[str, Any], kind: str, path: str) -> list[float]:
+    """Put that state into a fresh module and optimizer; return the losses of the same four steps."""
+    model, slots, _ = torch.load(path)
+    net = mixture()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(3.0)
+    strategy, optimizer = started(place, net, kind)
+    for group in optimizer.param_groups:
+        group["lr"] = 5.0
+    names = {id(one): name for name, one in net.named_parameters()}
+    groups = [dict(group) for group in optimizer_of(mixture(), kind).param_groups]
+    state = []
+    for parameter in parameters_of(optimizer):
+        found = slots.get(names[id(parameter)], {})
+        tensors = held({slot: one for slot, one in found.items() if slot != "step"})
+        state.append({**found, **tensors})
+    strategy.load_model_state(net, held(model))
+    strategy.load_optimizer_state(optimizer, state, groups)
+    losses = updated(strategy, optimizer, net, range(4, 8))
+    strategy.restore(net)
+    strategy.teardown()
+    return losses
+
+
+def by_hand_state(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+    net = mixture()
+    optimizer = optimizer_of(net, kind)
+    losses = []
+    for number in range(8):
+        optimizer.zero_grad()
+        loss = loss_of(net, rows_of(20 * GLOBAL_BATCH)[number * GLOBAL_BATCH : (number + 1) * GLOBAL_BATCH])
+        loss.backward()
+        net.never.grad = torch.zeros_like(net.never)  # type: ignore[union-attr, arg-type]
+        optimizer.step()
+        losses.append(loss.item())
+        if number == 3:
+            kept = {name: one.detach().clone() for name, one in net.state_dict().items()}
+            names = {id(one): name for name, one in net.named_parameters()}
+            slots = {
+                names[id(one)]: {slot: value.detach().clone() for slot, value in found.items()}
+                for one, found in optimizer.state.items()
+            }
+    return kept, slots, losses  # type: ignore[return-value]
+
+
+def compare_state(path: Path, kind: str) -> None:
+    model, slots, losses = torch.load(path)
+    expected, moments, all_losses = by_hand_state(kind)
+    torch.testing.assert_close(model, expected, rtol=1e-4, atol=1e-5)
+    assert slots.keys() == moments.keys()  # type: ignore[attr-defined]
+    for name, found in slots.items():
+        wanted = moments[name]  # type: ignore[index]
+        assert found.keys() == wanted.keys()
+        for slot, value in found.items():
+            assert value.shape == wanted[slot].shape
+            assert value.dtype == wanted[slot].dtype
+            torch.testing.assert_close(value, wanted[slot], rtol=1e-3, atol=1e-6)
+    assert losses == pytest.approx(all_losses[4:], rel=1e-5)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "zero3-nvme"])
+def test_state_is_that_of_plain_torch_and_goes_on_anywhere(place: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    given = {**NVME, "nvme_path": str(tmp_path)} if place == "zero3-nvme" else PLACES[place]
+    run_on_ranks(2, taken, given, "adamw", str(path))
+    compare_state(path, "adamw")
+    *_, losses = torch.load(path)
+    for ranks, other in ((2, given), (3, PLACES["zero1"]), (3, PLACES["zero3"]), (2, PLACES["zero2-offload"])):
+        for found in run_on_ranks(ranks, put_back, other, "adamw", str(path)):
+            assert found == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "amsgrad"])
+@pytest.mark.parametrize(("place", "other"), [("zero2", "zero3"), ("zero3", "zero1")])
+def test_state_of_other_optimizers(kind: str, place: str, other: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    run_on_ranks(2, taken, PLACES[place], kind, str(path))
+    compare_state(path, kind)
+    *_, losses = torch.load(path)
+    for found in run_on_ranks(2, put_back, PLACES[other], kind, str(path)):
+        assert found == pytest.approx(losses, rel=1e-6)
