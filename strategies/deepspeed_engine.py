@@ -81,13 +81,23 @@ def _nothing_sent() -> Iterator[None]:
         DeepSpeedEngine._broadcast_model = sends
 
 
+def _second_partition() -> dict[str, Any]:
+    """Return ZeRO++'s group for a second partition inside a node where it exists: DeepSpeed makes it once only."""
+    from deepspeed.utils import groups
+
+    return {"zero_param_parallel_group": groups._get_zero_param_intra_parallel_group()}
+
+
 @contextlib.contextmanager
 def building(world: World, config: dict[str, Any], ops: Iterable[str]) -> Iterator[None]:
     """Split every layer that is built inside over the ranks, from rank 0's weights. Collective."""
     with backend(world, ops):
         from deepspeed import zero
 
-        with growing_buffers(), zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
+        with (
+            growing_buffers(),
+            zero.Init(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition()),
+        ):
             yield
 
 
@@ -95,7 +105,7 @@ def converter(config: dict[str, Any]) -> Any:
     """Return what splits single parameters. Collective, in ``backend``."""
     from deepspeed import zero
 
-    return zero.Init(config_dict_or_path=config, mem_efficient_linear=False)
+    return zero.Init(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition())
 
 
 def stop_engine(engine: Any) -> None:
@@ -120,11 +130,12 @@ def release_globals() -> None:
     linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if linear is not None:
         torch.nn.functional.linear = linear
-    group = groups._WORLD_GROUP
-    if group is not None:
-        groups._WORLD_GROUP = None
-        with contextlib.suppress(ValueError, RuntimeError, AssertionError):
-            torch.distributed.destroy_process_group(group)
+    for name in ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"):
+        group = getattr(groups, name)
+        if group is not None:
+            setattr(groups, name, None)
+            with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+                torch.distributed.destroy_process_group(group)
     debug.debug_clear_module_and_param_names()
     logging.getLogger("DeepSpeed").removeFilter(_NO_HINTS)
     warnings.filters[:] = [one for one in warnings.filters if one[1] != re.compile(_DEPRECATED, re.IGNORECASE)]

@@ -10,6 +10,7 @@ from ..framework.world import library_environment
 from .deepspeed_config import ZeroOptions
 
 _BLOCK = "zero_optimization"
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
 def check_values(options: ZeroOptions, device_type: str) -> None:
@@ -19,7 +20,15 @@ def check_values(options: ZeroOptions, device_type: str) -> None:
         ConfigurationError: naming all of them.
     """
     settings = options.config.get(_BLOCK)
-    wrong = list(_complaints({**settings, "stage": options.stage}, device_type)) if settings else []
+    if not settings:
+        return
+    wrong = list(_complaints({**settings, "stage": options.stage}, device_type))
+    if device_type == "cpu":
+        wrong += [
+            f"{_BLOCK}.{name}: DeepSpeed quantizes on CUDA only; leave it out on a CPU"
+            for name in _QUANTIZED
+            if settings.get(name)
+        ]
     if wrong:
         raise ConfigurationError(f"DeepSpeed does not take these settings. {'; '.join(wrong)}.")
 

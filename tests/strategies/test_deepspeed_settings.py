@@ -1,4 +1,7 @@
-"""``zero3-nvme`` with layers large enough to be kept on a disk, built whole or split as they are built."""
+"""Settings of stage 3 change where weights are, not what is trained: a disk, and ZeRO++'s second partition.
+
+Layers are large enough to be kept on a disk, and built whole or split as they are built.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
 from phalanx.strategies import DeepSpeedStrategy
+from phalanx.strategies.deepspeed_config import ZeroArguments
 
 # Half of the middle layer is 2 MiB; DeepSpeed leaves less than 1 MiB in memory.
 WIDTH, STEPS, BATCH = 1024, 3, 8
@@ -55,14 +59,13 @@ class Wide(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
 
 
-def trained(late: bool, disk: str) -> dict[str, Tensor]:
+def trained(late: bool, arguments: ZeroArguments) -> dict[str, Tensor]:
     """Return the whole weights after a fit on these ranks."""
-    strategy = DeepSpeedStrategy(
-        stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=disk, gather_weights="all"
-    )
+    strategy = DeepSpeedStrategy(stage=3, gather_weights="all", **arguments)
     module = Wide(late)
     loader = DataLoader(TensorDataset(data()), batch_size=BATCH // 2)
-    silent_trainer(strategy=strategy, devices=2, max_epochs=1).fit(module, loader)
+    trainer = silent_trainer(strategy=strategy, devices=2, max_epochs=1)
+    trainer.fit(module, loader)
     return {name: tensor.clone() for name, tensor in module.net.state_dict().items()}
 
 
@@ -76,10 +79,19 @@ def by_hand() -> dict[str, Tensor]:
     return net.state_dict()
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["whole", "split as built"])
-def test_layers_on_a_disk_train_as_in_memory(late: bool, tmp_path: Path) -> None:
+def check(late: bool, arguments: ZeroArguments) -> None:
     expected = by_hand()
-    for weights in run_on_ranks(2, trained, late, str(tmp_path)):
+    for weights in run_on_ranks(2, trained, late, arguments):
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["whole", "split as built"])
+def test_layers_on_a_disk_train_as_in_memory(late: bool, tmp_path: Path) -> None:
+    check(late, {"offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": str(tmp_path)})
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["whole", "split as built"])
+def test_a_second_partition_trains_the_same(late: bool) -> None:
+    check(late, {"config": {"zero_optimization": {"zero_hpz_partition_size": 2}, "comms_logger": {"enabled": True}}})
