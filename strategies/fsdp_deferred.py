@@ -183,6 +183,9 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._attribute(func, args[0])
+        if name in ("set_", "__set__") and len(args) == 2 and self.find(args[0]) is not None and _has_data(args[1]):
+            # The tensor cannot take the other's memory, so it is to get its values.
+            return self._fill(Tensor.copy_, "copy_", args, {})
         if name == "__set__" or name in _HARMLESS:
             return func(*args, **kwargs)
         if name == "clone" and tensors[0].numel() == self.known[tensors[0].untyped_storage()._cdata].base.numel():
@@ -194,9 +197,9 @@ class _Recorder(TorchFunctionMode):
     def _attribute(self, getter: Any, tensor: Tensor) -> Any:
         """Return what an attribute would be if the tensor had data: initialisers ask where it is."""
         recipe = self.find(tensor)
-        if recipe is not None and getter is _IS_META:
+        if recipe is not None and getter == _IS_META:
             return False
-        if recipe is not None and getter is _DEVICE:
+        if recipe is not None and getter == _DEVICE:
             return recipe.device
         return getter(tensor)
 
@@ -256,7 +259,9 @@ class _Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
             result = torch.empty(0, device="meta")
-        made = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
+        # Torch's own named results are no containers to it.
+        leaves = tree_flatten(list(result) if isinstance(result, tuple) else result)[0]
+        made = [each for each in leaves if isinstance(each, Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
         if all(each.untyped_storage()._cdata in known for each in made):
             return result
@@ -266,6 +271,10 @@ class _Recorder(TorchFunctionMode):
     def _real(self, value: Any) -> Any:
         view = self.view(value)
         return value if view is None else view.now()
+
+
+def _has_data(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
 
 
 def _in_place(name: str) -> bool:

@@ -27,6 +27,7 @@ class Origins:
         self.module = module
         self.deferred = deferred
         self.world = world
+        _check_alike(module, world)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         mine = {name for name, given in parameters.items() if given.is_meta and deferred.recipe(given) is None}
         # A module that only rank 0 holds has data there, after a fit under a strategy that splits weights.
@@ -96,6 +97,18 @@ class Origins:
             if not inside and any(f"{prefix}{key}" in self.lacking for key in part._parameters):
                 taken.append(prefix)
                 yield prefix, part
+
+
+def _check_alike(module: nn.Module, world: World) -> None:
+    """Refuse ranks that hold different parameters: they would wait for one another for ever."""
+    own = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
+    for rank, theirs in enumerate(world.all_gather_object(own)):
+        if theirs != own:
+            name = next((a[0] for a, b in zip(own, theirs, strict=False) if a != b), "how many there are")
+            raise ConfigurationError(
+                f"rank {rank} holds other parameters than rank {world.rank} (the first to differ: {name}): build the "
+                "same model on all ranks, with the same layers tied and frozen; module.to('meta') cuts ties."
+            )
 
 
 def _empty(held: nn.Parameter, device: torch.device) -> nn.Parameter:

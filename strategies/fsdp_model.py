@@ -33,7 +33,7 @@ from .fsdp_initial import Origins, allocate_buffers, check_buffers
 from .fsdp_state import box_in, box_of, like, local_of, shard_slots, whole_of_parts
 from .fsdp_tensor import split_layers, tie_again
 from .fsdp_undo import Footprint
-from .fsdp_units import Units, check_parameters, find_units, lone_layers, without_shared
+from .fsdp_units import Units, check_parameters, find_units, without_shared
 
 
 @dataclass
@@ -154,10 +154,8 @@ class ShardedModel:
             source.put(tie_again(source.name, source.owners))
 
     def _shard(self, sources: list[_Source]) -> None:
-        sharding, wanted = self.sharding, self.units
-        if sharding.backward_inside:
-            wanted = [*lone_layers(self.module, wanted), *wanted]
-        units, left, shared = without_shared(self.module, wanted)
+        sharding = self.sharding
+        units, left, shared = without_shared(self.module, self.units)
         self.units = units
         pinned = self.world.device.type == "cuda"
         arguments: dict[str, Any] = {

@@ -74,23 +74,6 @@ def check_parameters(module: nn.Module) -> None:
             )
 
 
-def lone_layers(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Return the outermost submodules outside of units that hold parameters of their own.
-
-    As units of their own they are gathered whenever they run: the root is only once, before the first backward pass.
-    """
-    if any(module is unit for unit in units):
-        return []
-    found: list[nn.Module] = []
-    for child in module.children():
-        own = next(child.parameters(recurse=False), None) is not None
-        if own and _has_forward(child) and not any(child is unit for unit in units):
-            found.append(child)
-        else:
-            found += lone_layers(child, units)
-    return list(dict.fromkeys(found))
-
-
 def without_shared(
     module: nn.Module, units: list[nn.Module]
 ) -> tuple[list[nn.Module], dict[nn.Module, set[nn.Parameter]], list[nn.Parameter]]:

@@ -1,0 +1,282 @@
+"""Runs under ``fsdp`` one after the other, evaluation, Fabric, manual optimization, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import silent_trainer
+from ranks import run_on_ranks
+from small_gpt import (
+    GLOBAL_BATCH,
+    Language,
+    SmallGPT,
+    by_hand,
+    loss_of,
+    optimizer_of,
+    per_update,
+    small_gpt,
+    token_data,
+    token_loader,
+    weights,
+)
+from torch import Tensor, nn
+
+from phalanx import Fabric, TrainModule
+from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.precision import resolve_precision
+from phalanx.strategies import FSDPStrategy, hsdp
+
+
+def two_fits(second: str) -> tuple[list[float], dict[str, Tensor] | None, list[bool]]:
+    module = Language()
+    tied, whole = [], []
+    for strategy in ("fsdp", second):
+        trainer = silent_trainer(strategy=strategy, devices=2, max_steps=3)
+        trainer.fit(module, token_loader(GLOBAL_BATCH // 2), token_loader(4, 12))
+        tied.append(module.gpt.head.weight is module.gpt.embedding.weight)
+        whole.append(all(not parameter.is_meta for parameter in module.parameters()))
+    rank = trainer.fabric.world.rank if second == "single" else torch.distributed.get_rank()
+    return module.losses, weights(module.gpt) if rank == 0 else None, [*tied, *(whole if rank == 0 else [])]
+
+
+@pytest.mark.parametrize("second", ["fsdp", "ddp_find_unused_parameters_true"])
+def test_a_second_fit_goes_on_from_the_weights_of_the_first(second: str) -> None:
+    results = run_on_ranks(2, two_fits, second)
+    losses, expected = two_fits_by_hand()
+    torch.testing.assert_close(per_update([each[0] for each in results], [1], 6), losses, rtol=1e-5, atol=0)
+    assert results[0][1] is not None
+    torch.testing.assert_close(results[0][1], expected, rtol=1e-4, atol=2e-5)
+    assert all(all(right) for _, _, right in results)
+
+
+def two_fits_by_hand() -> tuple[Tensor, dict[str, Tensor]]:
+    x, y = token_data().tensors
+    gpt, losses = small_gpt(), []
+    for _ in range(2):
+        optimizer = optimizer_of(gpt)
+        for step in range(3):
+            position = step * GLOBAL_BATCH
+            loss = loss_of(gpt(x[position:][:GLOBAL_BATCH]), y[position:][:GLOBAL_BATCH])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return torch.tensor(losses), weights(gpt)
+
+
+def evaluated(gather: str) -> tuple[float, list[Tensor], list[str]]:
+    module = Language()
+    strategy = FSDPStrategy(gather_weights=gather)  # type: ignore[arg-type]
+    trainer = silent_trainer(strategy=strategy, devices=2, max_steps=2)
+    trainer.fit(module, token_loader(GLOBAL_BATCH // 2), token_loader(3, 20))
+    (results,) = trainer.validate(module, token_loader(3, 20))
+    predictions = trainer.predict(module, token_loader(4, 8))
+    return (
+        results["val_loss"],
+        [each.clone() for each in predictions or []],
+        [type(p.data).__name__ for p in module.parameters()],
+    )
+
+
+@pytest.mark.parametrize("gather", ["rank_zero", "all", "none"])
+def test_validate_and_predict_after_a_fit(gather: str) -> None:
+    x, y = token_data().tensors
+    gpt = small_gpt()
+    gpt.load_state_dict(by_hand([1], None, 2)[1], strict=False)
+    for loss, predictions, kinds in run_on_ranks(2, evaluated, gather):
+        assert loss == pytest.approx(loss_of(gpt(x[:20]), y[:20]).item(), rel=1e-5)
+        for batch in predictions:
+            assert batch.shape[1:] == (6, 13)
+        assert ("DTensor" in kinds) == (gather == "none")
+
+
+def in_fabric(windows: int, stepped: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Train two models side by side through Fabric, in windows, clipped; the second follows the first."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp", accumulate=windows)
+    gpt, other = small_gpt(), nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1))
+    optimizer = optimizer_of(gpt)
+    x, y = token_data(96).tensors
+    if stepped:
+        loss_of(gpt(x[:12]), y[:12]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model, optimizer = fabric.setup(gpt, optimizer)
+    second, second_optimizer = fabric.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    losses, norms = [], []
+    for step in range(8):
+        mine = slice(step * 12 + fabric.global_rank * 6, step * 12 + fabric.global_rank * 6 + 6)
+        with fabric.accumulate(model):
+            loss = loss_of(model(x[mine]), y[mine])
+            fabric.backward(loss)
+            norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        norms += [] if norm is None else [norm.item()]
+        losses.append(loss.item())
+        fabric.backward(second(x[mine].float()).square().mean(), model=second)
+        second_optimizer.step()
+        second_optimizer.zero_grad()
+    return losses, norms, {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("windows", "stepped"), [(1, True), (2, False)])
+def test_fabric_trains_what_plain_torch_trains(windows: int, stepped: bool) -> None:
+    gpt, (x, y) = small_gpt(), token_data(96).tensors
+    optimizer = optimizer_of(gpt)
+    losses, norms = [], []
+    if stepped:
+        loss_of(gpt(x[:12]), y[:12]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for step in range(8):
+        batch = slice(step * 12, step * 12 + 12)
+        loss = loss_of(gpt(x[batch]), y[batch])
+        (loss / windows).backward()
+        if step % windows == windows - 1:
+            norms.append(nn.utils.clip_grad_norm_(gpt.parameters(), 0.1).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    results = run_on_ranks(2, in_fabric, windows, stepped)
+    torch.testing.assert_close(
+        per_update([each[0] for each in results], [1], 8), torch.tensor(losses), rtol=1e-5, atol=0
+    )
+    for _, own_norms, own in results:
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(own, weights(gpt), rtol=1e-4, atol=2e-5)
+
+
+class Manual(TrainModule):
+    """Two optimizers that take turns, with two updates in a step, and a parameter that belongs to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            self.maker = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+            self.judge = nn.Linear(6, 1)
+            self.offset = nn.Parameter(torch.zeros(6))
+        self.losses: list[float] = []
+
+    def losses_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.maker(x) + self.offset
+        return (self.judge(made.detach()) - self.judge(x)).mean() + self.judge.weight.square().sum(), made
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        x = batch[0].float()
+        judged, made = self.losses_of(x)
+        first.zero_grad()
+        self.manual_backward(judged)
+        first.step()
+        loss = (self.judge(self.maker(x) + self.offset) + made.square().mean()).mean()
+        second.zero_grad()
+        self.manual_backward(loss)
+        second.step()
+        self.losses += [judged.item(), loss.item()]
+
+    def configure_optimizers(self) -> Any:
+        makers = [*self.maker.parameters(), self.offset]
+        return torch.optim.Adam(self.judge.parameters(), lr=0.01), torch.optim.SGD(makers, lr=0.01)
+
+
+def manually(strategy: Any, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    module = Manual()
+    silent_trainer(strategy=strategy, devices=ranks, max_steps=10).fit(module, token_loader(GLOBAL_BATCH // ranks))
+    return module.losses, weights(module)
+
+
+def test_manual_optimization_with_several_optimizers() -> None:
+    losses, expected = manually("single", 1)
+    for own_losses, own in (results := run_on_ranks(2, manually, FSDPStrategy(gather_weights="all"), 2)):
+        assert len(own_losses) == len(losses)
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.tensor([each[0] for each in results]).mean(0), torch.tensor(losses), rtol=1e-4, atol=1e-6
+    )
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"units": "Block"}, "units='Block'"),
+        ({"units": 0}, "units=0"),
+        ({"units": True}, "units=True"),
+        ({"units": (nn.Linear, 3)}, "a tuple of classes"),
+        ({"units": int}, "a class of modules"),
+        ({"replicas": 0}, "replicas=0"),
+        ({"replicas": "nodes"}, "replicas='nodes'"),
+        ({"tensor_parallel": 1.5}, "tensor_parallel=1.5"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
+        ({"cpu_offload": "yes"}, "cpu_offload='yes'"),
+        ({"activation_checkpointing": 1}, "activation_checkpointing=1"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16'"),
+        ({"gather_weights": "rank_0"}, "Did you mean 'rank_zero'"),
+    ],
+)
+def test_bad_arguments_are_refused_when_they_are_given(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        FSDPStrategy(**arguments)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "nodes", "words"),
+    [
+        (FSDPStrategy(replicas=2), 3, 1, "2 replicas do not divide"),
+        (FSDPStrategy(tensor_parallel=2), 3, 1, "tensor_parallel=2"),
+        (FSDPStrategy(tensor_parallel=2, replicas=2), 6, 1, "3 groups of tensor_parallel=2"),
+        (hsdp(), 3, 1, "strategy='hsdp' with 3 ranks"),
+    ],
+)
+def test_ranks_that_do_not_divide_are_refused_before_any_process(
+    strategy: FSDPStrategy, world: int, nodes: int, words: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        strategy.check(world, "cpu", nodes, resolve_precision(None))
+    assert words in str(caught.value)
+
+
+def test_hsdp_replicates_over_nodes() -> None:
+    for world, nodes in ((1, 1), (2, 1), (4, 1), (6, 3), (8, 2)):
+        hsdp().check(world, "cpu", nodes, resolve_precision(None))
+    assert hsdp().name == "hsdp"
+
+
+def refused(arguments: dict[str, Any], module: nn.Module) -> tuple[str, bool]:
+    strategy = FSDPStrategy(**arguments)
+    strategy.connect("cpu", 1, resolve_precision(None))
+    with pytest.raises(ConfigurationError) as caught:
+        strategy.setup(module, [], training=True)
+    return str(caught.value), all(type(each.data) is Tensor and not each.is_meta for each in module.parameters())
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "words"),
+    [
+        ({"units": nn.Conv2d}, SmallGPT(1), "matches no submodule of SmallGPT"),
+        ({"activation_checkpointing": nn.Conv2d}, SmallGPT(1), "no such submodule"),
+        ({"activation_checkpointing": True}, nn.Linear(2, 2), "every unit"),
+        ({}, Scalar(), "temperature is a parameter without dims"),
+        ({}, nn.Sequential(nn.LazyLinear(3)), "lazy layer"),
+    ],
+)
+def test_what_does_not_fit_the_module_is_refused_and_leaves_it_alone(
+    arguments: dict[str, Any], module: nn.Module, words: str
+) -> None:
+    for message, untouched in run_on_ranks(2, refused, arguments, module):
+        assert words in message
+        assert untouched or isinstance(module, nn.Sequential)
