@@ -269,6 +269,7 @@ def test_a_precision_that_the_engine_lacks_is_refused(precision: str, device: st
         ({"overlap_comm": "perhaps"}, "overlap_comm='perhaps'"),
         ({"zenflow": {"topk": 1}}, "zero_optimization.zenflow.topk: not known"),
         ({"stage": 3, "zero_quantized_weights": True}, "leave it out on a CPU"),
+        ({"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {"device": "cpu"}}, "ZenFlow fails on a CPU"),
         ({"reduce_bucket_size": "big", "allgather_bucket_size": -1}, "allgather_bucket_size=-1"),
     ],
 )
