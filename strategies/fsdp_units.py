@@ -69,8 +69,8 @@ def check_parameters(module: nn.Module) -> None:
             )
         if parameter.dim() == 0:
             raise ConfigurationError(
-                f"{name} is a parameter without dims, which cannot be split over ranks: give it one dim of one element, "
-                "torch.zeros(1) in place of torch.tensor(0.0)."
+                f"{name} is a parameter without dims, which cannot be split over ranks: give it one dim, with one "
+                "element, torch.zeros(1) in place of torch.tensor(0.0)."
             )
 
 

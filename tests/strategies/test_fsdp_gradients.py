@@ -1,0 +1,251 @@
+"""Gradients under ``fsdp``: norms, windows, what is shared, frozen, unused or narrow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from sharded_state import connected
+from small_gpt import SmallGPT, loss_of, optimizer_of, small_gpt, token_data
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from phalanx.framework.strategy import parameters_of
+from phalanx.strategies import FSDPStrategy
+
+NORMS = [2.0, 1.0, 3.0, 0.0, math.inf, -math.inf, 0.5]
+
+
+def passed(strategy: FSDPStrategy, module: nn.Module, sync: bool = True, first: int = 0) -> float:
+    """Run a forward and a backward pass on this rank's part of a batch; return the loss."""
+    x, y = token_data(24).tensors
+    rank, size = strategy.world.rank, strategy.world.size
+    mine = slice(first + rank * 12 // size, first + (rank + 1) * 12 // size)
+    strategy.sync_gradients(sync)
+    loss: Tensor = strategy.route(lambda: loss_of(module(x[mine]), y[mine]), training=True)()
+    strategy.backward(loss)
+    return loss.item()
+
+
+def ready(gpt: nn.Module, precision: str = "32-true", **arguments: Any) -> tuple[FSDPStrategy, torch.optim.Optimizer]:
+    optimizer = optimizer_of(gpt)
+    strategy = connected(FSDPStrategy(**arguments), precision)
+    strategy.setup(gpt, [optimizer], training=True)
+    return strategy, optimizer
+
+
+def plain_gradients(windows: int = 1) -> SmallGPT:
+    gpt, (x, y) = small_gpt(), token_data(24).tensors
+    for window in range(windows):
+        part = slice(window * 12, window * 12 + 12)
+        loss_of(gpt(x[part]), y[part]).backward()
+    return gpt
+
+
+def norms(arguments: dict[str, Any]) -> tuple[list[Tensor], Tensor, dict[str, Tensor | None]]:
+    gpt = small_gpt()
+    strategy, optimizer = ready(gpt, **arguments)
+    passed(strategy, gpt)
+    parameters = parameters_of(optimizer)
+    found = [strategy.gradient_norm(parameters, each) for each in NORMS]
+    strategy.clip_by_norm(parameters, 0.05, found[0])
+    clipped = strategy.gradient_norm(parameters)
+    strategy.scale_gradients(parameters, 20.0)
+    return found, clipped, {name: strategy.full_gradient(each) for name, each in gpt.named_parameters()}
+
+
+@pytest.mark.parametrize(("ranks", "arguments"), [(1, {}), (2, {}), (3, {}), (2, {"replicas": 2})])
+def test_norms_and_clipping_are_those_of_the_whole_gradient(ranks: int, arguments: dict[str, Any]) -> None:
+    gpt = plain_gradients()
+    gradients = [each.grad for each in gpt.parameters() if each.grad is not None]
+    expected = [nn.utils.get_total_norm(gradients, each) for each in NORMS]
+    nn.utils.clip_grad_norm_(gpt.parameters(), 0.05)
+    for found, clipped, whole in run_on_ranks(ranks, norms, arguments):
+        for own, each, kind in zip(found, expected, NORMS, strict=True):
+            assert own.shape == ()
+            assert own.dtype == torch.float32
+            # Its least element and its zeros are known to rounding only.
+            if kind not in (0.0, -math.inf):
+                torch.testing.assert_close(own, each, rtol=1e-5, atol=0)
+        assert clipped.item() == pytest.approx(0.05, rel=1e-4)
+        for name, parameter in gpt.named_parameters():
+            assert (whole[name] is None) == (parameter.grad is None), name
+            if parameter.grad is not None:
+                torch.testing.assert_close(whole[name], parameter.grad * 20.0, rtol=1e-4, atol=1e-6)
+
+
+def windowed() -> tuple[list[int], dict[str, Tensor | None], float]:
+    """Count reductions in each micro-batch of a window; abandon a window; forget a pass without backward."""
+    gpt = small_gpt()
+    strategy, optimizer = ready(gpt)
+    # A window that never ends.
+    passed(strategy, gpt, sync=False)
+    strategy.zero_grad(optimizer)
+    counts = []
+    for window, sync in ((0, False), (1, True)):
+        with CommDebugMode() as communication:
+            passed(strategy, gpt, sync, first=12 * window)
+        names = {str(name): count for name, count in communication.get_comm_counts().items()}
+        counts.append(sum(count for name, count in names.items() if "reduce" in name))
+    gradients = {name: strategy.full_gradient(each) for name, each in gpt.named_parameters()}
+    x, y = token_data(24).tensors
+    forward = strategy.route(lambda: loss_of(gpt(x[:12]), y[:12]), training=True)
+    forward()
+    strategy.step(optimizer)
+    return counts, gradients, forward().item()
+
+
+def test_a_window_is_reduced_once_and_an_abandoned_one_never() -> None:
+    gpt, (x, y) = plain_gradients(windows=2), token_data(24).tensors
+    results = run_on_ranks(2, windowed)
+    for counts, gradients, _ in results:
+        assert counts == [0, 4]
+        for name, parameter in gpt.named_parameters():
+            assert (gradients[name] is None) == (parameter.grad is None)
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    optimizer_of(gpt).step()
+    expected = loss_of(gpt(x[:12]), y[:12]).item()
+    assert all(after == pytest.approx(expected, rel=1e-5) for _, _, after in results)
+
+
+# ---- parameters of several units -----------------------------------------------------------------------------------
+
+
+class Sharing(nn.Module):
+    """Blocks that share a weight, and a layer, that nothing outside of them holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.embedding = nn.Embedding(13, 8)
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)])
+            common = nn.Linear(8, 8)
+            for block in self.blocks:
+                block.append(common)
+                block[1].weight = self.blocks[0][1].weight
+            self.head = nn.Linear(8, 13)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        output: Tensor = self.head(x)
+        return output
+
+
+def shared(arguments: dict[str, Any]) -> tuple[list[float], int]:
+    module = Sharing()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    strategy = connected(FSDPStrategy(**arguments))
+    strategy.setup(module, [optimizer], training=True)
+    losses = []
+    for _ in range(4):
+        strategy.zero_grad(optimizer)
+        losses.append(passed(strategy, module))
+        strategy.step(optimizer)
+    return losses, len(
+        {id(block[1].weight) for block in module.blocks} | {id(block[2].weight) for block in module.blocks}
+    )
+
+
+@pytest.mark.parametrize("arguments", [{}, {"units": nn.Linear}, {"reshard_after_forward": False}])
+def test_what_several_units_share_is_one_parameter(arguments: dict[str, Any]) -> None:
+    module, (x, y) = Sharing(), token_data(24).tensors
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(module(x[:12]), y[:12])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    results = run_on_ranks(2, shared, arguments)
+    assert [(a + b) / 2 for a, b in zip(results[0][0], results[1][0], strict=True)] == pytest.approx(losses, rel=1e-5)
+    assert all(distinct == 2 for _, distinct in results)
+
+
+# ---- frozen and narrow -----------------------------------------------------------------------------------------------
+
+
+def thawed() -> list[float]:
+    """Train with a whole unit frozen, then thaw it, as a callback may between epochs."""
+    gpt = small_gpt()
+    gpt.blocks[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.02)
+    strategy = connected(FSDPStrategy())
+    strategy.setup(gpt, [optimizer], training=True)
+    losses = []
+    for step in range(6):
+        if step == 3:
+            gpt.blocks[1].requires_grad_(True)
+            assert not strategy.refresh(gpt)
+        strategy.zero_grad(optimizer)
+        losses.append(passed(strategy, gpt))
+        strategy.step(optimizer)
+    return losses
+
+
+def test_a_unit_can_be_thawed_between_epochs() -> None:
+    gpt, (x, y) = small_gpt(), token_data(24).tensors
+    gpt.blocks[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.02)
+    losses = []
+    for step in range(6):
+        if step == 3:
+            gpt.blocks[1].requires_grad_(True)
+        optimizer.zero_grad()
+        loss = loss_of(gpt(x[:12]), y[:12])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    results = run_on_ranks(2, thawed)
+    assert [(a + b) / 2 for a, b in zip(*results, strict=True)] == pytest.approx(losses, rel=1e-5)
+
+
+def narrow(windows: int) -> tuple[list[float], set[torch.dtype], set[torch.dtype]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    strategy = connected(FSDPStrategy(units=nn.Linear), "bf16-mixed")
+    strategy.setup(module, [optimizer], training=True)
+    x = torch.linspace(-1, 1, 6 * 16).view(16, 1, 6)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
+
+    losses = []
+    for _ in range(5):
+        strategy.zero_grad(optimizer)
+        for window in range(windows):
+            strategy.sync_gradients(window == windows - 1)
+            value = strategy.route(loss, training=True)()
+            strategy.backward(value / windows)
+        strategy.step(optimizer)
+        losses.append(value.item())
+    gradients = {each.grad.dtype for each in module.parameters() if each.grad is not None}
+    return losses, {each.dtype for each in module.parameters()}, gradients
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_bf16_mixed_keeps_weights_and_reduces_in_fp32(windows: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    x = torch.linspace(-1, 1, 6 * 16).view(16, 1, 6)
+    losses = []
+    for _ in range(5):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for own, dtypes, gradients in run_on_ranks(2, narrow, windows):
+        assert own == pytest.approx(losses, rel=2e-2)
+        assert dtypes == gradients == {torch.float32}
