@@ -44,7 +44,8 @@ class Fabric(CheckpointVerbs):
 
     Args:
         accelerator: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        strategy: a name such as ``"ddp"``, or a configured object.
+        strategy: a name such as ``"ddp"``, or a configured object; ``"auto"`` is ``single`` for one rank, ``ddp`` for
+            more, as no module is known yet that could be too large for them.
         devices: ranks on each node.
         num_nodes: how many nodes.
         precision: such as ``"bf16-mixed"``.

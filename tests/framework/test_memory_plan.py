@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import DataModule, TrainModule
-from phalanx.framework import planning
+from phalanx.framework import memory_there, planning
 from phalanx.framework.errors import ConfigurationError
 from phalanx.framework.memory_formulas import LAYOUTS, ModelSize, Ranks, footprint
 from phalanx.framework.memory_measure import Activations, optimizer_state, run_on_shapes, shapes_alone, size_of
@@ -209,6 +209,7 @@ def test_activations_on_shapes_alone_are_the_same() -> None:
         assert on_shapes.casts == real.casts
         # Kernels differ in the dtype in which batch statistics are kept.
         assert on_shapes.kept == pytest.approx(real.kept, rel=0 if precision == "32-true" else 0.1)
+    assert real is not None
     # Those of biases and norms are kept or not, as kernels go.
     assert real.casts == pytest.approx(2 * (10 * 16 + 3 * 16 * 16), rel=0.1)
 
@@ -247,7 +248,7 @@ def test_layers_of_configure_model_and_data_of_a_datamodule_count() -> None:
             del self.net
 
         def configure_model(self) -> None:
-            self.net = nn.Linear(6, 1)
+            self.net = nn.Sequential(nn.Linear(6, 1))
 
     class Numbers(DataModule):
         def setup(self, stage: str) -> None:
@@ -397,15 +398,16 @@ def test_auto_looks_at_nothing_where_all_fits_easily(
 def fit_in(strategy: str, memories: list[int]) -> tuple[str, str, Tensor]:
     """Fit on this rank, which has so much memory; return the strategy, what was said, and the weights."""
     said: list[str] = []
-    trainer = silent_trainer(strategy=strategy, devices=2, max_steps=3)
+    patched: Any = planning
+    trainer: Any = silent_trainer(strategy=strategy, devices=2, max_steps=3)
     rank = trainer.global_rank
-    there, planning.memory_there = planning.memory_there, lambda *_: Memory(memories[rank], memories[rank])
-    trainer.note = said.append  # type: ignore[method-assign]
+    patched.memory_there = lambda *_: Memory(memories[rank], memories[rank])
+    trainer.note = said.append
     try:
         module = Regressor()
         trainer.fit(module, loader(batch_size=2))
     finally:
-        planning.memory_there = there
+        patched.memory_there = memory_there.memory_there
     whole = module.net[0].weight.is_meta
     return trainer.strategy.name, "\n".join(said), torch.empty(0) if whole else weights_of(module)
 
@@ -424,7 +426,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
 from models import Regressor, loader, silent_trainer
-from phalanx.framework import planning
+from phalanx.framework import memory_there, planning
 from phalanx.framework.memory_there import Memory
 planning.memory_there = lambda *_: Memory(2500, 2500)
 for _ in range(2):
@@ -438,3 +440,27 @@ def test_ranks_that_run_the_script_again_decide_together() -> None:
     done = run_script(SCRIPT.format(tests=str(Path(__file__).parent.parent)))
     assert sorted(re.findall("RANK . [a-z]+", done.stdout)) == ["RANK 0 fsdp"] * 2 + ["RANK 1 fsdp"] * 2, done.stdout
     assert done.stdout.count("Memory for each") == 2
+
+
+# ---- the page on it -----------------------------------------------------------------------------------------------
+
+PAGE = Path(planning.__file__).parent.parent / "docs" / "choosing-a-strategy.md"
+
+
+def documented(precision: str) -> dict[str, list[str]]:
+    """Return the cells of the table for a precision, by the name of the strategy."""
+    table = PAGE.read_text().partition(f"In `{precision}`:")[2].partition("\n\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_the_documented_bytes_for_each_parameter_are_those_of_the_formulas(precision: str, ranks: int) -> None:
+    tables = documented(precision)
+    assert set(tables) == set(LAYOUTS)
+    for name, cells in tables.items():
+        world = Ranks(1 if name == "single" else ranks)
+        needs = footprint(LAYOUTS[name], ModelSize(64_000), world, PRECISIONS[precision])
+        told = [eval(cell or "0", {"W": ranks}) for cell in cells]
+        assert [round(64_000 * each) for each in told] == [needs.device.held, needs.host.held, needs.disk.held], name
