@@ -18,9 +18,10 @@ import pytest
 
 from phalanx.framework import world
 from phalanx.framework.errors import ConfigurationError, UnknownNameError
-from phalanx.strategies import deepspeed_ops, deepspeed_toolchain
+from phalanx.strategies import deepspeed_build, deepspeed_toolchain
+from phalanx.strategies.deepspeed_build import ensure_ops, missing_ops, op_folder
 from phalanx.strategies.deepspeed_config import resolve_options
-from phalanx.strategies.deepspeed_ops import ensure_ops, missing_ops, needed_ops, op_folder
+from phalanx.strategies.deepspeed_ops import needed_ops
 from phalanx.strategies.deepspeed_toolchain import check_toolchain, missing_tools, require_deepspeed
 
 BUILDS = "import pathlib; open('builds', 'a').write('x'); pathlib.Path('cpu_adam.so').write_text('')"
@@ -45,7 +46,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> PlantBuild:
     """Return a function that has a short program stand in for the builds of DeepSpeed."""
 
     def put(program: str) -> None:
-        monkeypatch.setattr(deepspeed_ops, "build_program", lambda name: program)
+        monkeypatch.setattr(deepspeed_build, "build_program", lambda name: program)
 
     return put
 
@@ -139,9 +140,9 @@ def test_a_build_that_takes_too_long_is_stopped_with_all_it_started(folder: Path
 
 def test_a_builder_ends_with_whoever_waits_for_it(folder: Path) -> None:
     program = f"""
-from phalanx.strategies import deepspeed_ops
-deepspeed_ops.build_program = lambda name: {STARTS_ANOTHER!r}
-deepspeed_ops.ensure_ops(["cpu_adam"], print)
+from phalanx.strategies import deepspeed_build
+deepspeed_build.build_program = lambda name: {STARTS_ANOTHER!r}
+deepspeed_build.ensure_ops(["cpu_adam"], print)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as waiting:
         deadline = time.monotonic() + 60

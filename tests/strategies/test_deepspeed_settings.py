@@ -61,7 +61,8 @@ class Wide(TrainModule):
 
 def trained(late: bool, arguments: ZeroArguments) -> dict[str, Tensor]:
     """Return the whole weights after a fit on these ranks."""
-    strategy = DeepSpeedStrategy(stage=3, gather_weights="all", **arguments)
+    given: ZeroArguments = {"stage": 3, "gather_weights": "all", **arguments}
+    strategy = DeepSpeedStrategy(**given)
     module = Wide(late)
     loader = DataLoader(TensorDataset(data()), batch_size=BATCH // 2)
     trainer = silent_trainer(strategy=strategy, devices=2, max_epochs=1)
