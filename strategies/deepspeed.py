@@ -137,7 +137,8 @@ class DeepSpeedStrategy(Strategy):
             return nullcontext()
         # What is built keeps fp32 until setup has taken its exact values; files on a disk cannot change their dtype.
         exact = None if self.options.offload_parameters == "nvme" else PRECISIONS["32-true"]
-        return building(self.world, self._config(0, 0, exact or self.precision), self._ops)
+        config = self._config(0, 0, exact or self.precision)
+        return building(self.world, config, self._ops, self.precision.storage)
 
     def place(self, module: nn.Module) -> None:
         """Put a module on its device; stage 3 takes its parameters from where they are, one by one."""
@@ -189,7 +190,7 @@ class DeepSpeedStrategy(Strategy):
         low = self._low if training else None
         config = self._sized(module, training)
         with backend(self.world, self._ops):
-            exact = split(module, converter(config), self.world, low)
+            exact = split(module, converter(self.world, config), self.world, low)
         self._hold(module, optimizers if training else [], exact, config)
 
     def _hold(

@@ -89,23 +89,41 @@ def _second_partition() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def building(world: World, config: dict[str, Any], ops: Iterable[str]) -> Iterator[None]:
+def building(world: World, config: dict[str, Any], ops: Iterable[str], storage: torch.dtype) -> Iterator[None]:
     """Split every layer that is built inside over the ranks, from rank 0's weights. Collective."""
-    with backend(world, ops):
-        from deepspeed import zero
-
-        with (
-            growing_buffers(),
-            zero.Init(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition()),
-        ):
-            yield
+    with backend(world, ops), growing_buffers(), converter(world, config) as made:
+        yield
+    for parameter in made:
+        show_shape(parameter, storage)
 
 
-def converter(config: dict[str, Any]) -> Any:
-    """Return what splits single parameters. Collective, in ``backend``."""
+def show_shape(parameter: Any, storage: torch.dtype) -> None:
+    """Give a split parameter its shape, without memory: what picks parameters for an optimizer asks for their dims."""
+    dtype = storage if parameter.is_floating_point() else parameter.dtype
+    parameter.data = torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.ds_shape)
+
+
+def converter(world: World, config: dict[str, Any]) -> Any:
+    """Return what splits single parameters from rank 0's, and every layer that is built inside it as a context.
+
+    Collective, in ``backend``.
+    """
     from deepspeed import zero
 
-    return zero.Init(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition())
+    class Converter(zero.Init):  # type: ignore[misc]
+        def __enter__(self) -> list[Any]:
+            super().__enter__()
+            self.made: list[Any] = []
+            return self.made
+
+        def _zero_init_param(self, parameter: Any) -> None:
+            # DeepSpeed's own sends bytes, which a parameter without dims does not have.
+            world.broadcast(parameter.data)
+            self._convert_to_deepspeed_param(parameter)
+            parameter.partition()
+            self.made.append(parameter)
+
+    return Converter(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition())
 
 
 def stop_engine(engine: Any) -> None:
@@ -138,4 +156,5 @@ def release_globals() -> None:
                 torch.distributed.destroy_process_group(group)
     debug.debug_clear_module_and_param_names()
     logging.getLogger("DeepSpeed").removeFilter(_NO_HINTS)
-    warnings.filters[:] = [one for one in warnings.filters if one[1] != re.compile(_DEPRECATED, re.IGNORECASE)]
+    filters: Any = warnings.filters
+    filters[:] = [one for one in filters if one[1] != re.compile(_DEPRECATED, re.IGNORECASE)]

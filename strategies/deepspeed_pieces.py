@@ -54,7 +54,7 @@ class FlatGroups:
 
     def __init__(self, engine: Any, world: World) -> None:
         self.zero = engine.optimizer
-        self.inner = getattr(self.zero, "optimizer", None)
+        self.inner: Any = getattr(self.zero, "optimizer", None)
         self.world = world
         self.stage3 = hasattr(self.zero, "fp16_partitioned_groups_flat")
         self.groups: list[list[Piece]] = []

@@ -120,9 +120,9 @@ def rebind(module: nn.Module, optimizers: Sequence[Optimizer], new: Mapping[int,
 
 
 def fill_missing(module: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
-    """Make room for parameters without data, of which rank 0 has some."""
+    """Give parameters without data, of which rank 0 has some, what can be filled one by one: it takes no memory."""
     empty = {
-        id(one): torch.empty(one.shape, dtype=one.dtype, device=world.device)
+        id(one): torch.empty((), dtype=one.dtype, device=world.device).expand(one.shape)
         for one in module.parameters()
         if one.is_meta
     }
@@ -154,7 +154,8 @@ def split(module: nn.Module, converter: Any, world: World, dtype: torch.dtype | 
                 piece, _ = kept_piece(part, world)
                 exact[id(parameter)] = piece.float().clone()
                 part.ds_tensor.data = part.ds_tensor.data.to(dtype)
-                part.data = part.data.to(dtype)
+            # Until here it may have shown its shape.
+            part.data = part.ds_tensor.new_empty(0)
             continue
         whole = world.broadcast(parameter.data.to(world.device).contiguous())
         if dtype is not None and whole.is_floating_point() and whole.dtype != dtype:

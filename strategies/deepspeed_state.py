@@ -177,12 +177,9 @@ def _filled(theirs: Sequence[tuple[Piece, Slots]], flat: Tensor, own: Mapping[st
                 filled.setdefault(slot, value)
                 continue
             if slot not in filled:
-                kept = own.get(slot)
-                filled[slot] = kept.zero_() if _alike(kept, flat) else torch.zeros_like(flat)
+                kept: Any = own.get(slot)
+                reused = isinstance(kept, Tensor) and kept.numel() == flat.numel()
+                filled[slot] = kept.zero_() if reused else torch.zeros_like(flat)
             if piece.length:
                 filled[slot].narrow(0, piece.offset, piece.length).copy_(value.read_flat(piece.start, piece.length))
     return filled
-
-
-def _alike(kept: Any, flat: Tensor) -> bool:
-    return isinstance(kept, Tensor) and kept.numel() == flat.numel()

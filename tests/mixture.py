@@ -37,12 +37,12 @@ class Mixture(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return logits [batch, length, 11] of tokens [batch, length]; a first token of 0 uses all parameters."""
-        x = self.embed(rows) + self.shift
+        x = self.embed(rows)
         x = x + self.frozen(self.norm(x)) * self.scale
         x = x + self.narrow(torch.tanh(self.widen(x)))
         if int(rows[0, 0]) == 0:
             x = x + self.sometimes(x)
-        logits: Tensor = self.head(x)
+        logits: Tensor = self.head(x + self.shift)
         return logits
 
 

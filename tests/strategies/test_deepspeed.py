@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -373,3 +375,133 @@ def refused(kind: str) -> str:
 def test_refusals(kind: str, says: str) -> None:
     for message in run_on_ranks(2, refused, kind):
         assert says in message
+
+
+# ---- precision, and modules that come in other ways --------------------------------------------------------------
+
+
+class Still(Module):
+    """Trains with a learning rate of 0."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizer_of(self.net)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        return optimizer
+
+
+def unchanged(place: dict[str, Any], precision: str) -> list[str]:
+    module, initial = Still(), whole(mixture())
+    trainer = silent_trainer(strategy=DeepSpeedStrategy(**place), devices=2, precision=precision, max_steps=2)
+    computed: list[torch.dtype] = []
+    module.net.widen.register_forward_hook(lambda part, *_: computed.append(part.weight.dtype))
+    trainer.fit(module, loader_of(2))
+    assert set(computed) == {torch.bfloat16 if precision == "bf16-mixed" else torch.float32}
+    if module.net.never.is_meta:
+        return []
+    found = whole(module.net)
+    return [name for name in initial if not torch.equal(found[name], initial[name])]
+
+
+@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])
+def test_bf16_loses_nothing_of_the_weights(place: str) -> None:
+    for different in run_on_ranks(2, unchanged, PLACES[place], "bf16-mixed"):
+        assert different == []
+
+
+class Built(Module):
+    """Builds its network where the strategy has it built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def configure_model(self) -> None:
+        if not self.made:
+            torch.manual_seed(11 + self.global_rank)
+            self.net = Mixture()
+            self.made += 1
+
+
+def built_inside(place: dict[str, Any], precision: str) -> Any:
+    module = Built()
+    trainer_of(2, DeepSpeedStrategy(**place), precision=precision, max_steps=4).fit(module, loader_of(2))
+    return module.losses, None if module.net.never.is_meta else whole(module.net)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("place", ["zero2", "zero3", "zero3-offload"])
+def test_a_model_is_built_from_rank_zero_weights_where_it_is_split(place: str, precision: str) -> None:
+    results = run_on_ranks(2, built_inside, PLACES[place], precision)
+    torch.manual_seed(11)
+    net = Mixture()
+    net.frozen.requires_grad_(False)
+    losses, _ = by_hand(net, rows_of(20 * GLOBAL_BATCH), steps=4)
+    found = torch.tensor([result[0] for result in results], dtype=torch.float64).mean(0)
+    means = [part.mean().item() for part in found.split(list(WINDOWS))]
+    exact = precision == "32-true"
+    assert means == pytest.approx(losses, rel=1e-5 if exact else 3e-2)
+    if exact:
+        torch.testing.assert_close(results[0][1], whole(net), rtol=1e-4, atol=1e-5)
+
+
+class Jumping(Module):
+    """Has a loss that is not finite in one of its updates."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 2 and self.global_rank == 1 else loss
+
+
+def skips(place: dict[str, Any]) -> tuple[int, Any]:
+    module = Jumping()
+    trainer = trainer_of(2, DeepSpeedStrategy(**place), nonfinite="skip", max_epochs=1, max_steps=-1,
+                         accumulate_grad_batches=1)  # fmt: skip
+    trainer.fit(module, loader_of(2, count=4 * GLOBAL_BATCH))
+    return trainer.global_step, None if module.net.never.is_meta else whole(module.net)
+
+
+@pytest.mark.parametrize("place", ["zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])
+def test_an_update_that_is_not_finite_is_left_out(place: str) -> None:
+    rows = rows_of(20 * GLOBAL_BATCH)
+    net = mixture()
+    by_hand(net, torch.cat([rows[: 2 * GLOBAL_BATCH], rows[3 * GLOBAL_BATCH :]]), windows=(1,), steps=3)
+    results = run_on_ranks(2, skips, PLACES[place])
+    assert [steps for steps, _ in results] == [3, 3]
+    torch.testing.assert_close(results[0][1], whole(net), rtol=1e-4, atol=1e-5)
+
+
+def reductions(place: dict[str, Any], window: int) -> int:
+    """Return how many reductions one update takes."""
+    strategy = DeepSpeedStrategy(**place)
+    counted: list[str] = []
+
+    class Counting(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == window:
+                counted.append("begin")
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 * window - 1:
+                counted.append("end")
+
+    names = ("all_reduce", "reduce_scatter_tensor", "reduce", "all_reduce_coalesced", "reduce_scatter_single")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            real = getattr(torch.distributed, name, None)
+            if real is not None:
+
+                def count(*args: Any, _real: Any = real, _name: str = name, **kwargs: Any) -> Any:
+                    counted.append(_name)
+                    return _real(*args, **kwargs)
+
+                stack.enter_context(mock.patch.object(torch.distributed, name, count))
+        trainer_of(2, strategy, accumulate_grad_batches=window, max_steps=2).fit(Counting(), loader_of(2))
+    return counted.index("end") - counted.index("begin") - 1
+
+
+def test_stage_1_reduces_once_a_window() -> None:
+    ones = run_on_ranks(2, reductions, PLACES["zero1"], 1)
+    fours = run_on_ranks(2, reductions, PLACES["zero1"], 4)
+    assert ones == fours
+    assert ones[0] > 0
