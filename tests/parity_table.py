@@ -138,14 +138,18 @@ def deviation(cell: Cell) -> float:
 
 
 def table(deviations: dict[Cell, float]) -> str:
-    """Return the deviations as a Markdown table: a row for each strategy."""
-    kinds = list(dict.fromkeys((cell.precision, cell.windows, cell.clips) for cell in deviations))
-    heads = [f"{precision}, {windows}{', clip' if clips else ''}" for precision, windows, clips in kinds]
-    lines = ["| strategy | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    for strategy in dict.fromkeys(cell.strategy for cell in deviations):
-        cells = [deviations[Cell(strategy, *kind)] for kind in kinds]
-        lines.append(f"| `{strategy}` | " + " | ".join(f"{value:.0e}" for value in cells) + " |")
-    return "\n".join(lines)
+    """Return the deviations as Markdown tables, one for each precision, with a row for each strategy."""
+    parts = []
+    for precision in dict.fromkeys(cell.precision for cell in deviations):
+        cells = {cell: value for cell, value in deviations.items() if cell.precision == precision}
+        kinds = list(dict.fromkeys((cell.windows, cell.clips) for cell in cells))
+        heads = [f"windows {windows}{', clipping' if clips else ''}" for windows, clips in kinds]
+        lines = [f"| `{precision}` | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        for strategy in dict.fromkeys(cell.strategy for cell in cells):
+            values = [cells[Cell(strategy, precision, *kind)] for kind in kinds]
+            lines.append(f"| `{strategy}` | " + " | ".join(f"{value:.0e}" for value in values) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def main() -> int:
