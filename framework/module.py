@@ -291,11 +291,21 @@ class TrainModule(HyperparametersMixin, nn.Module):
                     if id(parameter) not in mine and parameter not in kept:
                         kept[parameter] = parameter.requires_grad
                         parameter.requires_grad = False
+        self._tell_of_frozen()
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo ``toggle_optimizer``."""
-        for parameter, requires_grad in self.__dict__.pop("_toggled", {}).items():
+        toggled: dict[nn.Parameter, bool] = self.__dict__.pop("_toggled", {})
+        for parameter, requires_grad in toggled.items():
             parameter.requires_grad = requires_grad
+        if toggled:
+            self._tell_of_frozen()
+
+    def _tell_of_frozen(self) -> None:
+        """Let a strategy whose forward passes use other tensors than the optimizers hold know what was toggled."""
+        strategy = self._live.fabric.strategy
+        if strategy.traits.reduces_in_backward:
+            strategy.refresh(self)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Generator[None, None, None]:

@@ -212,6 +212,9 @@ class FSDPStrategy(Strategy):
         if self._sharded is not None:
             self._sharded.reshard()
             self._sharded.refresh()
+            if self.routes_backward:
+                # Within a step that toggles them, the root stays gathered.
+                self._sharded.root.unshard()
         return False
 
     def idle_backward(self) -> None:

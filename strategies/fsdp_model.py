@@ -246,7 +246,10 @@ class ShardedModel:
                 each.unsharded_param.grad = None
 
     def refresh(self) -> None:
-        """Take note of parameters that were frozen or unfrozen."""
+        """Take note of parameters that were frozen or unfrozen; those that are gathered now are so too."""
+        for each in self._parameters():
+            if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
+                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
         now = self._trainables()
         if now != self._trainable:
             self._trainable = now
