@@ -26,6 +26,8 @@ class Block(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
         self.down.bias.requires_grad = False
+        self.calls: Tensor
+        self.mask: Tensor
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("mask", torch.full((LENGTH, LENGTH), float("-inf")).triu(1), persistent=False)
 
@@ -34,7 +36,8 @@ class Block(nn.Module):
         y = self.norm(x)
         scores = self.query(y) @ self.key(y).transpose(-1, -2) / WIDTH**0.5 + self.mask
         x = x + self.out(scores.softmax(-1) @ self.value(y))
-        return x + self.down(nn.functional.gelu(self.up(x)))
+        output: Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return output
 
 
 class SmallGPT(nn.Module):
@@ -55,7 +58,8 @@ class SmallGPT(nn.Module):
         x = self.embedding(tokens) + self.position
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) * self.scale
+        logits: Tensor = self.head(self.norm(x)) * self.scale
+        return logits
 
 
 def small_gpt(layers: int = 3, seed: int = 7) -> SmallGPT:

@@ -39,7 +39,7 @@ class OwnInit(SmallGPT):
         nn.init.trunc_normal_(self.truncated)
         with torch.no_grad():
             self.truncated[0] = 7
-            self.truncated += 1
+            self.truncated.add_(1)
 
     @staticmethod
     def initialise(part: nn.Module) -> None:
@@ -68,11 +68,12 @@ def test_values_and_generators_are_those_of_a_plain_build(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), after)
     # In another order than they were built in.
     built = dict(module.named_parameters())
-    for key, expected in reversed(list(plain.named_parameters())):
+    values: list[tuple[str, Tensor]] = [(key, each.detach()) for key, each in plain.named_parameters()]
+    for key, expected in reversed(values):
         recipe = deferred.recipe(built[key])
         assert (recipe is not None) == built[key].is_meta
-        value = built[key].detach() if recipe is None else recipe.value()
-        assert torch.equal(value, expected.detach()), key
+        value: Tensor = built[key].detach() if recipe is None else recipe.value()
+        assert torch.equal(value, expected), key
     for (key, buffer), expected in zip(module.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(buffer, expected), key
     assert torch.equal(torch.get_rng_state(), after)
@@ -103,7 +104,8 @@ class Configured(Language):
 
 
 def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    copy: Tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return copy
 
 
 def configured(precision: str) -> dict[str, Any]:

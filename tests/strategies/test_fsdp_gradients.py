@@ -123,11 +123,12 @@ class Sharing(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(1)
             self.embedding = nn.Embedding(13, 8)
-            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)])
+            blocks = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]
+            self.blocks: Any = nn.ModuleList(blocks)
             common = nn.Linear(8, 8)
-            for block in self.blocks:
+            for block in blocks:
                 block.append(common)
-                block[1].weight = self.blocks[0][1].weight
+                block[1].weight = blocks[0][1].weight
             self.head = nn.Linear(8, 13)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -217,7 +218,8 @@ def narrow(windows: int) -> tuple[list[float], set[torch.dtype], set[torch.dtype
 
     def loss() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
+            value: Tensor = (module(x).float() - x.sum((1, 2))[:, None]).square().mean()
+            return value
 
     losses = []
     for _ in range(5):
