@@ -231,7 +231,7 @@ def test_a_step_may_return_none_on_any_rank_at_any_time(
 
 
 @pytest.mark.parametrize("length", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 13, 17])
+@pytest.mark.parametrize("count", [1, 3, 5, 13])
 @pytest.mark.parametrize("name", ["lockstep", "in backward"])
 def test_ranks_may_have_any_number_of_batches_or_none_at_all(name: str, count: int, length: bool) -> None:
     results = run_on_ranks(3, fickle, name, "never", "before", 2, count, length, timeout=30)
@@ -458,7 +458,7 @@ def by_process(stage: str, kind: str, count: int, settings: dict[str, Any]) -> A
 
 
 @pytest.mark.parametrize("name", ["lockstep", "fsdp"])
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 12, 13])
+@pytest.mark.parametrize("count", [1, 5, 12])
 @pytest.mark.parametrize(
     ("stage", "kind", "settings"),
     [
