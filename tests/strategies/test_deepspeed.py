@@ -53,9 +53,12 @@ class Module(TrainModule):
             gradient = self.trainer.fabric.full_gradient(parameter)
             self.gradients.append(None if gradient is None else gradient.clone())
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
         if gradient_clip_val is not None:
             norm = self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            assert norm is not None
             self.norms.append(float(norm))
 
     def configure_optimizers(self) -> Any:
@@ -312,7 +315,9 @@ def with_fabric(place: dict[str, Any], window: int, clip: float | None) -> tuple
                 fabric.unscale_gradients(optimizer)
                 gradient = fabric.full_gradient(net.embed.weight)
                 if clip is not None:
-                    norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=clip)))
+                    norm = fabric.clip_gradients(model, optimizer, max_norm=clip)
+                    assert norm is not None
+                    norms.append(float(norm))
             optimizer.step()
             optimizer.zero_grad()
     fabric.free_memory()
@@ -324,7 +329,8 @@ def with_fabric(place: dict[str, Any], window: int, clip: float | None) -> tuple
 def test_fabric_accumulates(place: str, clip: float | None) -> None:
     net, rows = mixture(), rows_of(7 * GLOBAL_BATCH)
     optimizer = optimizer_of(net)
-    losses, norms, last = [], [], None
+    losses, norms = [], []
+    last: Tensor | None = None
     # Seven micro-batches in windows of three, of which the last is short.
     for start in (0, 3, 6):
         parts = rows[start * GLOBAL_BATCH : (start + 3) * GLOBAL_BATCH].split(GLOBAL_BATCH)
@@ -333,6 +339,7 @@ def test_fabric_accumulates(place: str, clip: float | None) -> None:
             loss = loss_of(net, part)
             (loss / len(parts)).backward()
             losses.append(loss.item())
+        assert net.embed.weight.grad is not None
         last = net.embed.weight.grad.clone()
         for parameter in net.parameters():
             if parameter.requires_grad and parameter.grad is None:

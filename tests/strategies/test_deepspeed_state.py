@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from mixture import GLOBAL_BATCH, PLACES, loss_of, mixture, optimizer_of, rows_of
+from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from phalanx import TrainModule
+from phalanx.callbacks import LambdaCallback
 from phalanx.framework.checkpoint_plan import Shard
 from phalanx.framework.precision import PRECISIONS
 from phalanx.framework.stored import held
@@ -94,9 +98,9 @@ def put_back(place: dict[str, Any], kind: str, path: str) -> list[float]:
     names = {id(one): name for name, one in net.named_parameters()}
     groups = [dict(group) for group in optimizer_of(mixture(), kind).param_groups]
     state = []
-    for parameter in parameters_of(optimizer):
-        found = slots.get(names[id(parameter)], {})
-        tensors = held({slot: one for slot, one in found.items() if slot != "step"})
+    for one in parameters_of(optimizer):
+        found = slots.get(names[id(one)], {})
+        tensors = held({slot: value for slot, value in found.items() if slot != "step"})
         state.append({**found, **tensors})
     strategy.load_model_state(net, held(model))
     strategy.load_optimizer_state(optimizer, state, groups)
@@ -106,34 +110,36 @@ def put_back(place: dict[str, Any], kind: str, path: str) -> list[float]:
     return losses
 
 
-def by_hand_state(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+def by_hand(kind: str) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[float]]:
+    """Train eight steps in one process; return the state after four of them, and the losses."""
     net = mixture()
     optimizer = optimizer_of(net, kind)
-    losses = []
+    names = {id(one): name for name, one in net.named_parameters()}
+    losses, kept, slots = [], {}, {}
     for number in range(8):
         optimizer.zero_grad()
         loss = loss_of(net, rows_of(20 * GLOBAL_BATCH)[number * GLOBAL_BATCH : (number + 1) * GLOBAL_BATCH])
         loss.backward()
-        net.never.grad = torch.zeros_like(net.never)  # type: ignore[union-attr, arg-type]
+        net.never.grad = torch.zeros_like(net.never)
         optimizer.step()
         losses.append(loss.item())
         if number == 3:
             kept = {name: one.detach().clone() for name, one in net.state_dict().items()}
-            names = {id(one): name for name, one in net.named_parameters()}
             slots = {
                 names[id(one)]: {slot: value.detach().clone() for slot, value in found.items()}
                 for one, found in optimizer.state.items()
             }
-    return kept, slots, losses  # type: ignore[return-value]
+    return kept, slots, losses
 
 
-def compare_state(path: Path, kind: str) -> None:
+def compare(path: Path, kind: str) -> None:
+    """Compare what was written down with plain torch."""
     model, slots, losses = torch.load(path)
-    expected, moments, all_losses = by_hand_state(kind)
+    expected, moments, all_losses = by_hand(kind)
     torch.testing.assert_close(model, expected, rtol=1e-4, atol=1e-5)
-    assert slots.keys() == moments.keys()  # type: ignore[attr-defined]
+    assert slots.keys() == moments.keys()
     for name, found in slots.items():
-        wanted = moments[name]  # type: ignore[index]
+        wanted = moments[name]
         assert found.keys() == wanted.keys()
         for slot, value in found.items():
             assert value.shape == wanted[slot].shape
@@ -147,7 +153,7 @@ def test_state_is_that_of_plain_torch_and_goes_on_anywhere(place: str, tmp_path:
     path = tmp_path / "state.pt"
     given = {**NVME, "nvme_path": str(tmp_path)} if place == "zero3-nvme" else PLACES[place]
     run_on_ranks(2, taken, given, "adamw", str(path))
-    compare_state(path, "adamw")
+    compare(path, "adamw")
     *_, losses = torch.load(path)
     for ranks, other in ((2, given), (3, PLACES["zero1"]), (3, PLACES["zero3"]), (2, PLACES["zero2-offload"])):
         for found in run_on_ranks(ranks, put_back, other, "adamw", str(path)):
@@ -159,7 +165,45 @@ def test_state_is_that_of_plain_torch_and_goes_on_anywhere(place: str, tmp_path:
 def test_state_of_other_optimizers(kind: str, place: str, other: str, tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     run_on_ranks(2, taken, PLACES[place], kind, str(path))
-    compare_state(path, kind)
+    compare(path, kind)
     *_, losses = torch.load(path)
     for found in run_on_ranks(2, put_back, PLACES[other], kind, str(path)):
         assert found == pytest.approx(losses, rel=1e-6)
+
+
+class Trained(TrainModule):
+    """Trains a ``Mixture``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mixture()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch[0])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of(self.net)
+
+
+def resumed(ranks: int, strategy: str, steps: int, root: str, resume: str | None, save: str | None) -> list[float]:
+    """Train up to a step, from a checkpoint and to one."""
+    module = Trained()
+    saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(save) if save else None)
+    trainer = silent_trainer(
+        strategy=strategy, devices=ranks, max_steps=steps, callbacks=[saver], default_root_dir=root
+    )
+    data = DataLoader(TensorDataset(rows_of(20 * GLOBAL_BATCH)), batch_size=GLOBAL_BATCH // ranks)
+    trainer.fit(module, data, ckpt_path=resume)
+    return module.losses
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_checkpoint_with_odd_parameters_goes_to_one_process_and_back(strategy: str, tmp_path: Path) -> None:
+    root, first, second = str(tmp_path), str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
+    losses = torch.tensor(run_on_ranks(2, resumed, 2, strategy, 3, root, None, first)).mean(0).tolist()
+    losses += resumed(1, "single", 5, root, first, second)
+    losses += torch.tensor(run_on_ranks(3, resumed, 3, strategy, 8, root, second, None)).mean(0).tolist()
+    assert losses == pytest.approx(by_hand("adamw")[2], rel=1e-5)
