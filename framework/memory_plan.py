@@ -47,7 +47,7 @@ class MemoryPlan:
     """What each strategy would hold on every rank; printed, a table.
 
     ``chosen`` is what ``strategy="auto"`` takes: the first that can be used and fits of ``single`` (one rank) or
-    ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme``; where none fits, the last of them that can be used.
+    ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme``; where none fits, the one of them that needs least of the device.
     """
 
     rows: tuple[PlanRow, ...]
@@ -145,8 +145,9 @@ def make_plan(
         rows.append(PlanRow(name, needs, shortage(needs, memory), refusals.get(name)))
     tried = [row for name in candidates(ranks.world_size) for row in rows if row.name == name and row.refusal is None]
     fitting = [row for row in tried if row.fits]
+    frugal = sorted(tried, key=lambda row: _on_device(row.needs, memory))
     # Where nothing can be used, what every machine has says best what is wrong.
-    chosen = (fitting or tried[-1:] or rows[:1])[0].name
+    chosen = (fitting or frugal or rows)[0].name
     if tried and not fitting:
         notes = [*notes, f"Nothing fits by this count; {chosen} needs least of the device."]
     return MemoryPlan(
@@ -156,14 +157,17 @@ def make_plan(
 
 def shortage(needs: Footprint, memory: Memory, usable: float = _USABLE) -> str | None:
     """Return the first place whose memory does not suffice, or None."""
-    device, host, disk = needs.device.total, needs.host.total, needs.disk.total
-    if memory.device_is_host:
-        device, host = device + host, 0
+    device, disk = _on_device(needs, memory), needs.disk.total
+    host = 0 if memory.device_is_host else needs.host.total
     if device > memory.device * usable:
         return "device"
     if host > memory.host * usable:
         return "host"
     return "disk" if disk > memory.disk * usable else None
+
+
+def _on_device(needs: Footprint, memory: Memory) -> int:
+    return needs.device.total + (needs.host.total if memory.device_is_host else 0)
 
 
 def fits_easily(size: ModelSize, ranks: Ranks, precision: Precision, memory: Memory) -> bool:

@@ -332,7 +332,7 @@ def test_the_first_that_fits_is_chosen() -> None:
     assert plan_of(50_000_000, host=100_000_000).chosen == "zero3-nvme"
 
 
-def test_what_cannot_be_used_is_passed_over_and_where_nothing_fits_the_last_is_taken() -> None:
+def test_what_cannot_be_used_is_passed_over_and_where_nothing_fits_the_most_frugal_is_taken() -> None:
     assert plan_of(150_000_000, fsdp="Not here. Do that.").chosen == "zero3-offload"
     plan = plan_of(1_000, zero3_nvme="no folder")
     assert (plan.chosen, plan.fits) == ("zero3-offload", False)
