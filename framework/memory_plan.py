@@ -47,7 +47,8 @@ class MemoryPlan:
     """What each strategy would hold on every rank; printed, a table.
 
     ``chosen`` is what ``strategy="auto"`` takes: the first that can be used and fits of ``single`` (one rank) or
-    ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme``; where none fits, the one of them that needs least of the device.
+    ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme``; where none fits, the one of them that needs least of the
+    device.
     """
 
     rows: tuple[PlanRow, ...]
