@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import run_script
 
-LAYERS, WIDTH = 24, 1024
+LAYERS, WIDTH = 24, 1536
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 
 SCRIPT = f"""
@@ -58,19 +58,22 @@ if trainer.is_global_zero:
 
 def fit(strategy: str, path: Path, bytes_each: float) -> str:
     """Train with ``bytes_each`` bytes for each parameter of the whole model, on each of two ranks; return the output."""
-    return run_script(SCRIPT, strategy, str(path), str(bytes_each), timeout=110.0).stdout
+    # Blocks from 64 KiB on go back to the system when they are freed, so that the limit is on what is held.
+    freeing = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    return run_script(SCRIPT, strategy, str(path), str(bytes_each), env=freeing, timeout=110.0).stdout
 
 
-# AdamW in fp32 takes 16 bytes for each parameter: weight, gradient and two moments.
+# AdamW in fp32 takes 16 bytes for each parameter (weight, gradient, two moments), and ddp's buckets 4 more. On two ranks
+# zero3-offload takes 12 and zero3-nvme 2; DeepSpeed itself 130 MB, which is 2.4 for each parameter of this model.
 
 
 def test_ddp_does_not_fit(tmp_path: Path) -> None:
-    output = fit("ddp", tmp_path, 12)
+    output = fit("ddp", tmp_path, 18)
     assert "TRAINED" not in output
     assert "memory" in output.lower()
-    assert "TRAINED 3" in fit("ddp", tmp_path, 40)
+    assert "TRAINED 3" in fit("ddp", tmp_path, 26)
 
 
-@pytest.mark.parametrize(("strategy", "bytes_each"), [("fsdp", 12), ("zero3-offload", 14), ("zero3-nvme", 8)])
+@pytest.mark.parametrize(("strategy", "bytes_each"), [("fsdp", 12), ("zero3-offload", 18), ("zero3-nvme", 10)])
 def test_split_and_offloaded_state_fits(strategy: str, bytes_each: float, tmp_path: Path) -> None:
     assert "TRAINED 3" in fit(strategy, tmp_path, bytes_each)
