@@ -1,0 +1,189 @@
+"""``Board``: sums of a few numbers over the ranks of one node, through memory that they share.
+
+A reduction on gloo wakes a thread in every rank, which takes the core from the rank's own work: 1 ms of a step of 60
+ms, where there are as many ranks as cores. Here a rank writes its numbers into a slot of its own, and reads the others'
+slots when it wants the sum: no thread, and no system call while nobody is late.
+
+Reductions are numbered, alike on all ranks. A rank has at most ``_DEPTH / 4`` of them open at a time, so a slot is read
+by all before its turn comes again; one that was not is seen by its number, never summed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import DesyncError, RankError
+
+CAPACITY = 32
+"""The most numbers of a reduction."""
+_DEPTH = 8
+_HEAD = struct.Struct("<QII")
+_SLOT_BYTES = _HEAD.size + 8 * CAPACITY
+TOKEN_BYTES = 16
+# A late rank is looked for eagerly at first, for it is mostly microseconds late, then in sleeps that grow.
+_EAGER_LOOKS = 200
+_LONGEST_SLEEP = 0.001
+_ASK_SECONDS = 1.0
+_LIMIT_SECONDS = 1800.0
+
+
+class SharedMemory:
+    """Memory without a name, which vanishes with the last process that holds it."""
+
+    def __init__(self, size: int, place: tuple[int, int] | None = None) -> None:
+        """Make it, or open that of another process of this user, given by its ``place``.
+
+        Raises:
+            OSError: this system has no such thing, or the process is not one of this node.
+        """
+        if place is None:
+            if not hasattr(os, "memfd_create"):
+                raise OSError("this system has no memory files")
+            file = os.memfd_create("phalanx-board")
+        else:
+            file = os.open("/proc/{}/fd/{}".format(*place), os.O_RDWR)
+        self.place = (os.getpid(), file)
+        self._file = file
+        if place is None:
+            os.ftruncate(file, size)
+        self.bytes = mmap.mmap(file, size)
+
+    def release_name(self) -> None:
+        """Close what others opened it by; the memory stays."""
+        os.close(self._file)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.bytes.close()
+
+
+class Board:
+    """What the ranks of one node write for one another; ``pids`` are their processes, in rank order."""
+
+    def __init__(self, memory: SharedMemory, rank: int, pids: Sequence[int]) -> None:
+        self._memory = memory
+        self._bytes = memory.bytes
+        self._rank = rank
+        self._pids = list(pids)
+        self._number = 0
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Return the bytes that a board of so many ranks needs, with room for a token to know it by."""
+        return ranks * _DEPTH * _SLOT_BYTES + TOKEN_BYTES
+
+    def post(self, vector: Tensor) -> Posted:
+        """Start summing a 1-d float64 CPU tensor of at most ``CAPACITY`` elements over all ranks, in place."""
+        self._number += 1
+        numbers = vector.tolist()
+        payload = struct.pack(f"<{len(numbers)}d", *numbers)
+        head = _HEAD.pack(self._number, len(numbers), _checksum(self._number, payload))
+        start = self._start(self._rank, self._number)
+        # The checksum tells a reader whether all of it has arrived, in whatever order this processor writes.
+        self._bytes[start + _HEAD.size : start + _HEAD.size + len(payload)] = payload
+        self._bytes[start : start + _HEAD.size] = head
+        return Posted(self, self._number, vector, numbers)
+
+    def look(self, rank: int, number: int, count: int) -> tuple[float, ...] | None:
+        """Return what a rank wrote for a reduction, or None where it has not yet.
+
+        Raises:
+            DesyncError: the rank is beyond it, or has another number of elements.
+        """
+        start = self._start(rank, number)
+        found, length, checksum = _HEAD.unpack_from(self._bytes, start)
+        if found < number:
+            return None
+        if found > number:
+            raise DesyncError(
+                f"rank {rank} is at control reduction {found}, this rank {self._rank} at {number}: every rank must run "
+                "the same loop. Look for a condition on the rank around a step or a fit."
+            )
+        payload = self._bytes[start + _HEAD.size : start + _HEAD.size + 8 * min(length, CAPACITY)]
+        if checksum != _checksum(number, payload):
+            return None
+        if length != count:
+            raise DesyncError(
+                f"rank {rank} reduces {length} numbers where this rank {self._rank} reduces {count}: every rank must "
+                "run the same loop. Look for a condition on the rank around a step or a fit."
+            )
+        return struct.unpack(f"<{length}d", payload)
+
+    def wait(self, rank: int, number: int, count: int) -> tuple[float, ...]:
+        """Return what a rank wrote for a reduction, when it has.
+
+        Raises:
+            RankError: its process is gone, or it has not come for half an hour.
+        """
+        looks, since, asked = 0, 0.0, 0.0
+        while (found := self.look(rank, number, count)) is None:
+            looks += 1
+            if looks < _EAGER_LOOKS:
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            since, asked = since or now, asked or now
+            if now - asked > _ASK_SECONDS:
+                asked = now
+                self._check_alive(rank, now - since)
+            time.sleep(min(_LONGEST_SLEEP, 2e-5 * (looks - _EAGER_LOOKS + 1)))
+        return found
+
+    def _check_alive(self, rank: int, waited: float) -> None:
+        try:
+            os.kill(self._pids[rank], 0)
+        except ProcessLookupError:
+            raise RankError(
+                f"rank {rank} (pid {self._pids[rank]}) is gone, and rank {self._rank} waits for it."
+            ) from None
+        except PermissionError:
+            pass
+        if waited > _LIMIT_SECONDS:
+            raise RankError(
+                f"rank {rank} (pid {self._pids[rank]}) has not come to where rank {self._rank} waits for it in "
+                f"{waited:.0f} s: look at what it does with py-spy dump --pid {self._pids[rank]}."
+            )
+
+    def __len__(self) -> int:
+        return len(self._pids)
+
+    @staticmethod
+    def _start(rank: int, number: int) -> int:
+        return (rank * _DEPTH + number % _DEPTH) * _SLOT_BYTES
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()
+
+
+class Posted:
+    """A reduction under way."""
+
+    __slots__ = ("_board", "_number", "_numbers", "_vector")
+
+    def __init__(self, board: Board, number: int, vector: Tensor, numbers: list[float]) -> None:
+        self._board, self._number, self._vector, self._numbers = board, number, vector, numbers
+
+    def wait(self) -> bool:
+        """Put the sum into the vector, added up in the order of ranks, when all have written. Collective."""
+        board, count = self._board, len(self._numbers)
+        rows = [board.wait(rank, self._number, count) for rank in range(len(board))]
+        self._vector.copy_(torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.float64))
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have written."""
+        board, count = self._board, len(self._numbers)
+        return all(board.look(rank, self._number, count) is not None for rank in range(len(board)))
+
+
+def _checksum(number: int, payload: bytes) -> int:
+    return zlib.crc32(payload, number & 0xFFFFFFFF)

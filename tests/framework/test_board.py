@@ -1,0 +1,124 @@
+"""Sums over the ranks of a node through shared memory: exact, in order, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+
+from phalanx.framework import board as board_module
+from phalanx.framework.board import CAPACITY, Board, SharedMemory
+from phalanx.framework.errors import DesyncError, RankError
+from phalanx.framework.world import World
+
+
+def vector(rank: int, number: int, count: int = 7) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float64) * (rank + 1) + number * 0.1
+
+
+def many(rounds: int, late: bool) -> bool:
+    """Reduce many times, with two open at a time and ranks that are late at random."""
+    world = World.from_environment("cpu")
+    draw = random.Random(world.rank)
+    assert world.control is not None
+    assert world._board
+    open_files = len(os.listdir("/proc/self/fd"))
+    before, earlier = None, 0
+    for number in range(rounds):
+        own = vector(world.rank, number)
+        pending = world.control_reduce(own)
+        if before is not None:
+            before[0].wait()
+            expected = sum(vector(rank, earlier) for rank in range(world.size))
+            torch.testing.assert_close(before[1], expected, rtol=1e-15, atol=0)
+        before, earlier = (pending, own), number
+        if late and draw.random() < 0.02:
+            time.sleep(0.002)
+    assert before is not None
+    before[0].wait()
+    assert before[0].is_completed()
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    world.close()
+    assert not world._board
+    return True
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("late", [False, True])
+def test_sums_of_many_reductions_are_exact(ranks: int, late: bool) -> None:
+    assert all(run_on_ranks(ranks, many, 2000 if not late else 600, late))
+
+
+def through_gloo(what: str) -> list[float]:
+    world = World.from_environment("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "no memory" and world.rank == 1:
+            patch.setattr(SharedMemory, "__init__", _fails)
+        assert world.control is not None
+    assert bool(world._board) == (what == "long")
+    own = torch.full((CAPACITY + 1,), float(world.rank + 1), dtype=torch.float64)
+    world.control_reduce(own).wait()
+    world.close()
+    found: list[float] = own.unique().tolist()
+    return found
+
+
+def _fails(*_: Any) -> None:
+    raise OSError("no memory")
+
+
+@pytest.mark.parametrize("what", ["long", "no memory"])
+def test_long_vectors_and_ranks_without_shared_memory_go_through_gloo(what: str) -> None:
+    assert run_on_ranks(2, through_gloo, what) == [[3.0], [3.0]]
+
+
+# ---- one process that plays all ranks --------------------------------------------------------------------------------
+
+
+def boards(pids: list[int]) -> list[Board]:
+    memory = SharedMemory(Board.size(len(pids)))
+    made = [Board(memory, rank, pids) for rank in range(len(pids))]
+    memory.release_name()
+    return made
+
+
+def test_a_rank_that_lags_behind_is_told_and_never_sums_what_is_newer() -> None:
+    first, second = boards([os.getpid()] * 2)
+    pending = first.post(vector(0, 0))
+    for number in range(9):
+        second.post(vector(1, number))
+    with pytest.raises(DesyncError, match="rank 1 is at control reduction 9, this rank 0 at 1"):
+        pending.wait()
+
+
+def test_ranks_that_reduce_different_numbers_are_told() -> None:
+    first, second = boards([os.getpid()] * 2)
+    second.post(torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(DesyncError, match="rank 1 reduces 3 numbers where this rank 0 reduces 2"):
+        first.post(torch.zeros(2, dtype=torch.float64)).wait()
+
+
+def test_what_is_half_written_is_not_read() -> None:
+    first, second = boards([os.getpid()] * 2)
+    second.post(torch.ones(4, dtype=torch.float64))
+    start = second._start(1, 1)
+    second._bytes[start + board_module._HEAD.size] ^= 1
+    assert first.look(1, 1, 4) is None
+    second._bytes[start + board_module._HEAD.size] ^= 1
+    assert first.look(1, 1, 4) == (1.0,) * 4
+
+
+def test_a_rank_whose_process_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    monkeypatch.setattr(board_module, "_ASK_SECONDS", 0.01)
+    first, _ = boards([os.getpid(), child])
+    with pytest.raises(RankError, match=rf"rank 1 \(pid {child}\) is gone"):
+        first.post(torch.zeros(1, dtype=torch.float64)).wait()
