@@ -1,9 +1,9 @@
 """Cross-process triggers and the one control reduction of an optimizer step.
 
 Any rank may raise a named trigger at any moment; all ranks see it at the same step boundary. What they decide by
-travels in one vector of seven numbers, summed over the ranks on a CPU group of its own: launched when a window is
-fetched, read before its first backward, so that it hides behind the forward pass. Only when some rank has
-raised something is there a second exchange, of the names. In one process nothing is exchanged at all.
+travels in one vector of seven numbers, summed over the ranks apart from gradients: launched when a window is fetched,
+read before its first backward, so that it hides behind the forward pass. Only when some rank has raised something is
+there a second exchange, of the names. In one process nothing is exchanged at all.
 """
 
 from __future__ import annotations
