@@ -96,9 +96,10 @@ def main() -> None:
     again = fabric.setup(build())
     state = fabric.load(path, {"model": again})
     fabric.print(f"saved {path} at step {state['step']}; loaded: {validate(fabric, again, validation):.4f}")
+    # All ranks write a text: where weights are split over them, each pass takes them all.
+    again.mark_forward_method("sample")
+    fabric.print(f"--- sample\n{again.sample(40 if options.short else 200)}")
     fabric.end_training()
-    if fabric.is_global_zero:
-        print(f"--- sample\n{fabric.unwrap_model(again).sample(40 if options.short else 200)}")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,9 @@ class SetupVerbs(RankVerbs):
             original.to(self.precision.storage)
         strategy.routes_losses = False
         engine = Engine(original, strategy, self.scaler, self._engines)
-        ready = strategy.setup(original, optimizers, training=True)
+        # A strategy that builds its own updates gets no optimizer later: without one the module is for evaluation.
+        training = bool(optimizers) or not strategy.traits.needs_optimizer_at_setup
+        ready = strategy.setup(original, optimizers, training=training)
         self._engines.append(engine)
         compiled = module if module is not original else original
         wrapped = wrap_module(engine, compiled, self.precision, self.device.type)
