@@ -3,7 +3,8 @@
 What is put on a module is seen by comparing: its class and the entries of its hook tables. These names that torch keeps
 private are involved: ``_module_state_mapping``, which remembers every module that was sharded and refuses it a second
 time; ``STATE_KEY`` and ``REGISTRY_KEY``, under which a module's attributes hold the same; the two attributes that
-compiled code asks for; and the names of a module's hook tables.
+compiled code asks for; the one by which tensor parallelism refuses a layer that was split before; and the names of a
+module's hook tables.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_ADDED_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_ADDED_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied")
 
 
 class Footprint:

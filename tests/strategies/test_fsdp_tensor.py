@@ -9,7 +9,18 @@ import torch
 from models import silent_trainer
 from ranks import run_on_ranks
 from sharded_state import Canonical, loaded, saved, single_process
-from small_gpt import GLOBAL_BATCH, Language, SmallGPT, by_hand, per_update, small_gpt, token_loader, weights
+from small_gpt import (
+    GLOBAL_BATCH,
+    Language,
+    SmallGPT,
+    by_hand,
+    loss_of,
+    per_update,
+    small_gpt,
+    token_data,
+    token_loader,
+    weights,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -68,6 +79,28 @@ def test_losses_and_weights_equal_plain_torch(ranks: int, arguments: dict[str, A
         assert not odd
         assert data == (rank // 2, ranks // 2)
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=2e-5)
+
+
+def fitted_again() -> tuple[float, list[float], list[float]]:
+    """Fit, evaluate and fit a module again; return a loss of evaluation and the losses of both fits."""
+    module = Parallel()
+    trainer = silent_trainer(strategy=FSDPStrategy(tensor_parallel=2), devices=2, max_steps=2)
+    trainer.fit(module, token_loader(GLOBAL_BATCH))
+    first, module.losses = module.losses, []
+    (results,) = trainer.validate(module, token_loader(GLOBAL_BATCH, 20))
+    again = silent_trainer(strategy=FSDPStrategy(tensor_parallel=2), devices=2, max_steps=2)
+    again.fit(module, token_loader(GLOBAL_BATCH))
+    return results["val_loss"], first, module.losses
+
+
+def test_a_module_is_evaluated_and_fitted_again_after_a_fit() -> None:
+    x, y = token_data().tensors
+    gpt = small_gpt()
+    gpt.load_state_dict(by_hand([1], None, 2)[1], strict=False)
+    for loss, first, second in run_on_ranks(2, fitted_again):
+        assert loss == pytest.approx(loss_of(gpt(x[:20]), y[:20]).item(), rel=1e-5)
+        assert len(first) == len(second) == 2
+        assert second[0] < first[0]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
