@@ -55,7 +55,7 @@ def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
 
 def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:
     """Return DeepSpeed's engine around an adapter whose tensors are alike on all ranks. Collective, in ``backend``."""
-    with _nothing_sent():
+    with _nothing_sent(), _memory_shown(config.get("memory_breakdown", False)):
         import deepspeed
 
         engine, *_ = deepspeed.initialize(
@@ -79,6 +79,19 @@ def _nothing_sent() -> Iterator[None]:
         yield
     finally:
         DeepSpeedEngine._broadcast_model = sends
+
+
+@contextlib.contextmanager
+def _memory_shown(asked: bool) -> Iterator[None]:
+    """Keep the optimizer for bf16 from printing what memory is in use, which it does unasked."""
+    from deepspeed.runtime import bf16_optimizer
+
+    shows = bf16_optimizer.see_memory_usage
+    bf16_optimizer.see_memory_usage = lambda message, force=False: shows(message, force=asked)
+    try:
+        yield
+    finally:
+        bf16_optimizer.see_memory_usage = shows
 
 
 def _second_partition() -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """Settings of stage 3 change where weights are, not what is trained: a disk, and ZeRO++'s second partition.
 
-Layers are large enough to be kept on a disk, and built whole or split as they are built.
+Layers are large enough to be kept on a disk, and built whole or split as they are built. What DeepSpeed prints is no
+more than what was asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from pathlib import Path
 
@@ -96,3 +99,18 @@ def test_layers_on_a_disk_train_as_in_memory(late: bool, tmp_path: Path) -> None
 @pytest.mark.parametrize("late", [False, True], ids=["whole", "split as built"])
 def test_a_second_partition_trains_the_same(late: bool) -> None:
     check(late, {"config": {"zero_optimization": {"zero_hpz_partition_size": 2}, "comms_logger": {"enabled": True}}})
+
+
+def printed(config: dict[str, object]) -> str:
+    """Return what a rank prints in a fit."""
+    strategy = DeepSpeedStrategy(stage=1, config=config)
+    trainer = silent_trainer(strategy=strategy, devices=2, max_epochs=1, precision="bf16-mixed")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        trainer.fit(Wide(False), DataLoader(TensorDataset(data()), batch_size=BATCH // 2))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_memory_in_use_is_printed_where_asked_for(asked: bool) -> None:
+    first, _ = run_on_ranks(2, printed, {"memory_breakdown": asked})
+    assert ("begin bf16_optimizer" in first) == asked
