@@ -112,7 +112,9 @@ def recorded(framework: Any, entry: str, **settings: Any) -> list[str]:
         setattr(noting, name, spied(framework.Callback, name, calls.append, "callback"))
     switches = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
     limits = {f"limit_{each}_batches": 2 for each in ("train", "val", "test", "predict")}
-    arguments = {"max_epochs": 1, "num_sanity_val_steps": 1, "accelerator": "cpu", "devices": 1}
+    # To choose a strategy by memory, phalanx would build a copy of the model first.
+    strategy = "single" if framework.Module is TrainModule else "auto"
+    arguments = {"max_epochs": 1, "num_sanity_val_steps": 1, "accelerator": "cpu", "devices": 1, "strategy": strategy}
     trainer = framework.Trainer(callbacks=[noting()], **{**switches, **limits, **arguments, **settings})
     getattr(trainer, entry)(module_class(framework.Module, calls)())
     return calls
