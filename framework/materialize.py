@@ -73,6 +73,20 @@ def fill_from_rank_zero(module: nn.Module, world: World) -> None:
     replace_tensors(module, fill)
 
 
+@torch.no_grad()
+def share_buffers(module: nn.Module, world: World) -> None:
+    """Give all ranks rank 0's buffers, those of a dtype in one message. Collective."""
+    if world.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = world.broadcast(torch.cat([buffer.detach().reshape(-1) for buffer in buffers]))
+        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
 def to_meta(module: nn.Module) -> None:
     """Let go of all parameters' data; names, shapes, ties and what is frozen stay."""
     replace_tensors(module, lambda _, tensor: tensor.detach().to("meta") if isinstance(tensor, nn.Parameter) else None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..framework.errors import ConfigurationError
+from ..framework.materialize import share_buffers
 from ..framework.strategy import StepAdapter, StepFunction, Strategy
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
@@ -137,18 +138,10 @@ class DDPStrategy(Strategy):
         if self._flagged is not None:
             self._flagged.participation.grad = None
 
-    @torch.no_grad()
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers, as DDP does before each forward, unless it was told not to. Collective."""
-        if self.world.size == 1 or not self._arguments.get("broadcast_buffers", True):
-            return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = self.world.broadcast(torch.cat([buffer.detach().reshape(-1) for buffer in buffers]))
-            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(part.view_as(buffer))
+        if self._arguments.get("broadcast_buffers", True):
+            share_buffers(module, self.world)
 
     def teardown(self) -> None:
         """Drop the wrapper, which takes its hooks off the parameters."""

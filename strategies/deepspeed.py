@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from ..framework.checkpoint_plan import Shard
 from ..framework.errors import ConfigurationError, LoopError
+from ..framework.materialize import share_buffers
 from ..framework.precision import PRECISIONS, Precision
 from ..framework.stored import StoredTensors
 from ..framework.strategy import Slots, StepFunction, Strategy, Traits, parameters_of
@@ -38,6 +39,8 @@ from .deepspeed_setup import (
     TensorsOnlyAdapter,
     fill_missing,
     give_back,
+    give_classes_back,
+    keep_statistics_exact,
     make_alike,
     sharpen,
     split,
@@ -89,6 +92,7 @@ class DeepSpeedStrategy(Strategy):
         self._update: EngineUpdate | None = None
         self._state: EngineState | None = None
         self._marks: Marks | None = None
+        self._kinds: dict[nn.Module, type[nn.Module]] = {}
         self._trainable: list[bool] = []
         self._boundary = True
         self._swap_folder: Path | None = None
@@ -211,6 +215,7 @@ class DeepSpeedStrategy(Strategy):
         rest = sharpen(groups, module, exact, self.world)
         self._state = EngineState(groups, rest, self.world)
         if optimizers:
+            self._kinds = keep_statistics_exact(module) if self._low is not None else {}
             self._update = EngineUpdate(self._engine, Following(optimizers[0], groups.inner))
 
     def _sized(self, module: nn.Module, training: bool) -> dict[str, Any]:
@@ -356,6 +361,10 @@ class DeepSpeedStrategy(Strategy):
         """Apply the update with the hyperparameters that the user's optimizer has now. Collective."""
         return self._training.step()
 
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Broadcast rank 0's buffers: the engine leaves each rank its own. Collective."""
+        share_buffers(module, self.world)
+
     # ---- canonical state ------------------------------------------------------------------------------------------
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -401,6 +410,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _stop(self, module: nn.Module | None) -> None:
         marks, engine, folder, unset = self._marks, self._engine, self._swap_folder, self._unset
+        give_classes_back(self._kinds)
         self._forget()
         if engine is not None:
             stop_engine(engine)

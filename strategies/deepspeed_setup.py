@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ..framework.materialize import replace_tensors, tensors_of
@@ -175,6 +177,36 @@ def whole_weights(module: nn.Module, dtype: torch.dtype | None) -> dict[int, Ten
     if dtype is None:
         return {}
     return {id(one): one.data for one in module.parameters() if one.is_floating_point() and one.dtype != dtype}
+
+
+class _ExactStatistics:
+    """Layers that keep running statistics in fp32 beside low weights, which torch's kernels do not take together."""
+
+    def forward(self: Any, *inputs: Any) -> Any:
+        """Call the layer's own ``forward`` with its weights in the statistics' dtype."""
+        kept = self.running_mean
+        layer = copy.copy(self)
+        # Buffers are shared, and written to in place.
+        layer.__dict__["_parameters"] = {
+            name: one if one is None or kept is None else one.to(kept.dtype)
+            for name, one in ((name, getattr(self, name)) for name in self._parameters)
+        }
+        return super(_ExactStatistics, layer).forward(*inputs)
+
+
+def keep_statistics_exact(module: nn.Module) -> dict[nn.Module, type[nn.Module]]:
+    """Have batch norm layers run with weights of a low dtype; return the layers' own classes."""
+    kinds = {part: type(part) for part in module.modules() if isinstance(part, _NormBase) and part.affine}
+    for layer, kind in kinds.items():
+        layer.__class__ = type(kind.__name__, (_ExactStatistics, kind), {"__module__": kind.__module__})
+    return kinds
+
+
+def give_classes_back(kinds: Mapping[nn.Module, type[nn.Module]]) -> None:
+    """Undo ``keep_statistics_exact``; a layer that has got another class since keeps that."""
+    for layer, kind in kinds.items():
+        if isinstance(layer, _ExactStatistics):
+            layer.__class__ = kind
 
 
 @torch.no_grad()

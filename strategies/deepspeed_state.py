@@ -61,7 +61,7 @@ class EngineState:
         return parameter
 
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
-        """Return this rank's part of a module's weights and buffers, by name."""
+        """Return this rank's part of a module's weights, and on rank 0 the buffers, by name."""
         found: dict[int, Shard] = {}
         swaps = any(self.groups.swapped(number) for number in range(len(self.groups.groups)))
         for parameter, start, piece in self.pieces(module):
@@ -69,7 +69,11 @@ class EngineState:
             found[id(parameter)] = Shard.flat(tensor, whole_shape(parameter), start)
         state: dict[str, Shard] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():
-            state[name] = found[id(tensor)] if id(tensor) in found else Shard.whole(tensor.detach())
+            if id(tensor) in found:
+                state[name] = found[id(tensor)]
+            elif isinstance(tensor, nn.Parameter) or self.world.rank == 0:
+                # Buffers may differ between ranks, and those of one belong together.
+                state[name] = Shard.whole(tensor.detach())
         return state
 
     def optimizer_state(self) -> Iterator[tuple[Tensor, Slots]]:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..framework.checkpoint_plan import Shard
 from ..framework.errors import ConfigurationError, LoopError, unknown
+from ..framework.materialize import share_buffers
 from ..framework.precision import Precision
 from ..framework.stored import StoredTensors
 from ..framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
@@ -252,18 +253,9 @@ class FSDPStrategy(Strategy):
         if self._sharded is not None:
             self._sharded.drop_unreduced(optimizer)
 
-    @torch.no_grad()
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers. Collective."""
-        if self.world.size == 1:
-            return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = self.world.broadcast(torch.cat([buffer.detach().reshape(-1) for buffer in buffers]))
-            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(part.view_as(buffer))
+        share_buffers(module, self.world)
 
     # ---- canonical state ------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import AccumulationSchedule, Fabric, Trainer, TrainModule
+from phalanx.framework.checkpoint_read import open_checkpoint
 from phalanx.framework.errors import ConfigurationError
 from phalanx.strategies import DeepSpeedStrategy
 
@@ -512,3 +513,71 @@ def test_stage_1_reduces_once_a_window() -> None:
     fours = run_on_ranks(2, reductions, PLACES["zero1"], 4)
     assert ones == fours
     assert ones[0] > 0
+
+
+class Normalised(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.net(batch[0].float()).float() - 1.0).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", (self.net(batch[0].float()).float() - 1.0).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def normalised(strategy: str, shared: bool) -> Any:
+    torch.manual_seed(0)
+    module = Normalised()
+    trainer = trainer_of(2, strategy, precision="bf16-mixed", sync_batchnorm=shared, val_check_interval=2, max_steps=4)
+    trainer.fit(module, loader_of(2), loader_of(2, count=12))
+    layer: Any = module.net[1]
+    assert type(layer) is nn.BatchNorm1d
+    return module.losses, trainer.callback_metrics["val_loss"].item(), layer.running_mean
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_running_statistics_stay_exact_beside_low_weights(strategy: str, shared: bool) -> None:
+    (losses, evaluated, running), _ = run_on_ranks(2, normalised, strategy, shared)
+    (expected, expected_evaluated, expected_running), _ = run_on_ranks(2, normalised, "ddp", shared)
+    assert running.dtype == torch.float32
+    assert losses == pytest.approx(expected, rel=2e-2)
+    assert evaluated == pytest.approx(expected_evaluated, rel=2e-2)
+    torch.testing.assert_close(running, expected_running, rtol=2e-2, atol=2e-2)
+
+
+class Saved(Normalised):
+    """Saves after the third update; notes rank 0's buffers then."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.buffers_then: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 3:
+            self.buffers_then = {name: buffer.clone() for name, buffer in self.named_buffers()}
+            self.trainer.save_checkpoint(self.path)
+
+
+def saved_buffers(strategy: str, path: str) -> Any:
+    torch.manual_seed(0)
+    module = Saved(path)
+    trainer_of(2, strategy, accumulate_grad_batches=1, max_steps=3).fit(module, loader_of(2))
+    stored = open_checkpoint(path)
+    return module.buffers_then, {name: stored.read("model", name) for name in module.buffers_then}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
+def test_a_checkpoint_holds_the_buffers_of_one_rank(strategy: str, tmp_path: Path) -> None:
+    (own, stored), (others, _) = run_on_ranks(2, saved_buffers, strategy, str(tmp_path / "saved"))
+    assert not torch.equal(own["net.1.running_mean"], others["net.1.running_mean"])
+    torch.testing.assert_close(stored, own, rtol=0.0, atol=0.0)
