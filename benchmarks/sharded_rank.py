@@ -62,8 +62,9 @@ def fit(strategy: str, steps: int, marks: list[float], window: int = 1) -> None:
 def _built(strategy: str, directory: Path) -> Any:
     if strategy != "zero3-nvme":
         return strategy
-    offload = {"offload_optimizer": "nvme", "offload_parameters": "nvme"}
-    return phalanx.strategies.DeepSpeedStrategy(stage=3, nvme_path=directory, **offload)
+    return phalanx.strategies.DeepSpeedStrategy(
+        stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=directory
+    )
 
 
 def fsdp_by_hand(steps: int, marks: list[float]) -> None:

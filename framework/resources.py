@@ -134,7 +134,8 @@ def _strategy(strategy: str | Strategy, world_size: int) -> Strategy:
     if isinstance(strategy, Strategy):
         return strategy
     if not isinstance(strategy, str):
-        raise ConfigurationError(f"strategy={strategy!r} must be a name or a Strategy object.")
+        hint = f" Make an object of it: {strategy.__name__}(...)." if isinstance(strategy, type) else ""
+        raise ConfigurationError(f"strategy={strategy!r} must be a name or a Strategy object.{hint}")
     if strategy == "auto":
         strategy = "single" if world_size == 1 else "ddp"
     built: Strategy = STRATEGIES.load(strategy)()

@@ -184,7 +184,7 @@ class Strategy(ABC):
         if algorithm == "value" and not self.traits.clips_by_value:
             raise ConfigurationError(
                 f"gradient_clip_algorithm='value' needs whole gradients, and strategy={self.name!r} splits them: use "
-                "'norm'."
+                "'norm', which in a Fabric is clip_gradients(..., max_norm=...)."
             )
 
     def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:

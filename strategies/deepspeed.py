@@ -341,17 +341,6 @@ class DeepSpeedStrategy(Strategy):
         """Have the coming step clip the whole gradient by its norm."""
         self._training.clip(max_norm)
 
-    def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Gradients are flat pieces.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError(
-            f"strategy={self.name!r} holds pieces of gradients and clips by norm only: use "
-            "gradient_clip_algorithm='norm'."
-        )
-
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Forget gradients that no update used; those of an update are gone with it."""
         if self._update is not None and self._update.holds_gradients:

@@ -191,12 +191,15 @@ class _ExactStatistics:
             name: one if one is None or kept is None else one.to(kept.dtype)
             for name, one in ((name, getattr(self, name)) for name in self._parameters)
         }
-        return super(_ExactStatistics, layer).forward(*inputs)
+        plain: Any = super(_ExactStatistics, layer)
+        return plain.forward(*inputs)
 
 
 def keep_statistics_exact(module: nn.Module) -> dict[nn.Module, type[nn.Module]]:
     """Have batch norm layers run with weights of a low dtype; return the layers' own classes."""
-    kinds = {part: type(part) for part in module.modules() if isinstance(part, _NormBase) and part.affine}
+    kinds: dict[nn.Module, type[nn.Module]] = {
+        part: type(part) for part in module.modules() if isinstance(part, _NormBase) and part.affine
+    }
     for layer, kind in kinds.items():
         layer.__class__ = type(kind.__name__, (_ExactStatistics, kind), {"__module__": kind.__module__})
     return kinds
@@ -205,7 +208,7 @@ def keep_statistics_exact(module: nn.Module) -> dict[nn.Module, type[nn.Module]]
 def give_classes_back(kinds: Mapping[nn.Module, type[nn.Module]]) -> None:
     """Undo ``keep_statistics_exact``; a layer that has got another class since keeps that."""
     for layer, kind in kinds.items():
-        if isinstance(layer, _ExactStatistics):
+        if issubclass(type(layer), _ExactStatistics):
             layer.__class__ = kind
 
 

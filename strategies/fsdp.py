@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,17 @@ from .fsdp_tensor import check_plan
 from .fsdp_units import Units, check_units
 
 _GATHERS = ("rank_zero", "all", "none")
+# Arguments of other frameworks, and what says the same here.
+_ELSEWHERE = {
+    "auto_wrap_policy": "use units=..., a class, a size or a function",
+    "sharding_strategy": "use strategy='fsdp', 'hsdp' or 'ddp', and reshard_after_forward",
+    "mixed_precision": "use Trainer(precision=...), and reduce_dtype",
+    "activation_checkpointing_policy": "use activation_checkpointing=True, classes or a function",
+    "state_dict_type": "leave it out, checkpoints are sharded files with the names of one process",
+    "use_orig_params": "leave it out, parameters keep their names",
+    "sync_module_states": "leave it out, all ranks start from rank 0's weights",
+    "device_mesh": "use replicas and tensor_parallel",
+}
 
 
 class FSDPStrategy(Strategy):
@@ -70,7 +82,9 @@ class FSDPStrategy(Strategy):
         prefetch: int = 0,
         reduce_dtype: torch.dtype | None = None,
         gather_weights: Literal["rank_zero", "all", "none"] = "rank_zero",
+        **others: Any,
     ) -> None:
+        _check_names(others)
         check_units(units)
         check_checkpointing(activation_checkpointing)
         _check_count("replicas", replicas, 1, "node" if replicas == "node" else None)
@@ -318,6 +332,14 @@ class FSDPStrategy(Strategy):
             sharded.take_off()
             if self.world.size == 1:
                 sharded.gather(everywhere=True)
+
+
+def _check_names(others: Iterable[str]) -> None:
+    known = [name for name in signature(FSDPStrategy).parameters if name != "others"]
+    for name in others:
+        if name in _ELSEWHERE:
+            raise ConfigurationError(f"FSDPStrategy({name}=...) is not known here: {_ELSEWHERE[name]}.")
+        raise unknown("FSDPStrategy argument", name, known)
 
 
 def _check_count(name: str, given: Any, least: int, known: str | None = None) -> None:

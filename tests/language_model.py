@@ -44,6 +44,8 @@ class Block(nn.Module):
 class LanguageModel(TrainModule):
     """Predicts the next token; notes the loss of every micro-batch."""
 
+    order: Tensor
+
     def __init__(self, blocks: int = 2, lr: float = 1e-2) -> None:
         super().__init__()
         with torch.random.fork_rng():

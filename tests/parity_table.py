@@ -88,7 +88,9 @@ def strategy_named(name: str, nvme_path: str) -> Any:
     if name == "fsdp+tp":
         return phalanx.strategies.FSDPStrategy(tensor_parallel=2)
     if name == "zero3-nvme":
-        return phalanx.strategies.DeepSpeedStrategy(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=nvme_path)
+        return phalanx.strategies.DeepSpeedStrategy(
+            stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=nvme_path
+        )
     return name
 
 

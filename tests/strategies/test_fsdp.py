@@ -12,6 +12,7 @@ from small_gpt import GLOBAL_BATCH, STEPS, Block, Language, SmallGPT, by_hand, p
 from torch import Tensor, nn
 
 from phalanx import AccumulationSchedule
+from phalanx.framework.errors import ConfigurationError
 from phalanx.strategies import FSDPStrategy
 
 SCHEDULE = [1, 2, 3, 1, 4, 2]
@@ -81,3 +82,10 @@ def test_losses_and_weights_equal_plain_torch(ranks: int, windows: list[int], cl
 def test_no_argument_changes_what_is_trained(arguments: dict[str, Any]) -> None:
     strategy = FSDPStrategy(gather_weights="all", **arguments)
     check(run_on_ranks(2, trained, 2, strategy, [1, 2], 0.1, 6), [1, 2], 0.1, 6)
+
+
+def test_arguments_of_other_frameworks_are_told_what_says_the_same() -> None:
+    with pytest.raises(ConfigurationError, match=r"FSDPStrategy\(auto_wrap_policy=...\) is not known here: use units"):
+        FSDPStrategy(auto_wrap_policy={nn.Linear})
+    with pytest.raises(ConfigurationError, match="Did you mean 'units'"):
+        FSDPStrategy(unit=nn.Linear)

@@ -24,8 +24,8 @@ class Deep(TrainModule):
     def configure_model(self):
         if hasattr(self, "net"):
             return
-        used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
-        cap = used + int(bytes_each * {PARAMETERS})
+        used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+        cap = 1024 * used + int(bytes_each * {PARAMETERS})
         resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
         layers = [nn.Sequential(nn.Linear({WIDTH}, {WIDTH}), nn.Tanh()) for _ in range({LAYERS})]
         self.net = nn.Sequential(*layers)
@@ -41,7 +41,9 @@ keep = {{"gather_weights": "none"}}
 strategies = {{
     "ddp": lambda: kinds.DDPStrategy(),
     "fsdp": lambda: kinds.FSDPStrategy(**keep),
-    "zero3-offload": lambda: kinds.DeepSpeedStrategy(stage=3, offload_optimizer="cpu", offload_parameters="cpu", **keep),
+    "zero3-offload": lambda: kinds.DeepSpeedStrategy(
+        stage=3, offload_optimizer="cpu", offload_parameters="cpu", **keep
+    ),
     "zero3-nvme": lambda: kinds.DeepSpeedStrategy(
         stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=path, **keep
     ),
@@ -57,14 +59,14 @@ if trainer.is_global_zero:
 
 
 def fit(strategy: str, path: Path, bytes_each: float) -> str:
-    """Train with ``bytes_each`` bytes for each parameter of the whole model, on each of two ranks; return the output."""
+    """Train on two ranks with ``bytes_each`` bytes for each parameter of the whole model; return the output."""
     # Blocks from 64 KiB on go back to the system when they are freed, so that the limit is on what is held.
     freeing = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     return run_script(SCRIPT, strategy, str(path), str(bytes_each), env=freeing, timeout=110.0).stdout
 
 
-# AdamW in fp32 takes 16 bytes for each parameter (weight, gradient, two moments), and ddp's buckets 4 more. On two ranks
-# zero3-offload takes 12 and zero3-nvme 2; DeepSpeed itself 130 MB, which is 2.4 for each parameter of this model.
+# AdamW in fp32 takes 16 bytes for each parameter (weight, gradient, two moments), and ddp's buckets 4 more. On two
+# ranks zero3-offload takes 12 and zero3-nvme 2; DeepSpeed itself 130 MB, which is 2.4 for each parameter of this model.
 
 
 def test_ddp_does_not_fit(tmp_path: Path) -> None:
