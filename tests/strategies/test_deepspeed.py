@@ -522,7 +522,7 @@ class Normalised(TrainModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.net(batch[0].float()).float() - 1.0).square().mean()
+        loss: Tensor = (self.net(batch[0].float()).float() - 1.0).square().mean()
         self.losses.append(loss.item())
         return loss
 
