@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from phalanx.framework.board import Board, Posted
 
 
 class Chatty(Regressor):
@@ -26,13 +29,22 @@ class Chatty(Regressor):
 
 
 def collectives(epochs: int, steps: int, window: int, names: int) -> Counter[str]:
-    """Return how often each collective of gloo ran in a fit on this rank."""
+    """Return how often each collective of gloo ran in a fit on this rank, and how often ranks steered ("board")."""
     trainer = silent_trainer(devices=2, max_epochs=epochs, accumulate_grad_batches=window)
     batches = loader(2 * 2 * window * steps, 2)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    posted: list[int] = []
+    post = Board.post
+
+    def counted(board: Board, vector: Tensor) -> Posted:
+        posted.append(vector.numel())
+        return post(board, vector)
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "post", counted)
         trainer.fit(Chatty(names), batches)
     assert trainer.global_step == epochs * steps
-    return Counter(event.name for event in seen.events() if event.name.startswith("gloo:"))
+    found = Counter(event.name for event in seen.events() if event.name.startswith("gloo:"))
+    return found + Counter(board=len(posted))
 
 
 def per_step(window: int, names: int) -> dict[str, float]:
@@ -52,7 +64,7 @@ def per_epoch(names: int) -> dict[str, float]:
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_step_takes_one_gradient_reduction_and_one_control_reduction(window: int, names: int) -> None:
     for found in run_on_ranks(2, per_step, window, names):
-        assert found == {"gloo:all_reduce": 2.0}
+        assert found == {"gloo:all_reduce": 1.0, "board": 1.0}
 
 
 @pytest.mark.parametrize("names", [1, 10, 100])
@@ -60,5 +72,5 @@ def test_an_epoch_ends_with_one_exchange_of_metrics_and_one_of_triggers(names: i
     for found in run_on_ranks(2, per_epoch, names):
         assert {name: count for name, count in found.items() if count} == {
             "gloo:all_gather": 1.0,
-            "gloo:all_reduce": 1.0,
+            "board": 1.0,
         }
