@@ -50,17 +50,16 @@ def updated(strategy: Any, optimizer: Any, net: nn.Module, steps: range) -> list
 
 def joined(shards: dict[str, Shard], world: Any) -> dict[str, Tensor]:
     """Put the pieces of all ranks together."""
-    tensors = {}
-    for name, shard in shards.items():
-        whole = torch.full((torch.Size(shard.shape).numel(),), torch.nan, dtype=torch.float64)
-        pieces = world.all_gather_object((shard.tensor.double(), shard.offsets, shard.shape))
-        for tensor, offsets, shape in pieces:
-            if tensor.shape == shape:
+    wholes: dict[str, Tensor] = {}
+    own = {name: (shard.tensor.double(), shard.offsets, tuple(shard.shape)) for name, shard in shards.items()}
+    for parts in world.all_gather_object(own):
+        for name, (tensor, offsets, shape) in parts.items():
+            whole = wholes.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64)).view(-1)
+            if tuple(tensor.shape) == shape:
                 whole[:] = tensor.reshape(-1)
             else:
                 whole[offsets[0] : offsets[0] + tensor.numel()] = tensor
-        tensors[name] = whole.view(shard.shape).float()
-    return tensors
+    return {name: whole.float() for name, whole in wholes.items()}
 
 
 def taken(place: dict[str, Any], kind: str, path: str) -> None:
