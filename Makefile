@@ -41,7 +41,7 @@ types: $(DEV)
 
 # Before the tests, so that none of them waits for a compiler. Needs g++, Python's headers and libaio-dev.
 ops: $(DEV)
-	$(PY) -m phalanx.strategies.deepspeed_ops
+	$(PY) -m phalanx.strategies.deepspeed.ops
 
 bench: $(BENCH)
 	$(PY) -m benchmarks $(ARGS)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..framework.callback import Callback
-from ..framework.checkpoint import remove
-from ..framework.checkpoint_name import NameTemplate
-from ..framework.checkpoint_schedule import SaveSchedule
+from ..framework.checkpoint.name import NameTemplate
+from ..framework.checkpoint.retention import BestK, clone
+from ..framework.checkpoint.schedule import SaveSchedule
+from ..framework.checkpoint.store import remove
 from ..framework.errors import ConfigurationError, MetricError, NonFiniteError, StorageError
 from ..framework.logger import Logger
 from ..framework.monitor import acts_at_epoch_end, check_mode, missing_metric
-from ..framework.retention import BestK, clone
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule

@@ -14,7 +14,7 @@ import torch
 
 from .batch_norm import share_batch_statistics
 from .callback import Callback
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.read import Checkpoint, open_checkpoint
 from .datamodule import DataModule
 from .errors import CheckpointError, ConfigurationError
 from .evaluation import EvaluationPlan

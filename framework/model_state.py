@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from .checkpoint import Checkpoint
-from .codec import JSON, decode, encode_inline
+from .checkpoint.codec import decode, encode_inline
+from .checkpoint.manifest import JSON
+from .checkpoint.read import Checkpoint
 from .errors import CheckpointError, ConfigurationError, did_you_mean
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .callback import Callback
-from .checkpoint import open_checkpoint
+from .checkpoint.read import open_checkpoint
 from .errors import ConfigurationError
 from .hparams import HyperparametersMixin
 from .log import MetricLog, NoLog
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchmetrics import MetricCollection
     from typing_extensions import Self
 
-    from .fabric import Fabric
+    from .fabric.fabric import Fabric
     from .run import Run
     from .trainer import Trainer
 

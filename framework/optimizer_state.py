@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint import Checkpoint, Shard
-from .codec import decode, encode_inline
+from .checkpoint.codec import decode, encode_inline
+from .checkpoint.plan import Shard
+from .checkpoint.read import Checkpoint
+from .checkpoint.stored import SavedTensor
 from .errors import CheckpointError
-from .stored import SavedTensor
 from .strategy import Strategy, parameters_of
 
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from .assembly import FitRequest
 from .errors import ConfigurationError, PhalanxError
 from .loading import Data
-from .memory_formulas import LAYOUTS, ModelSize, Ranks
-from .memory_measure import (
+from .memory.formulas import LAYOUTS, ModelSize, Ranks
+from .memory.measure import (
     Activations,
     optimizer_state,
     run_for_real,
@@ -23,8 +23,8 @@ from .memory_measure import (
     shapes_alone,
     size_of,
 )
-from .memory_plan import MemoryPlan, candidates, fits_easily, make_plan
-from .memory_there import Memory, bytes_of, memory_there
+from .memory.plan import MemoryPlan, candidates, fits_easily, make_plan
+from .memory.there import Memory, bytes_of, memory_there
 from .module import TrainModule
 from .randomness import RandomStream
 from .ranks import RankVerbs

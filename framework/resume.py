@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from .callback import Callback
-from .checkpoint import newest_good
+from .checkpoint.newest import newest_good
 from .errors import CheckpointError, PhalanxError
 from .rundir import RunDirectory, next_version, versions
 from .world import World

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from .accumulation import AccumulationSchedule
 from .callback import Callback, in_call_order, wanted
 from .errors import MetricError, NonFiniteError, did_you_mean
-from .fabric import Fabric
+from .fabric.fabric import Fabric
 from .log import MetricLog
 from .log_entries import Entry
 from .log_fanout import LoggerFanout

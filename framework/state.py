@@ -9,14 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, Shard, Snapshot, has_nonfinite, save
-from .codec import decode, encode, encode_inline
+from .checkpoint.codec import decode, encode, encode_inline
+from .checkpoint.plan import Shard, Snapshot
+from .checkpoint.read import Checkpoint
+from .checkpoint.stored import SavedTensor
+from .checkpoint.write import has_nonfinite, save
 from .errors import CheckpointError, ConfigurationError, NonFiniteError
 from .model_state import check_model, encode_known
 from .optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
 from .run import Run
 from .seed import capture
-from .stored import SavedTensor
 from .windows import Windows
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint_plan import Shard
+from .checkpoint.plan import Shard
+from .checkpoint.stored import StoredTensors
 from .errors import ConfigurationError
 from .materialize import fill_from_rank_zero
 from .precision import Precision
-from .stored import StoredTensors
 from .world import World
 
 StepFunction = Callable[..., Any]

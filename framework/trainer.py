@@ -14,9 +14,9 @@ from .assembly import FitRequest
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .datamodule import DataModule
 from .errors import ConfigurationError
-from .fabric import Fabric
+from .fabric.fabric import Fabric
 from .launch import can_rerun_script, launch_script
-from .memory_plan import MemoryPlan
+from .memory.plan import MemoryPlan
 from .module import TrainModule
 from .notebook import run_in_function
 from .planning import plan_memory

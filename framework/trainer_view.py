@@ -16,7 +16,7 @@ from .callback import Callback
 from .datamodule import DataModule
 from .errors import ConfigurationError
 from .evaluation import EvaluationPlan
-from .fabric import Fabric
+from .fabric.fabric import Fabric
 from .logger import Logger
 from .module import TrainModule
 from .optimization import SchedulerConfig

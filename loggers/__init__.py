@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..framework.lazy import face
 
 if TYPE_CHECKING:
     from ..framework.logger import Logger as Logger
@@ -16,16 +17,5 @@ _HOMES = {
     "TensorBoardLogger": ".tensorboard",
 }
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(_HOMES[name], __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = face(__name__, _HOMES)

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..framework.lazy import face
 
 if TYPE_CHECKING:
     from ..framework.strategy import Strategy as Strategy
     from .ddp import DDPStrategy as DDPStrategy
-    from .deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
-    from .fsdp import FSDPStrategy as FSDPStrategy
-    from .fsdp import hsdp as hsdp
+    from .deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
+    from .fsdp.strategy import FSDPStrategy as FSDPStrategy
+    from .fsdp.strategy import hsdp as hsdp
     from .single import SingleDeviceStrategy as SingleDeviceStrategy
 
 _HOMES = {
     "DDPStrategy": ".ddp",
-    "DeepSpeedStrategy": ".deepspeed",
-    "FSDPStrategy": ".fsdp",
+    "DeepSpeedStrategy": ".deepspeed.strategy",
+    "FSDPStrategy": ".fsdp.strategy",
     "SingleDeviceStrategy": ".single",
     "Strategy": "..framework.strategy",
-    "hsdp": ".fsdp",
+    "hsdp": ".fsdp.strategy",
 }
 
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(_HOMES[name], __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = face(__name__, _HOMES)

@@ -12,8 +12,8 @@ import torch
 from ranks import run_on_ranks
 from small_fits import Tiny, capturing, loader, quiet_trainer
 
+from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
-from phalanx.framework import checkpoint
 from phalanx.framework.errors import ConfigurationError, MetricError, NonFiniteError
 from phalanx.framework.logger import Logger
 

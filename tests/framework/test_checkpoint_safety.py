@@ -15,9 +15,9 @@ import torch
 import xxhash
 
 from phalanx import checkpoint
-from phalanx.framework.checkpoint import Shard, Snapshot
+from phalanx.framework.checkpoint.plan import Shard, Snapshot
+from phalanx.framework.checkpoint.tensors import bytes_of
 from phalanx.framework.errors import CheckpointError
-from phalanx.framework.tensor_file import bytes_of
 from phalanx.framework.world import World
 
 NUM_FLIPS = 400

@@ -22,8 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx import checkpoint
-from phalanx.framework import atomic, checkpoint_write, tensor_file
-from phalanx.framework.checkpoint import Save, Shard, Snapshot
+from phalanx.framework import atomic
+from phalanx.framework.checkpoint import tensors as tensor_bytes
+from phalanx.framework.checkpoint import write
+from phalanx.framework.checkpoint.manifest import Manifest
+from phalanx.framework.checkpoint.plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write import Save
 from phalanx.framework.errors import CheckpointError, ConfigurationError, StorageError, UnknownNameError
 from phalanx.framework.world import World
 
@@ -40,7 +44,7 @@ def saved(path: Path, model: dict[str, Tensor], document: Any = None, **sections
 def same(first: Tensor, second: Tensor) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    return bytes(tensor_file.bytes_of(first.contiguous())) == bytes(tensor_file.bytes_of(second.contiguous()))
+    return bytes(tensor_bytes.bytes_of(first.contiguous())) == bytes(tensor_bytes.bytes_of(second.contiguous()))
 
 
 @contextlib.contextmanager
@@ -56,7 +60,7 @@ def two_ranks() -> Iterator[World]:
 SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (3, 5), (0,), (0, 3), (3, 0, 2), (2, 3, 4, 1)]
 
 
-@pytest.mark.parametrize("dtype", tensor_file.CODES, ids=str)
+@pytest.mark.parametrize("dtype", tensor_bytes.CODES, ids=str)
 def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     model = {}
     for index, shape in enumerate(SHAPES):
@@ -296,7 +300,7 @@ def save_and_fail(path: Path, failure: str) -> tuple[str, str]:
 
         with pytest.MonkeyPatch.context() as patch:
             if failure in ("disk", "crash") and world.rank == 1:
-                patch.setattr(checkpoint_write, "write_tensor_file", failing)
+                patch.setattr(write, "write_tensor_file", failing)
             try:
                 pending.begin()
                 pending.write()
@@ -386,7 +390,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_write, "write_tensor_file", interrupted)
+    monkeypatch.setattr(write, "write_tensor_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path / "a.ckpt", {"w": torch.ones(2)})
     assert os.listdir(tmp_path) == []
@@ -394,7 +398,8 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
 
 KILLED = """
 import sys, torch
-from phalanx.framework.checkpoint import Shard, Snapshot, save
+from phalanx.framework.checkpoint.plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write import save
 from phalanx.framework.world import World
 value = 0.0
 while True:
@@ -468,7 +473,7 @@ def test_what_the_caller_refuses_is_passed_over(tmp_path: Path) -> None:
     old = saved(tmp_path / "a.ckpt", {}, progress(1))
     saved(tmp_path / "b.ckpt", {}, {**progress(2), "weights_only": True})
 
-    def refuse(opened: checkpoint.Checkpoint) -> str | None:
+    def refuse(opened: Manifest) -> str | None:
         return "it holds weights only." if "weights_only" in opened.document else None
 
     assert checkpoint.newest_good(tmp_path, notes.append, refuse) == old
@@ -514,7 +519,7 @@ def test_the_manifest_records_whether_the_model_is_finite(tmp_path: Path) -> Non
 
 
 def test_load_gives_one_dict(tmp_path: Path) -> None:
-    from phalanx.framework import codec
+    from phalanx.framework.checkpoint import codec
 
     document, tensors = codec.encode({"epoch": 3, "ema": {"decay": 0.9, "w": torch.ones(2)}})
     path = saved(tmp_path / "a.ckpt", {"w": torch.zeros(2)}, document, state=tensors, optimizer={"w": torch.ones(1)})

@@ -15,7 +15,8 @@ import numpy
 import pytest
 import torch
 
-from phalanx.framework import codec
+from phalanx.framework.checkpoint import codec
+from phalanx.framework.checkpoint.manifest import JSON
 from phalanx.framework.errors import CheckpointError, ConfigurationError
 
 Pair = namedtuple("Pair", "first second")
@@ -29,7 +30,7 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
-def through_json(document: codec.JSON) -> codec.JSON:
+def through_json(document: JSON) -> JSON:
     return json.loads(json.dumps(document, allow_nan=False))
 
 
@@ -255,7 +256,7 @@ def test_an_unknown_factory_becomes_a_dict() -> None:
     ],
     ids=str,
 )
-def test_a_hostile_document_is_refused(document: codec.JSON) -> None:
+def test_a_hostile_document_is_refused(document: JSON) -> None:
     with pytest.raises(CheckpointError, match=r"document\['x'\]"):
         codec.decode({"x": document})
 

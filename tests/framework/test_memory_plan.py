@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import DataModule, TrainModule
-from phalanx.framework import memory_there, planning
+from phalanx.framework import planning
 from phalanx.framework.errors import ConfigurationError
-from phalanx.framework.memory_formulas import LAYOUTS, ModelSize, Ranks, footprint
-from phalanx.framework.memory_measure import Activations, optimizer_state, run_on_shapes, shapes_alone, size_of
-from phalanx.framework.memory_plan import MemoryPlan, make_plan, shown
-from phalanx.framework.memory_there import Memory, host_memory
+from phalanx.framework.memory import there
+from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
+from phalanx.framework.memory.measure import Activations, optimizer_state, run_on_shapes, shapes_alone, size_of
+from phalanx.framework.memory.plan import MemoryPlan, make_plan, shown
+from phalanx.framework.memory.there import Memory, host_memory
 from phalanx.framework.precision import PRECISIONS
 
 FP32, BF16 = PRECISIONS["32-true"], PRECISIONS["bf16-mixed"]
@@ -304,7 +305,7 @@ def test_the_least_of_the_limits_counts_and_ranks_share_it(tmp_path: Path) -> No
 def test_a_limit_of_the_process_counts() -> None:
     script = """
 import resource
-from phalanx.framework.memory_there import host_memory
+from phalanx.framework.memory.there import host_memory
 free = host_memory(1)
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + 300_000_000, resource.RLIM_INFINITY))
@@ -407,7 +408,7 @@ def fit_in(strategy: str, memories: list[int]) -> tuple[str, str, Tensor]:
         module = Regressor()
         trainer.fit(module, loader(batch_size=2))
     finally:
-        patched.memory_there = memory_there.memory_there
+        patched.memory_there = there.memory_there
     whole = module.net[0].weight.is_meta
     return trainer.strategy.name, "\n".join(said), torch.empty(0) if whole else weights_of(module)
 
@@ -423,16 +424,18 @@ def test_auto_takes_what_fits_alike_on_all_ranks_and_trains_the_same() -> None:
 
 
 SCRIPT = """
+import os
 import sys
 sys.path.insert(0, {tests!r})
 from models import Regressor, loader, silent_trainer
-from phalanx.framework import memory_there, planning
-from phalanx.framework.memory_there import Memory
+from phalanx.framework import planning
+from phalanx.framework.memory.there import Memory
 planning.memory_there = lambda *_: Memory(2500, 2500)
 for _ in range(2):
     trainer = silent_trainer(strategy="auto", devices=2, max_steps=1)
     trainer.fit(Regressor(), loader(batch_size=2))
-    print("RANK", trainer.global_rank, trainer.strategy.name)
+    # In one write: two ranks share the pipe.
+    os.write(1, f"RANK {{trainer.global_rank}} {{trainer.strategy.name}}\\n".encode())
 """
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import Callback, ModelCheckpoint
-from phalanx.framework.checkpoint import open_checkpoint
+from phalanx.framework.checkpoint.read import open_checkpoint
 from phalanx.framework.errors import CheckpointError
 
 

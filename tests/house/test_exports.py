@@ -15,7 +15,7 @@ import phalanx
 from phalanx.framework.registry import CALLBACKS, LOGGERS, STRATEGIES, Registry
 
 ROOT = Path(phalanx.__file__).parent
-FACES = ("phalanx", "phalanx.strategies", "phalanx.callbacks", "phalanx.loggers")
+FACES = ("phalanx", "phalanx.checkpoint", "phalanx.strategies", "phalanx.callbacks", "phalanx.loggers")
 KINDS = {
     "strategies": (STRATEGIES, "phalanx.framework.strategy:Strategy"),
     "callbacks": (CALLBACKS, "phalanx.framework.callback:Callback"),

@@ -12,8 +12,8 @@ import pytest
 from phalanx.framework.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.precision import PRECISIONS
 from phalanx.framework.registry import STRATEGIES
-from phalanx.strategies.deepspeed_config import check_precision, engine_config, resolve_options
-from phalanx.strategies.deepspeed_values import check_values
+from phalanx.strategies.deepspeed.config import check_precision, engine_config, resolve_options
+from phalanx.strategies.deepspeed.values import check_values
 
 FP32 = PRECISIONS["32-true"]
 MILLION = 1_000_000

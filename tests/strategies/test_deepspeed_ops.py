@@ -18,11 +18,11 @@ import pytest
 
 from phalanx.framework import world
 from phalanx.framework.errors import ConfigurationError, UnknownNameError
-from phalanx.strategies import deepspeed_build, deepspeed_toolchain
-from phalanx.strategies.deepspeed_build import ensure_ops, missing_ops, op_folder
-from phalanx.strategies.deepspeed_config import resolve_options
-from phalanx.strategies.deepspeed_ops import needed_ops
-from phalanx.strategies.deepspeed_toolchain import check_toolchain, missing_tools, require_deepspeed
+from phalanx.strategies.deepspeed import build, toolchain
+from phalanx.strategies.deepspeed.build import ensure_ops, missing_ops, op_folder
+from phalanx.strategies.deepspeed.config import resolve_options
+from phalanx.strategies.deepspeed.ops import needed_ops
+from phalanx.strategies.deepspeed.toolchain import check_toolchain, missing_tools, require_deepspeed
 
 BUILDS = "import pathlib; open('builds', 'a').write('x'); pathlib.Path('cpu_adam.so').write_text('')"
 STARTS_ANOTHER = """
@@ -46,7 +46,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> PlantBuild:
     """Return a function that has a short program stand in for the builds of DeepSpeed."""
 
     def put(program: str) -> None:
-        monkeypatch.setattr(deepspeed_build, "build_program", lambda name: program)
+        monkeypatch.setattr(build, "build_program", lambda name: program)
 
     return put
 
@@ -140,9 +140,9 @@ def test_a_build_that_takes_too_long_is_stopped_with_all_it_started(folder: Path
 
 def test_a_builder_ends_with_whoever_waits_for_it(folder: Path) -> None:
     program = f"""
-from phalanx.strategies import deepspeed_build
-deepspeed_build.build_program = lambda name: {STARTS_ANOTHER!r}
-deepspeed_build.ensure_ops(["cpu_adam"], print)
+from phalanx.strategies.deepspeed import build
+build.build_program = lambda name: {STARTS_ANOTHER!r}
+build.ensure_ops(["cpu_adam"], print)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as waiting:
         deadline = time.monotonic() + 60
@@ -286,14 +286,14 @@ def test_variables_for_a_library_go_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("found", ["0.18.9", "0.19.7", "0.20.0", "1.0"])
 def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(deepspeed_toolchain, "version", lambda name: found)
+    monkeypatch.setattr(toolchain, "version", lambda name: found)
     with pytest.raises(ConfigurationError, match=f"{re.escape(found)} is installed: pip install"):
         require_deepspeed("zero2")
 
 
 @pytest.mark.parametrize("found", ["0.19.8", "0.19.12", "0.19.9+abc"])
 def test_the_versions_that_are_tested_are_not_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(deepspeed_toolchain, "version", lambda name: found)
+    monkeypatch.setattr(toolchain, "version", lambda name: found)
     require_deepspeed("zero2")
 
 
@@ -301,7 +301,7 @@ def test_without_deepspeed_the_sentence_says_how_to_get_it(monkeypatch: pytest.M
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(deepspeed_toolchain, "version", missing)
+    monkeypatch.setattr(toolchain, "version", missing)
     with pytest.raises(
         ConfigurationError, match=r"strategy='zero2' needs DeepSpeed.*pip install 'phalanx\[deepspeed\]'"
     ):
@@ -316,7 +316,7 @@ static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "cpu_adam", "built here"
 PyMODINIT_FUNC PyInit_cpu_adam(void) { return PyModule_Create(&def); }
 """
 LOADS = """
-from phalanx.strategies.deepspeed_ops import load_ops
+from phalanx.strategies.deepspeed.ops import load_ops
 load_ops(["cpu_adam", "async_io"])
 from deepspeed.accelerator import get_accelerator
 print(get_accelerator().create_op_builder("CPUAdamBuilder").load().__doc__)

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
 from phalanx.callbacks import LambdaCallback
-from phalanx.framework.checkpoint_plan import Shard
+from phalanx.framework.checkpoint.plan import Shard
+from phalanx.framework.checkpoint.stored import held
 from phalanx.framework.precision import PRECISIONS
-from phalanx.framework.stored import held
 from phalanx.framework.strategy import parameters_of
 from phalanx.strategies import DeepSpeedStrategy
 

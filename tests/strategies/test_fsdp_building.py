@@ -17,7 +17,7 @@ from phalanx import Fabric
 from phalanx.framework.errors import ConfigurationError
 from phalanx.framework.materialize import to_meta
 from phalanx.strategies import FSDPStrategy
-from phalanx.strategies.fsdp_deferred import Deferred
+from phalanx.strategies.fsdp.deferred import Deferred
 
 
 class OwnInit(SmallGPT):

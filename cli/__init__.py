@@ -1,0 +1,1 @@
+"""The command ``phalanx``: a thin face, without logic that a user of the library would miss."""

@@ -1,0 +1,307 @@
+"""The manifest of a checkpoint: what lies where, and the checksum of each piece.
+
+``manifest.json`` begins with the 31 bytes ``{"checksum":"0123456789abcdef",``; the checksum is the XXH3-64 of the byte
+``{`` followed by all that comes after these 31. It is checked before anything else of the file is believed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeAlias, TypeVar
+
+from ..errors import CheckpointError
+from .tensor_file import ITEM_BYTES, RESERVED_NAME, FileRecord, byte_size
+
+JSON: TypeAlias = Any
+"""None, bool, int, finite float, str, and lists and string-keyed dicts of them."""
+
+MANIFEST = "manifest.json"
+FORMAT = "phalanx-checkpoint"
+VERSION = 1
+_START = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
+FILE_NAME = re.compile(r"([a-z][a-z0-9_]*)-[0-9]{5,9}\.safetensors")
+SECTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
+_MAX_BYTES = 1 << 62
+_MAX_DIMS = 64
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a tensor in a file: a box at ``offsets``, or a range of the flattened tensor (see ``is_flat``)."""
+
+    file: str
+    start: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    xxh3_64: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor: the code of its dtype, its global shape, and parts that cover it exactly once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def size_of(self, part: Part) -> int:
+        """Return the bytes of one of the parts."""
+        return byte_size(part.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that ``manifest.json`` says. In ``sections``, a string stands for a tensor tied to the one of that name."""
+
+    sections: dict[str, dict[str, TensorRecord | str]]
+    files: dict[str, FileRecord]
+    document: JSON = None
+    rank_documents: list[JSON] = field(default_factory=list)
+    nonfinite: str | None = None
+    sharded: bool = False
+    world_size: int = 1
+    saved_at: float = 0.0
+    phalanx: str = ""
+
+
+def is_flat(shape: Sequence[int], offsets: Sequence[int]) -> bool:
+    """Whether a part is a range of the flattened (row-major) tensor: it has one offset, and the tensor not one dim."""
+    return len(offsets) == 1 and len(shape) != 1
+
+
+def coverage_problem(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
+    """Say why boxes ``(offsets, shape)`` do not cover a tensor exactly once, or None where they do."""
+    boxes = list(boxes)
+    kinds = {is_flat(shape, offsets) for offsets, _ in boxes}
+    if kinds == {True, False}:
+        return "parts by dim and parts of the flattened tensor are mixed"
+    if kinds == {True}:
+        shape = (prod(shape),)
+    for offsets, extent in boxes:
+        if not len(offsets) == len(extent) == len(shape):
+            return f"a part at {list(offsets)} of shape {list(extent)} does not fit the dims of {list(shape)}"
+        if any(start + size > whole for start, size, whole in zip(offsets, extent, shape, strict=True)):
+            return f"a part at {list(offsets)} of shape {list(extent)} reaches beyond {list(shape)}"
+    covered = sum(prod(extent) for _, extent in boxes)
+    if covered != prod(shape):
+        return f"the parts hold {covered:,} of {prod(shape):,} elements"
+    return _overlap([box for box in boxes if prod(box[1])])
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
+    # A sweep along the first dim: parts split along it, the usual case, meet only their neighbour.
+    alive: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for offsets, extent in sorted(boxes):
+        alive = [box for box in alive if not offsets or box[0][0] + box[1][0] > offsets[0]]
+        for other, size in alive:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, extent, other, size, strict=True)):
+                return f"the parts at {list(other)} and {list(offsets)} overlap"
+        alive.append((offsets, extent))
+    return None
+
+
+def dump(manifest: Manifest) -> bytes:
+    """Return the bytes of ``manifest.json``, one line for each field and tensor.
+
+    Raises:
+        ValueError, TypeError: a document is not strict JSON.
+    """
+    from xxhash import xxh3_64_hexdigest
+
+    fields = {
+        "format": FORMAT,
+        "version": VERSION,
+        "phalanx": manifest.phalanx,
+        "saved_at": manifest.saved_at,
+        "world_size": manifest.world_size,
+        "sharded": manifest.sharded,
+        "finite": manifest.nonfinite is None,
+        "nonfinite": manifest.nonfinite,
+        "document": manifest.document,
+        "rank_documents": manifest.rank_documents,
+    }
+    lines = [f"{_text(name)}:{_text(value)}" for name, value in fields.items()]
+    lines.append(_block("files", ((name, vars(record)) for name, record in manifest.files.items())))
+    sections = (_block(name, map(_tensor_fields, tensors.items())) for name, tensors in manifest.sections.items())
+    lines.append('"sections":{\n' + ",\n".join(sections) + "\n}")
+    rest = ("\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+    return b'{"checksum":"' + xxh3_64_hexdigest(b"{" + rest).encode("ascii") + b'",' + rest
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _block(name: str, items: Iterable[tuple[str, Any]]) -> str:
+    return f"{_text(name)}:{{\n" + ",\n".join(f"{_text(key)}:{_text(value)}" for key, value in items) + "\n}"
+
+
+def _tensor_fields(item: tuple[str, TensorRecord | str]) -> tuple[str, Any]:
+    name, record = item
+    if isinstance(record, str):
+        return name, {"alias": record}
+    return name, {"dtype": record.dtype, "shape": record.shape, "parts": [vars(part) for part in record.parts]}
+
+
+def parse(data: bytes) -> Manifest:
+    """Return the manifest in ``data``, checked so far as that is possible without the files.
+
+    Raises:
+        CheckpointError: it is damaged, contradicts itself, or is of a newer format version.
+    """
+    from xxhash import xxh3_64_hexdigest
+
+    start = _START.match(data)
+    if start is None:
+        raise CheckpointError(f"the manifest does not begin as one of phalanx does; is it damaged? {data[:31]!r}")
+    if xxh3_64_hexdigest(b"{" + data[start.end() :]).encode("ascii") != start[1]:
+        raise CheckpointError("the manifest does not match its checksum; the checkpoint is damaged.")
+    try:
+        fields = json.loads(data, object_pairs_hook=_distinct, parse_constant=_no_constant)
+        _check_version(fields)
+        return _manifest(fields)
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the manifest is not one that phalanx writes ({reason}).") from error
+
+
+def _distinct(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice in one object")
+    return found
+
+
+def _no_constant(text: str) -> JSON:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _check_version(fields: dict[str, JSON]) -> None:
+    if fields["format"] != FORMAT:
+        raise CheckpointError(f"format={fields['format']!r}; only {FORMAT!r} is read.")
+    version = _natural(fields["version"])
+    if version > VERSION:
+        raise CheckpointError(
+            f"the checkpoint has format version {version}, written by phalanx {fields.get('phalanx')!r}; this phalanx"
+            f" reads up to {VERSION}. Update phalanx."
+        )
+
+
+def _manifest(fields: dict[str, JSON]) -> Manifest:
+    manifest = Manifest(
+        sections={
+            _matching(SECTION_NAME, section): {name: _tensor(record) for name, record in tensors.items()}
+            for section, tensors in fields["sections"].items()
+        },
+        files={_matching(FILE_NAME, name): _file(record) for name, record in fields["files"].items()},
+        document=fields["document"],
+        rank_documents=_of(list, fields["rank_documents"]),
+        nonfinite=None if fields["nonfinite"] is None else _of(str, fields["nonfinite"]),
+        sharded=_of(bool, fields["sharded"]),
+        world_size=_natural(fields["world_size"]),
+        saved_at=float(fields["saved_at"]),
+        phalanx=_of(str, fields["phalanx"]),
+    )
+    for section, tensors in manifest.sections.items():
+        for name, record in tensors.items():
+            _check_tensor(manifest, section, name, record)
+    _check_files(manifest)
+    return manifest
+
+
+def _file(value: JSON) -> FileRecord:
+    checksums = (_matching(_CHECKSUM, value["header_xxh3_64"]), _matching(_CHECKSUM, value["xxh3_64"]))
+    return FileRecord(_natural(value["size"]), _natural(value["header_size"]), *checksums)
+
+
+def _tensor(value: JSON) -> TensorRecord | str:
+    if "alias" in value:
+        return _of(str, value["alias"])
+    dtype = _of(str, value["dtype"])
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype {dtype!r} is not known")
+    if type(value["parts"]) is not list:
+        raise TypeError(f"parts={value['parts']!r} is not a list")
+    return TensorRecord(dtype, _extent(value["shape"]), tuple(map(_part, value["parts"])))
+
+
+def _part(value: JSON) -> Part:
+    return Part(
+        _of(str, value["file"]),
+        _natural(value["start"]),
+        _extent(value["offsets"]),
+        _extent(value["shape"]),
+        _matching(_CHECKSUM, value["xxh3_64"]),
+    )
+
+
+def _check_tensor(manifest: Manifest, section: str, name: str, record: TensorRecord | str) -> None:
+    where = f"{section} tensor {name!r}"
+    if name == RESERVED_NAME:
+        raise ValueError(f"{where} has a name that safetensors reserves")
+    if isinstance(record, str):
+        if not isinstance(manifest.sections[section].get(record), TensorRecord):
+            raise ValueError(f"{where} is an alias of {record!r}, which holds no data")
+        return
+    # Empty dims do not excuse the others: torch multiplies them too.
+    if prod(max(size, 1) for size in record.shape) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
+        raise ValueError(f"{where} has the absurd shape {list(record.shape)}")
+    problem = coverage_problem(record.shape, ((part.offsets, part.shape) for part in record.parts))
+    if problem is not None:
+        raise ValueError(f"{where}: {problem}")
+    if len({part.file for part in record.parts}) != len(record.parts):
+        raise ValueError(f"{where} has two parts in one file")
+    for part in record.parts:
+        if part.file not in manifest.files or FILE_NAME.fullmatch(part.file)[1] != section:  # type: ignore[index]
+            raise ValueError(f"{where} lies in {part.file!r}, which is no file of this section")
+
+
+def _check_files(manifest: Manifest) -> None:
+    """Every byte of every file belongs to its header or to exactly one part, so that checksums cover all of it."""
+    ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
+    for tensors in manifest.sections.values():
+        for record in tensors.values():
+            if isinstance(record, TensorRecord):
+                for part in record.parts:
+                    ranges[part.file].append((part.start, part.start + record.size_of(part)))
+    for name, file in manifest.files.items():
+        position = file.header_size
+        for start, end in sorted(ranges[name]):
+            if start != position:
+                raise ValueError(f"file {name!r} has a gap or an overlap at byte {min(start, position)}")
+            position = end
+        if position != file.size:
+            raise ValueError(f"file {name!r} has {file.size:,} bytes where its parts end at {position:,}")
+
+
+def _natural(value: JSON) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_BYTES:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _extent(value: JSON) -> tuple[int, ...]:
+    if len(_of(list, value)) > _MAX_DIMS:
+        raise ValueError(f"{len(value)} dims are more than {_MAX_DIMS}")
+    return tuple(map(_natural, value))
+
+
+def _matching(pattern: re.Pattern[str], value: JSON) -> str:
+    if pattern.fullmatch(_of(str, value)) is None:
+        raise ValueError(f"{value!r} is not of the form {pattern.pattern}")
+    return str(value)
+
+
+def _of(kind: Callable[..., T], value: JSON) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} where a {getattr(kind, '__name__', kind)} belongs")
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,61 @@
+"""File names of checkpoints, made from a template such as ``"{epoch}-{step}-{val_loss:.2f}"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from string import Formatter
+
+from ..errors import ConfigurationError
+from ..monitor import missing_metric
+
+COUNTERS = ("epoch", "step")
+
+
+class NameTemplate:
+    """A template whose fields are ``epoch``, ``step`` and metrics.
+
+    With ``insert_names`` each value is preceded by its name: ``epoch=3-step=1200-val_loss=0.12``. A slash in such a
+    name becomes an underscore; one in the template itself makes a folder.
+
+    Raises:
+        ConfigurationError: the template cannot be read, or a field's format does not fit numbers.
+    """
+
+    def __init__(self, template: str, insert_names: bool = True) -> None:
+        self._insert_names = insert_names
+        try:
+            self._parts = [
+                (text, field, spec or "", conversion) for text, field, spec, conversion in Formatter().parse(template)
+            ]
+            for _, field, spec, _ in self._parts:
+                format(1 if field in COUNTERS else 1.0, spec)
+        except ValueError as error:
+            raise ConfigurationError(f"filename={template!r} cannot be read: {error}.") from error
+        if any(field == "" or conversion for _, field, _, conversion in self._parts):
+            raise ConfigurationError(
+                f"filename={template!r}: write a metric's name in each field, such as {{val_loss:.2f}}."
+            )
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that a name needs."""
+        return [field for _, field, _, _ in self._parts if field is not None and field not in COUNTERS]
+
+    def fill(self, epoch: int, step: int, metrics: Mapping[str, float]) -> str:
+        """Return the name, without a suffix.
+
+        Raises:
+            MetricError: a field names a metric that was not logged.
+        """
+        counters = {"epoch": epoch, "step": step}
+        name = ""
+        for text, field, spec, _ in self._parts:
+            name += text
+            if field is None:
+                continue
+            if field not in counters and field not in metrics:
+                raise missing_metric("A checkpoint's filename", field, metrics)
+            value = counters[field] if field in counters else float(metrics[field])
+            label = f"{field.replace('/', '_')}=" if self._insert_names else ""
+            name += label + format(value, spec)
+        return name

@@ -1,0 +1,74 @@
+"""Which checkpoint of a directory to resume from: found by looking, never through a pointer file. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ..atomic import storage_error
+from ..errors import CheckpointError
+from .manifest import MANIFEST, Manifest
+from .opening import read_manifest
+from .verification import verify
+
+
+def newest_good(
+    directory: str | os.PathLike[str],
+    note: Callable[[str], None],
+    refuse: Callable[[Manifest], str | None] | None = None,
+) -> Path | None:
+    """Return the checkpoint in ``directory`` that got furthest and verifies, or None.
+
+    "Furthest" is by the progress in the manifests (optimizer steps, then batches, then the time of saving), never by
+    names or a pointer file. ``note`` is told why each better one was passed over: damaged, weights that are not finite,
+    or what ``refuse`` answered for it. Links and unfinished saves are not looked at.
+    """
+    found: list[tuple[tuple[int, int, float], Path, Manifest]] = []
+    for path in _candidates(Path(directory)):
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            note(f"Skipped {path.name}: {error}")
+            continue
+        found.append((_furthest(manifest), path, manifest))
+    for _, path, manifest in sorted(found, key=lambda entry: entry[0], reverse=True):
+        reason = _reason_against(path, manifest) or (refuse(manifest) if refuse is not None else None)
+        if reason is None:
+            return path
+        note(f"Skipped {path.name}: {reason}")
+    return None
+
+
+def _candidates(directory: Path) -> list[Path]:
+    try:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise storage_error("listing", directory, error) from error
+    folders = (entry for entry in entries if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."))
+    return [
+        directory / entry.name
+        for entry in folders
+        if entry.name.endswith(".ckpt") or os.path.lexists(os.path.join(entry.path, MANIFEST))
+    ]
+
+
+def _furthest(manifest: Manifest) -> tuple[int, int, float]:
+    document = manifest.document if isinstance(manifest.document, dict) else {}
+    progress = document.get("progress")
+    counts = progress if isinstance(progress, dict) else {}
+    step, batch = counts.get("global_step"), counts.get("batch", counts.get("global_batch"))
+    return (
+        step if isinstance(step, int) else -1,
+        batch if isinstance(batch, int) else -1,
+        manifest.saved_at,
+    )
+
+
+def _reason_against(path: Path, manifest: Manifest) -> str | None:
+    if manifest.nonfinite is not None:
+        return f"its weight {manifest.nonfinite!r} is not finite."
+    problems = verify(path)
+    return None if not problems else problems[0]

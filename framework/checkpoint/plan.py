@@ -1,0 +1,159 @@
+"""Who writes what: ranks describe the shards that they hold, and all of them draw the same conclusion."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigurationError
+from .manifest import JSON, SECTION_NAME, coverage_problem, is_flat
+from .tensor_file import RESERVED_NAME
+from .tensors import code_of, size_of
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's piece of a global tensor: the box at ``offsets`` of a tensor of ``shape``.
+
+    With one offset where ``shape`` has not one dim, the piece is 1-d: a range of the flattened (row-major) tensor, as
+    ZeRO partitions are. Build it with ``whole`` or ``flat``, or directly.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Shard:
+        """Return a tensor that is not split."""
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    @classmethod
+    def flat(cls, tensor: Tensor, shape: tuple[int, ...], start: int) -> Shard:
+        """Return the elements from ``start`` on of the flattened tensor of ``shape``; ``tensor`` is 1-d."""
+        return cls(tensor, tuple(shape), (start,))
+
+
+@dataclass
+class Snapshot:
+    """What this rank has to save.
+
+    ``sections`` maps a section (``"model"``, ``"optimizer"``, ``"state"``) to tensors by name. Of ``document`` rank 0's
+    is kept; of ``rank_document`` every rank's, as a list. Both are strict JSON (``codec.encode``).
+    """
+
+    sections: dict[str, dict[str, Shard]]
+    document: JSON = field(default_factory=dict)
+    rank_document: JSON = None
+    buffers: Set[str] = frozenset()
+    """Names in ``"model"`` that are no weights: whether they are finite says nothing of the training."""
+
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank tells the others of a shard."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+    tied_to: str | None
+
+
+Plan: TypeAlias = "dict[str, dict[str, Piece]]"
+# For each section and name: the name it is tied to, or who writes which box of it.
+Agreed: TypeAlias = "dict[str, dict[str, str | list[tuple[int, Box]]]]"
+
+
+def plan_of(snapshot: Snapshot) -> Plan:
+    """Check this rank's shards and describe them."""
+    plan: Plan = {}
+    for section, shards in snapshot.sections.items():
+        if SECTION_NAME.fullmatch(section) is None:
+            raise ConfigurationError(f"section {section!r} must consist of lower-case letters, digits and underscores.")
+        pieces = plan.setdefault(section, {})
+        seen: dict[tuple[Any, ...], str] = {}
+        for name, shard in shards.items():
+            _check_shard(section, name, shard)
+            box = (tuple(shard.offsets), tuple(shard.tensor.shape))
+            tied_to = seen.setdefault(_memory(shard, name), name)
+            tied = None if tied_to == name else tied_to
+            pieces[name] = Piece(shard.tensor.dtype, tuple(shard.shape), box, tied)
+    return plan
+
+
+def _check_shard(section: str, name: str, shard: Shard) -> None:
+    tensor, where = shard.tensor, f"{section} tensor {name!r}"
+    if type(name) is not str or name == RESERVED_NAME:
+        raise ConfigurationError(f"{where} needs another name: a string, and not {RESERVED_NAME!r}.")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = f"layout {tensor.layout}, device {tensor.device}"
+        raise ConfigurationError(f"{where} is not a dense tensor with data ({kind}); materialise it first.")
+    code_of(tensor.dtype, name)
+    fits = is_flat(shard.shape, shard.offsets) or len(shard.shape) == len(shard.offsets)
+    dims = 1 if is_flat(shard.shape, shard.offsets) else len(shard.shape)
+    if not fits or tensor.dim() != dims or any(size < 0 for size in (*shard.shape, *shard.offsets)):
+        raise ConfigurationError(
+            f"{where}: a piece of shape {list(tensor.shape)} at {list(shard.offsets)} does not fit {list(shard.shape)}."
+        )
+
+
+def _memory(shard: Shard, name: str) -> tuple[Any, ...]:
+    """Return what two tied tensors share: the same elements of the same storage, as the same piece."""
+    tensor = shard.tensor
+    if tensor.numel() == 0:
+        return (name,)
+    pointer = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride())
+    return (*pointer, tensor.dtype, tuple(tensor.shape), tensor.is_conj(), tensor.is_neg(), shard.shape, shard.offsets)
+
+
+def assign(plans: list[Plan]) -> Agreed:
+    """Decide who writes what: the same answer on every rank, as it depends on the gathered plans alone."""
+    agreed: Agreed = {}
+    load = [0] * len(plans)
+    for section in dict.fromkeys(section for plan in plans for section in plan):
+        held: dict[str, list[tuple[int, Piece]]] = {}
+        for rank, plan in enumerate(plans):
+            for name, piece in plan.get(section, {}).items():
+                held.setdefault(name, []).append((rank, piece))
+        tensors = agreed.setdefault(section, {})
+        for name, pieces in held.items():
+            tied = _tied(pieces)
+            tensors[name] = tied if tied is not None else _writers(section, name, pieces, load)
+    return agreed
+
+
+def _tied(pieces: list[tuple[int, Piece]]) -> str | None:
+    """Return the name that all ranks with data of this tensor found it tied to, or None."""
+    owners = {piece.tied_to for _, piece in pieces if prod(piece.box[1])}
+    return owners.pop() if len(owners) == 1 else None
+
+
+def _writers(section: str, name: str, pieces: list[tuple[int, Piece]], load: list[int]) -> list[tuple[int, Box]]:
+    """Return which rank writes which box; of several holders of one box the one that has least to write so far."""
+    first = pieces[0][1]
+    holders: dict[Box, list[int]] = {}
+    for rank, piece in pieces:
+        if (piece.dtype, piece.shape) != (first.dtype, first.shape):
+            given = f"{piece.dtype} {list(piece.shape)} on rank {rank}, {first.dtype} {list(first.shape)} elsewhere"
+            raise ConfigurationError(f"{section} tensor {name!r} differs between ranks: {given}.")
+        if prod(piece.box[1]) or not prod(first.shape):
+            holders.setdefault(piece.box, []).append(rank)
+    if not prod(first.shape):
+        holders = dict(list(holders.items())[:1])
+    problem = coverage_problem(first.shape, holders)
+    if problem is not None:
+        raise ConfigurationError(f"{section} tensor {name!r} is not covered exactly once by its shards: {problem}.")
+    writers = []
+    for box in sorted(holders):
+        rank = min(holders[box], key=lambda one: load[one])
+        load[rank] += size_of(box[1], first.dtype)
+        writers.append((rank, box))
+    return writers

@@ -1,0 +1,233 @@
+"""Reading a checkpoint: only the bytes that are asked for, each checked against its checksum before it is returned."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ConfigurationError, unknown
+from .manifest import JSON, Manifest, Part, TensorRecord, is_flat
+from .opening import read_manifest
+from .tensor_file import CHUNK_BYTES, PlainFile, open_tensor_file
+from .tensors import DTYPES, bytes_of
+
+# A checkpoint of a thousand ranks has more files than a process may hold open.
+_MAX_OPEN_FILES = 16
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint and check its manifest.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of a newer format version.
+    """
+    return Checkpoint(Path(path), read_manifest(path))
+
+
+class Checkpoint:
+    """An open checkpoint.
+
+    Every read raises ``CheckpointError`` where bytes do not match the manifest, and ``UnknownNameError`` for a section
+    or tensor that is not there. Tensors come as contiguous CPU memory of their own.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.document: JSON = manifest.document
+        self.rank_documents: list[JSON] = manifest.rank_documents
+        self._files: OrderedDict[str, PlainFile] = OrderedDict()
+        self._verified: set[tuple[str, int]] = set()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, sections={self.sections})"
+
+    @property
+    def sections(self) -> list[str]:
+        """The names of the sections."""
+        return list(self.manifest.sections)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the model's weights were all finite when saved."""
+        return self.manifest.nonfinite is None
+
+    def names(self, section: str) -> list[str]:
+        """Return the names of a section's tensors in the order saved, tied ones included."""
+        return list(self._section(section))
+
+    def aliases(self, section: str) -> dict[str, str]:
+        """Return, for each tied name, the name that holds its data."""
+        return {name: record for name, record in self._section(section).items() if isinstance(record, str)}
+
+    def shape(self, section: str, name: str) -> tuple[int, ...]:
+        """Return the global shape of a tensor."""
+        return self._record(section, name).shape
+
+    def dtype(self, section: str, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return DTYPES[self._record(section, name).dtype]
+
+    def read(self, section: str, name: str) -> Tensor:
+        """Return a whole tensor."""
+        shape = self.shape(section, name)
+        return self.read_slice(section, name, (0,) * len(shape), shape)
+
+    def read_section(self, section: str) -> dict[str, Tensor]:
+        """Return all tensors of a section; tied names share one tensor."""
+        owners = self.aliases(section)
+        found: dict[str, Tensor] = {}
+        for name in self.names(section):
+            owner = owners.get(name, name)
+            if owner not in found:
+                found[owner] = self.read(section, owner)
+        return {name: found[owners.get(name, name)] for name in self.names(section)}
+
+    def read_slice(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the box of ``shape`` at ``offsets`` of a tensor, assembled from the parts that it touches.
+
+        Raises:
+            ConfigurationError: the box does not lie within the tensor.
+        """
+        record = self._record(section, name)
+        if not _within(offsets, shape, record.shape):
+            raise ConfigurationError(
+                f"{section} tensor {name!r} has shape {list(record.shape)}; a box of shape {list(shape)} at"
+                f" {list(offsets)} is not within it."
+            )
+        out = torch.empty(tuple(shape), dtype=DTYPES[record.dtype])
+        if out.numel() == 0:
+            return out
+        if not any(is_flat(record.shape, part.offsets) for part in record.parts):
+            for part in record.parts:
+                self._copy_box(name, record, part, offsets, out)
+            return out
+        # Parts of the flattened tensor hold whole rows only, so the rows are read and the other dims cut afterwards.
+        rows = out if out.shape[1:] == record.shape[1:] else out.new_empty((*shape[:1], *record.shape[1:]))
+        row_size = prod(record.shape[1:])
+        self._copy_range(name, record, (offsets[0] if offsets else 0) * row_size, rows.reshape(-1))
+        return out if rows is out else out.copy_(_cut(rows, (0, *offsets[1:]), shape))
+
+    def read_flat(self, section: str, name: str, start: int, length: int) -> Tensor:
+        """Return ``length`` elements from ``start`` on of the flattened (row-major) tensor, as a 1-d tensor.
+
+        Raises:
+            ConfigurationError: the range does not lie within the tensor.
+        """
+        record = self._record(section, name)
+        size = prod(record.shape)
+        if start < 0 or length < 0 or start + length > size:
+            raise ConfigurationError(
+                f"{section} tensor {name!r} has {size:,} elements; {length:,} from {start:,} on are not within it."
+            )
+        out = torch.empty(length, dtype=DTYPES[record.dtype])
+        if not length:
+            return out
+        if any(is_flat(record.shape, part.offsets) for part in record.parts):
+            self._copy_range(name, record, start, out)
+            return out
+        row_size = prod(record.shape[1:])
+        first, last = start // row_size, (start + length - 1) // row_size
+        if not record.shape:
+            return out.copy_(self.read(section, name).reshape(-1))
+        zeros = (0,) * (len(record.shape) - 1)
+        rows = self.read_slice(section, name, (first, *zeros), (last - first + 1, *record.shape[1:]))
+        return out.copy_(rows.reshape(-1).narrow(0, start - first * row_size, length))
+
+    def _copy_box(self, name: str, record: TensorRecord, part: Part, offsets: Sequence[int], out: Tensor) -> None:
+        """Copy what ``part`` holds of the box at ``offsets`` into ``out``."""
+        lows = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
+        highs = [min(a + n, b + m) for a, n, b, m in zip(offsets, out.shape, part.offsets, part.shape, strict=True)]
+        extent = [high - low for low, high in zip(lows, highs, strict=True)]
+        if any(size <= 0 for size in extent):
+            return
+        target = _cut(out, [low - start for low, start in zip(lows, offsets, strict=True)], extent)
+        inside = [low - start for low, start in zip(lows, part.offsets, strict=True)]
+        rows = (extent[0], *part.shape[1:]) if extent else ()
+        first = inside[0] * prod(part.shape[1:]) if inside else 0
+        if target.is_contiguous() and tuple(extent) == rows:
+            self._read_elements(name, record, part, first, target)
+            return
+        buffer = torch.empty(rows, dtype=out.dtype)
+        self._read_elements(name, record, part, first, buffer)
+        target.copy_(_cut(buffer, [0, *inside[1:]], extent))
+
+    def _copy_range(self, name: str, record: TensorRecord, start: int, out: Tensor) -> None:
+        """Fill the 1-d ``out`` with the elements from ``start`` on, from parts of the flattened tensor."""
+        for part in record.parts:
+            low = max(start, part.offsets[0])
+            high = min(start + out.numel(), part.offsets[0] + part.shape[0])
+            if low < high:
+                target = out.narrow(0, low - start, high - low)
+                self._read_elements(name, record, part, low - part.offsets[0], target)
+
+    def _read_elements(self, name: str, record: TensorRecord, part: Part, first: int, out: Tensor) -> None:
+        """Fill the contiguous ``out`` with the elements of ``part`` from ``first`` on.
+
+        The first time, all bytes of the part pass through its checksum; those that are wanted are read just once.
+        """
+        file, memory, low = self._file(part.file), bytes_of(out), first * out.dtype.itemsize
+        if (part.file, part.start) in self._verified:
+            file.read_into(memory, part.start + low)
+            return
+        from xxhash import xxh3_64
+
+        digest = xxh3_64()
+        high, end = low + len(memory), record.size_of(part)
+        scratch = memoryview(bytearray(min(CHUNK_BYTES, max(low, end - high))))
+        for start, stop in ((0, low), (low, high), (high, end)):
+            for position in range(start, stop, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, stop - position)
+                wanted = start == low and stop == high
+                chunk = memory[position - low : position - low + size] if wanted else scratch[:size]
+                file.read_into(chunk, part.start + position)
+                digest.update(chunk)
+        if digest.hexdigest() != part.xxh3_64:
+            where = f"{str(self.path / part.file)!r}"
+            raise CheckpointError(f"tensor {name!r} in {where} does not match its checksum; the checkpoint is damaged.")
+        self._verified.add((part.file, part.start))
+
+    def _file(self, name: str) -> PlainFile:
+        if name in self._files:
+            self._files.move_to_end(name)
+            return self._files[name]
+        while len(self._files) >= _MAX_OPEN_FILES:
+            self._files.popitem(last=False)
+        self._files[name] = open_tensor_file(self.path / name, self.manifest.files[name])
+        return self._files[name]
+
+    def _section(self, section: str) -> Mapping[str, TensorRecord | str]:
+        if section not in self.manifest.sections:
+            raise unknown("section", section, self.manifest.sections)
+        return self.manifest.sections[section]
+
+    def _record(self, section: str, name: str) -> TensorRecord:
+        records = self._section(section)
+        if name not in records:
+            raise unknown(f"{section} tensor", name, records)
+        record = records[name]
+        if isinstance(record, str):
+            record = records[record]
+        assert isinstance(record, TensorRecord)  # the manifest was checked: an alias names a tensor
+        return record
+
+
+def _within(offsets: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> bool:
+    if not len(offsets) == len(shape) == len(whole):
+        return False
+    return all(
+        start >= 0 and size >= 0 and start + size <= full
+        for start, size, full in zip(offsets, shape, whole, strict=True)
+    )
+
+
+def _cut(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor

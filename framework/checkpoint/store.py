@@ -1,0 +1,61 @@
+"""A whole checkpoint at once: read as a dict, and deleted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..atomic import retire_directory
+from ..errors import StorageError
+from . import codec
+from .opening import is_ours
+from .read import open_checkpoint
+from .write import MODEL
+
+STATE = "state"
+
+
+def weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the model's tensors by name, on the CPU; tied names share one tensor.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    return open_checkpoint(path).read_section(MODEL)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a checkpoint as one dict.
+
+    ``"state_dict"`` holds the model's tensors, ``"optimizer_tensors"`` the optimizers' by parameter, and the other keys
+    what else was saved, decoded.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    checkpoint = open_checkpoint(path)
+    tensors = {section: checkpoint.read_section(section) for section in checkpoint.sections}
+    document = codec.decode(checkpoint.document, tensors.pop(STATE, {}))
+    found: dict[str, Any] = dict(document) if isinstance(document, dict) else {"document": document}
+    found["state_dict"] = tensors.pop(MODEL, {})
+    for section, content in tensors.items():
+        found[f"{section}_tensors"] = content
+    return found
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint: its name disappears at once, its files after. A link is removed, never what it points to.
+
+    Raises:
+        StorageError: it holds something else than a checkpoint does, or cannot be deleted.
+    """
+    folder = Path(path)
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    if not is_ours(folder):
+        raise StorageError(f"{str(folder)!r} is not a checkpoint or holds other files; it is not deleted.")
+    retire_directory(folder)

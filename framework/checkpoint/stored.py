@@ -1,0 +1,105 @@
+"""One tensor of canonical state, read when and as far as it is wanted: from a checkpoint, or from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .read import Checkpoint
+
+
+class StoredTensor(Protocol):
+    """A whole tensor of which a rank reads the part that it holds, onto the CPU."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it was saved in."""
+
+    def read(self) -> Tensor:
+        """Return the whole tensor."""
+
+    def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the box of ``shape`` at ``offsets``."""
+
+    def read_flat(self, start: int, length: int) -> Tensor:
+        """Return ``length`` elements from ``start`` on of the flattened (row-major) tensor, as a 1-d tensor."""
+
+
+class SavedTensor:
+    """A tensor of a checkpoint's section."""
+
+    __slots__ = ("_checkpoint", "_name", "_section")
+
+    def __init__(self, checkpoint: Checkpoint, section: str, name: str) -> None:
+        self._checkpoint, self._section, self._name = checkpoint, section, name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(self._checkpoint.shape(self._section, self._name))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it was saved in."""
+        return self._checkpoint.dtype(self._section, self._name)
+
+    def read(self) -> Tensor:
+        """Return the whole tensor."""
+        return self._checkpoint.read(self._section, self._name)
+
+    def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the box of ``shape`` at ``offsets``."""
+        return self._checkpoint.read_slice(self._section, self._name, offsets, shape)
+
+    def read_flat(self, start: int, length: int) -> Tensor:
+        """Return a range of the flattened tensor."""
+        return self._checkpoint.read_flat(self._section, self._name, start, length)
+
+
+class HeldTensor:
+    """A tensor in memory."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(self._tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self._tensor.dtype
+
+    def read(self) -> Tensor:
+        """Return the tensor."""
+        return self._tensor
+
+    def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the box of ``shape`` at ``offsets``."""
+        part = self._tensor
+        for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
+            part = part.narrow(dim, start, size)
+        return part
+
+    def read_flat(self, start: int, length: int) -> Tensor:
+        """Return a range of the flattened tensor."""
+        return self._tensor.reshape(-1).narrow(0, start, length)
+
+
+StoredTensors = Mapping[str, StoredTensor]
+
+
+def held(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """Return tensors in memory as stored ones."""
+    return {name: HeldTensor(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,169 @@
+"""One safetensors file as bytes: its header, its checksums, reading by ranges. Needs no torch.
+
+The format is the public one: 8 bytes little-endian length of the header, the header (JSON, padded with spaces to a
+multiple of 8), then the tensors' bytes without gaps. The tensors lie by falling item size, so that each is aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+# Small enough to stay in the processor's cache between hashing and writing.
+CHUNK_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 100_000_000
+RESERVED_NAME = "__metadata__"
+
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+}
+"""The bytes of an element, by the format's code of its dtype."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says of a file. Checksums are XXH3-64 as 16 hex digits; the header ends where data begins."""
+
+    size: int
+    header_size: int
+    header_xxh3_64: str
+    xxh3_64: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where a tensor's bytes lie in a file, and their checksum."""
+
+    start: int
+    size: int
+    xxh3_64: str
+
+
+def byte_size(shape: Sequence[int], code: str) -> int:
+    """Return the bytes of a dense tensor."""
+    return prod(shape) * ITEM_BYTES[code]
+
+
+def header_of(specs: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """Return the header's bytes for tensors (name, code, shape) in order, and the byte at which each starts."""
+    fields: dict[str, Any] = {RESERVED_NAME: {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    position = 0
+    for name, code, shape in specs:
+        end = position + byte_size(shape, code)
+        fields[name] = {"dtype": code, "shape": list(shape), "data_offsets": [position, end]}
+        offsets[name] = position
+        position = end
+    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + offset for name, offset in offsets.items()}
+
+
+class PlainFile:
+    """A regular file opened for reading by ranges; links, pipes and devices are refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = -1
+        try:
+            # Without O_NONBLOCK opening a pipe would wait for its writer.
+            self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            status = os.fstat(self._handle)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{str(path)!r} is not a regular file; the checkpoint is refused.")
+        self.size = status.st_size
+
+    def __del__(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+
+    def read_into(self, memory: memoryview, start: int) -> None:
+        """Fill ``memory`` from byte ``start`` on.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self._handle, [memory[done:]], start + done)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            if count == 0:
+                raise CheckpointError(f"{str(self.path)!r} ends at byte {start + done}; the checkpoint is damaged.")
+            done += count
+
+    def read(self, size: int, start: int = 0) -> bytes:
+        """Return ``size`` bytes from ``start`` on. Raises as ``read_into``."""
+        data = bytearray(size)
+        self.read_into(memoryview(data), start)
+        return bytes(data)
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        reason = "it is a link" if self.path.is_symlink() else error.strerror
+        return CheckpointError(f"{str(self.path)!r} cannot be read: {reason}. The checkpoint is damaged or incomplete.")
+
+
+def open_tensor_file(path: Path, record: FileRecord) -> PlainFile:
+    """Open a file and check its size and header against the manifest.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    from xxhash import xxh3_64_hexdigest
+
+    file = PlainFile(path)
+    if file.size != record.size:
+        raise CheckpointError(
+            f"{str(path)!r} has {file.size:,} bytes where the manifest says {record.size:,}; the checkpoint is damaged."
+        )
+    if xxh3_64_hexdigest(file.read(record.header_size)) != record.header_xxh3_64:
+        raise CheckpointError(f"the header of {str(path)!r} does not match its checksum; the checkpoint is damaged.")
+    return file
+
+
+def parse_header(header: bytes) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Return ``{name: (dtype code, shape, start, end)}`` of a header's bytes, positions counted from the file's start.
+
+    Raises:
+        ValueError: it is not a safetensors header.
+    """
+    length = int.from_bytes(header[:8], "little")
+    if length != len(header) - 8 or length > _MAX_HEADER_BYTES:
+        raise ValueError("the header's length is wrong")
+    fields = json.loads(header[8:])
+    fields.pop(RESERVED_NAME, None)
+    found = {}
+    for name, field in fields.items():
+        start, end = field["data_offsets"]
+        found[name] = (field["dtype"], tuple(field["shape"]), start + len(header), end + len(header))
+    return found

@@ -1,0 +1,102 @@
+"""Tensors to and from the bytes of safetensors files; a file is written in one pass that hashes as it writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigurationError
+from .tensor_file import CHUNK_BYTES, FileRecord, Segment, header_of
+
+_CODES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+# A torch that lacks one of them cannot hold such a tensor either.
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _CODES.items() if hasattr(torch, name)}
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def code_of(dtype: torch.dtype, name: str) -> str:
+    """Return the format's code of a dtype.
+
+    Raises:
+        ConfigurationError: safetensors has none; the message names the tensor.
+    """
+    if dtype not in CODES:
+        hint = " Save torch.view_as_real of it." if dtype.is_complex else " Convert it first."
+        raise ConfigurationError(f"tensor {name!r} is {dtype}, which safetensors files cannot hold.{hint}")
+    return CODES[dtype]
+
+
+def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of a dense tensor."""
+    return prod(shape) * dtype.itemsize
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a contiguous CPU tensor's memory."""
+    flat = tensor.detach().reshape(-1)
+    memory: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(memory)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor as contiguous CPU memory, itself where it is that already."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def write_tensor_file(
+    path: Path,
+    specs: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    fetch: Callable[[str], Tensor],
+) -> tuple[FileRecord, dict[str, Segment]]:
+    """Create a file of the tensors in ``specs`` (name, dtype, shape) and sync it.
+
+    ``fetch`` is called once for each name, in the file's order, so that only one tensor has to be at hand at a time.
+    """
+    from xxhash import xxh3_64
+
+    specs = sorted(specs, key=lambda spec: -spec[1].itemsize)
+    header, starts = header_of([(name, code_of(dtype, name), shape) for name, dtype, shape in specs])
+    whole = xxh3_64(header)
+    segments: dict[str, Segment] = {}
+    with path.open("xb", buffering=CHUNK_BYTES // 4) as file:
+        file.write(header)
+        for name, dtype, shape in specs:
+            tensor = dense(fetch(name))
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+            memory, digest = bytes_of(tensor), xxh3_64()
+            for start in range(0, len(memory), CHUNK_BYTES):
+                chunk = memory[start : start + CHUNK_BYTES]
+                digest.update(chunk)
+                whole.update(chunk)
+                file.write(chunk)
+            segments[name] = Segment(starts[name], len(memory), digest.hexdigest())
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(size, len(header), xxh3_64(header).hexdigest(), whole.hexdigest()), segments

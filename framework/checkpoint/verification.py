@@ -1,0 +1,75 @@
+"""Reading every byte of a checkpoint to see whether it is good. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .manifest import Manifest
+from .opening import read_manifest
+from .tensor_file import CHUNK_BYTES, open_tensor_file, parse_header
+
+
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Read every byte of a checkpoint and return what is wrong with it, a sentence each; empty is good."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    return [problem for name in manifest.files for problem in _file_problems(Path(path), manifest, name)]
+
+
+def is_complete(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint has a good manifest and files of the right sizes. Cheap: no tensor is read."""
+    try:
+        for name, record in read_manifest(path).files.items():
+            open_tensor_file(Path(path) / name, record)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _file_problems(folder: Path, manifest: Manifest, file_name: str) -> Iterator[str]:
+    from xxhash import xxh3_64
+
+    record, path = manifest.files[file_name], folder / file_name
+    expected = _expected_header(manifest, file_name)
+    try:
+        file = open_tensor_file(path, record)
+        header = file.read(record.header_size)
+        whole = xxh3_64(header)
+        # What other readers of safetensors see must be what the manifest says.
+        if parse_header(header) != {name: fields[:4] for name, fields in expected.items()}:
+            yield f"the header of {str(path)!r} contradicts the manifest."
+        scratch = memoryview(bytearray(CHUNK_BYTES))
+        for name, (_, _, start, end, checksum) in sorted(expected.items(), key=lambda item: item[1][2:4]):
+            digest = xxh3_64()
+            for position in range(start, end, CHUNK_BYTES):
+                chunk = scratch[: min(CHUNK_BYTES, end - position)]
+                file.read_into(chunk, position)
+                digest.update(chunk)
+                whole.update(chunk)
+            if digest.hexdigest() != checksum:
+                yield f"tensor {name!r} in {str(path)!r} does not match its checksum."
+    except CheckpointError as error:
+        yield str(error)
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        yield f"the header of {str(path)!r} is not one of safetensors ({error})."
+    else:
+        if whole.hexdigest() != record.xxh3_64:
+            yield f"{str(path)!r} does not match its checksum."
+
+
+def _expected_header(manifest: Manifest, file_name: str) -> dict[str, tuple[str, tuple[int, ...], int, int, str]]:
+    found = {}
+    for tensors in manifest.sections.values():
+        for name, record in tensors.items():
+            if isinstance(record, str):
+                continue
+            for part in record.parts:
+                if part.file == file_name:
+                    end = part.start + record.size_of(part)
+                    found[name] = (record.dtype, part.shape, part.start, end, part.xxh3_64)
+    return found

@@ -1,0 +1,274 @@
+"""``FabricLoader``: a user's loader, shared out over ranks, in even rounds, on the device, with its position kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from ..data_ranks import DataRanks
+from ..errors import CheckpointError, ConfigurationError
+from ..loader_parts import distributed_samplers, is_map_style
+from ..loader_rounds import (
+    Rounds,
+    SplitBatches,
+    asked_rounds,
+    dispatched_rounds,
+    holders_of_last,
+    known_rounds,
+    local_rounds,
+)
+from ..loaders import NO_BATCH, IterableSource, Position, TrainingSource
+from ..sampling import ceil_div
+from ..sources import prepare_training
+from ..world import World
+
+
+@dataclass
+class Reading:
+    """The loaders of a Fabric that are being read, the innermost last."""
+
+    loaders: list[FabricLoader] = field(default_factory=list)
+    joined: bool = False
+
+    @property
+    def current(self) -> FabricLoader | None:
+        """The loader that the loop is in, if any."""
+        return self.loaders[-1] if self.loaders else None
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a loader is shared out."""
+
+    shard: bool = True
+    split: bool = False
+    dispatch: bool = False
+    even: bool = True
+
+
+@dataclass
+class _Turn:
+    """Where the passes stand: one for a loader and the views of it."""
+
+    next_epoch: int = 0
+    next_position: Position | None = None
+    epoch: int = 0
+    consumed: int = 0
+    under_way: bool = False
+
+
+class FabricLoader:
+    """Yields this rank's batches. Everything that is not its own is the original loader's.
+
+    With ``even`` sharing each rank yields the same number of batches: one without samples for the last round repeats
+    its last batch, which then is a *filler*. Its loss weighs nothing and ``gather_for_metrics`` leaves its rows out.
+    Each pass is a new epoch of the permutation.
+
+    Attributes:
+        epoch: The epoch of the pass in progress, or of the last one.
+        end: Whether the batch that was yielded last ends its pass, on all ranks alike where sharing is even.
+        filler: Whether the batch that was yielded last only fills this rank up.
+        share: What the loss of this batch counts in the mean over ranks: 0 for a filler, 1 where all ranks have data,
+            and more where some have none.
+    """
+
+    def __init__(
+        self,
+        given: Any,
+        world: World,
+        seed: int,
+        sharing: Sharing,
+        move: Callable[[Any], Any] | None,
+        reading: Reading,
+        name: str,
+    ) -> None:
+        self.epoch = 0
+        self.end = False
+        self.filler = False
+        self.share = 1.0
+        self._given = given
+        self._world = ranks = DataRanks(world)
+        self._sharing = sharing
+        self._move = move
+        self._reading = reading
+        self._name = name
+        self._turn = _Turn()
+        self._skipped = 0
+        self._may_fill = False
+        self._source = _source(given, ranks, seed, sharing, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_given" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
+    def __repr__(self) -> str:
+        return f"FabricLoader({self._given!r})"
+
+    def __len__(self) -> int:
+        total = self._source.len_batches()
+        if total is None:
+            raise TypeError(f"object of type {type(self._given).__name__!r} has no len()")
+        if self._sharing.dispatch and not self._sharing.split:
+            total = ceil_div(total, self._world.size)
+        elif not self._is_even and self._sharing.shard:
+            holders = holders_of_last(self._source, self._given, None, self._world.size)
+            total -= holders is not None and self._world.rank not in holders
+        return max(total - self._skipped, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of ``epoch``."""
+        self._turn.next_epoch, self._turn.next_position = epoch, None
+
+    def skipping(self, batches: int) -> FabricLoader:
+        """Return a view whose passes begin after the first ``batches``, without reading them where that is possible."""
+        view = copy.copy(self)
+        view._skipped = self._skipped + batches
+        return view
+
+    # ---- a pass ---------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        turn = self._turn
+        self.epoch = turn.epoch = turn.next_epoch
+        position = turn.next_position
+        turn.next_epoch, turn.next_position = turn.epoch + 1, None
+        if position is None and self._skipped:
+            position = self._source.position_from(None, self._skipped * self._reads_a_round)
+        rounds = self._rounds(turn.epoch, position)
+        turn.consumed = self._source.batches_before(position)
+        turn.under_way = True
+        self._reading.loaders.append(self)
+        try:
+            yield from self._filled(rounds)
+        finally:
+            self._reading.loaders.remove(self)
+            turn.under_way = False
+            self.end = self.filler = False
+            self.share = 1.0
+
+    def _filled(self, rounds: Rounds) -> Iterator[Any]:
+        world, kept = self._world, NO_BATCH
+        for number, (batch, holders, last) in enumerate(rounds):
+            partial = self._is_even and len(holders) < world.size
+            self.filler = batch is NO_BATCH
+            if partial and number == 0:
+                spare = world.broadcast_object(batch if world.rank == holders[0] else None, holders[0])
+                batch = spare if self.filler else batch
+            elif self.filler:
+                batch = kept
+            # The previous one is let go before the loop works on this one.
+            kept = batch if self._may_fill and not last else NO_BATCH
+            self.end = last
+            self.share = 0.0 if self.filler else world.size / len(holders) if partial else 1.0
+            self._turn.consumed += self._reads_a_round
+            yield self._move(batch) if self._move is not None else batch
+
+    def _rounds(self, epoch: int, position: Position | None) -> Rounds:
+        world, source, sharing = self._world, self._source, self._sharing
+        batches = source.start(epoch, position)
+        self._may_fill = False
+        if sharing.dispatch and world.size > 1:
+            self._may_fill = True
+            return dispatched_rounds(batches, world, sharing.split)
+        total = source.len_batches(position)
+        rounds = None if total is None else total - source.batches_before(position)
+        if not self._is_even or world.size == 1:
+            return local_rounds(batches, rounds, world.rank)
+        if isinstance(source, IterableSource) and sharing.split:
+            # Whether the last batch has a row for each rank is seen only when it is read.
+            holders = None
+        elif sharing.shard:
+            holders = holders_of_last(source, self._given, position, world.size)
+        else:
+            alike = all(other == rounds for other in world.all_gather_object(rounds))
+            holders = range(world.size) if alike else None
+        if rounds is None or holders is None:
+            self._may_fill = True
+            return asked_rounds(batches, world)
+        self._may_fill = len(holders) < world.size
+        return known_rounds(batches, rounds, holders, world.size)
+
+    @property
+    def _is_even(self) -> bool:
+        return self._sharing.even or self._reading.joined
+
+    @property
+    def _reads_a_round(self) -> int:
+        """How many batches of the source a round takes."""
+        return self._world.size if self._sharing.dispatch and not self._sharing.split else 1
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this loader stands: in a pass, whose consumed batches are counted, or before one."""
+        turn = self._turn
+        if not turn.under_way:
+            return {"epoch": turn.next_epoch, "position": turn.next_position}
+        length = self._source.len_batches()
+        consumed = turn.consumed if length is None else min(turn.consumed, length)
+        return {"epoch": turn.epoch, "position": self._source.position_after(consumed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next pass continue where ``state_dict`` stood.
+
+        Raises:
+            CheckpointError: it is no state of a loader.
+        """
+        if not {"epoch", "position"} <= set(state):
+            raise CheckpointError(f"{self._name}: {state!r} is no position of a loader.")
+        self._turn.next_epoch, self._turn.next_position = int(state["epoch"]), state["position"]
+
+
+class SkippedBatches:
+    """Any other loader without its first batches."""
+
+    def __init__(self, loader: Any, batches: int) -> None:
+        self._loader = loader
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self._loader):
+            if number >= self._batches:
+                yield batch
+
+    def __len__(self) -> int:
+        return max(len(self._loader) - self._batches, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _source(given: Any, world: DataRanks, seed: int, sharing: Sharing, name: str) -> TrainingSource:
+    rank, size, shard = world.rank, world.size, sharing.shard
+    if sharing.dispatch and size > 1:
+        return prepare_training(given, rank=0, size=1, seed=seed, name=name)
+    if sharing.split and size > 1:
+        narrow = _narrowed(given, size, name)
+        if narrow is not None:
+            given = narrow
+        else:
+            given, shard = SplitBatches(given, rank, size), False
+    return prepare_training(given, rank=rank, size=size, seed=seed, shard=shard, name=name)
+
+
+def _narrowed(given: Any, size: int, name: str) -> Any:
+    """Return a copy of a loader that reads a rank's part of each batch, or None where its batches have to be cut."""
+    if not is_map_style(given) or type(given.batch_sampler) is not BatchSampler or distributed_samplers(given):
+        return None
+    whole = given.batch_sampler
+    if whole.batch_size % size:
+        raise ConfigurationError(
+            f"{name} has batch_size={whole.batch_size}, which split_batches shares out over {size} ranks: give a "
+            "multiple of the number of ranks."
+        )
+    narrow: DataLoader[Any] = copy.copy(given)
+    vars(narrow)["batch_sampler"] = BatchSampler(whole.sampler, whole.batch_size // size, whole.drop_last)
+    vars(narrow)["batch_size"] = whole.batch_size // size
+    return narrow

@@ -1,0 +1,142 @@
+"""``FabricModule``: a set-up module that is the user's own, called through precision and strategy."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from ..errors import ConfigurationError
+from ..precision import Precision
+from .objects import Engine
+
+M = TypeVar("M", bound=nn.Module)
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class _Calls:
+    """How a module's methods are called: in the precision's context, and through the strategy for gradients."""
+
+    def __init__(self, engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> None:
+        self.engine = engine
+        self._precision = precision
+        self._context = precision.context(device_type)
+        self._routes: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._compiled = compiled
+
+    def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in self._routes:
+            step = self._step(self._compiled if name == "__call__" else getattr(self.engine.module, name))
+            strategy = self.engine.strategy
+            self._routes[name] = strategy.route(step, training=True), strategy.route(step, training=False)
+        train, evaluate = self._routes[name]
+        return (train if torch.is_grad_enabled() else evaluate)(*args, **kwargs)
+
+    def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        context, precision = self._context, self._precision
+        if context is None:
+            return function
+        if not precision.autocasts:
+            return _converting(_within(context, function), precision)
+        return _returning_full(_within(context, function))
+
+
+def _within(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _converting(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = precision.convert_inputs(args), precision.convert_inputs(kwargs)
+        return _full(function(*args, **kwargs))
+
+    return call
+
+
+def _returning_full(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _full(function(*args, **kwargs))
+
+
+def _full(output: Any) -> Any:
+    """Return an output whose half-precision tensors are fp32, so that a loss computed from them is exact."""
+    return apply_to_collection(output, Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor)
+
+
+class FabricModule(nn.Module):
+    """A set-up module: the user's own, of its own class and with its own attributes, called through the strategy.
+
+    It and the original share one ``__dict__``, so parameters, buffers, hooks, attributes and ``state_dict`` are the
+    same under the same names, whichever of the two is asked.
+    """
+
+    # In a slot, because everything in the dict is the user's.
+    __slots__ = ("_calls",)
+    _calls: _Calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass as training on many ranks needs it."""
+        return self._calls("__call__", args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass as training on many ranks needs it."""
+        return self._calls("__call__", args, kwargs)
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Have another method that computes a loss or an output called as ``forward`` is.
+
+        Raises:
+            ConfigurationError: the module has no such method.
+        """
+        name = method if isinstance(method, str) else method.__name__
+        if not callable(getattr(self._calls.engine.module, name, None)):
+            raise ConfigurationError(f"mark_forward_method({name!r}): {type(self).__name__} has no such method.")
+
+        def call(module: FabricModule, *args: Any, **kwargs: Any) -> Any:
+            return module._calls(name, args, kwargs)
+
+        # The class is this object's alone.
+        setattr(type(self), name, call)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy or a pickle is of the plain module: what wraps it belongs to these ranks.
+        return _itself, (self._calls.engine.module,)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
+
+def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> Any:
+    """Return the ``FabricModule`` of an engine's module; ``compiled`` is what its forward pass calls."""
+    module = engine.module
+    kind = type(module)
+    fields = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    own = types.new_class(f"Fabric{kind.__name__}", (FabricModule, kind), exec_body=lambda space: space.update(fields))
+    wrapped: Any = object.__new__(own)
+    object.__setattr__(wrapped, "__dict__", module.__dict__)
+    object.__setattr__(wrapped, "_calls", _Calls(engine, compiled, precision, device_type))
+    return wrapped
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """Return the engine of a set-up module, None of any other."""
+    return module._calls.engine if isinstance(module, FabricModule) else None
+
+
+def unwrap(module: M) -> M:
+    """Return the user's own module for a set-up or compiled one; any other is returned as it is."""
+    engine = engine_of(module)
+    if engine is not None:
+        return engine.module  # type: ignore[return-value]
+    original: M = module.__dict__.get("_modules", {}).get("_orig_mod", module)
+    return original

@@ -1,0 +1,276 @@
+"""What ``Fabric.save`` keeps of a dict of the user's objects, in the canonical form, and how it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..checkpoint.codec import decode, encode, encode_inline
+from ..checkpoint.plan import Shard, Snapshot
+from ..checkpoint.read import Checkpoint
+from ..checkpoint.stored import SavedTensor
+from ..errors import CheckpointError, ConfigurationError, did_you_mean, unknown
+from ..model_state import check_model, encode_known
+from ..optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
+from ..strategy import Strategy
+from .module import engine_of, unwrap
+from .objects import FabricOptimizer, FabricScheduler
+
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+_OWN = "fabric"
+
+
+@dataclass
+class Contents:
+    """The values of a user's dict, sorted by what they are."""
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    strategies: dict[str, Strategy] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    keepers: dict[str, Strategy] = field(default_factory=dict)
+    """The strategy that holds each optimizer's state."""
+    stateful: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def prefix(self, key: str) -> str:
+        """What the names of a module's tensors begin with: nothing where it is the only one."""
+        return f"{key}." if len(self.modules) > 1 else ""
+
+
+def contents_of(state: Mapping[str, Any], strategy: Strategy) -> Contents:
+    """Sort the values of a dict; ``strategy`` is that of modules which were not set up.
+
+    Raises:
+        ConfigurationError: a key is no string.
+    """
+    contents = Contents()
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise ConfigurationError(f"state has the key {key!r}; the keys of what is saved are strings.")
+        if isinstance(value, nn.Module):
+            engine = engine_of(value)
+            contents.modules[key] = unwrap(value)
+            contents.strategies[key] = strategy if engine is None else engine.strategy
+        elif isinstance(value, Optimizer):
+            contents.optimizers[key] = plain_optimizer(value)
+            set_up: Any = value
+            contents.keepers[key] = set_up.engine.strategy if type(set_up) is FabricOptimizer else strategy
+        elif is_stateful(value):
+            contents.stateful[key] = value.scheduler if type(value) is FabricScheduler else value
+        else:
+            contents.values[key] = value
+    return contents
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer:
+    """Return the original of an optimizer."""
+    original: Optimizer = optimizer.optimizer if type(optimizer) is FabricOptimizer else optimizer
+    return original
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a value has a state of its own that can be put back."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def parameter_names(contents: Contents, others: Iterable[nn.Module]) -> dict[int, str]:
+    """Return the names of all parameters: of the modules that are saved, and of others that are set up."""
+    names: dict[int, str] = {}
+    rest = list(others)
+    for number, module in enumerate(rest):
+        prefix = f"module_{number}." if len(rest) > 1 else ""
+        names.update({identity: prefix + name for identity, name in names_of(module).items()})
+    for key, module in contents.modules.items():
+        prefix = contents.prefix(key)
+        names.update({identity: prefix + name for identity, name in names_of(module).items()})
+    return names
+
+
+# ---- saving ------------------------------------------------------------------------------------------------------
+
+
+def snapshot_of(
+    contents: Contents, names: Mapping[int, str], own: Mapping[str, Any], steps: int, kept: Filter, rank_state: Any
+) -> Snapshot:
+    """Return what a checkpoint keeps. ``own`` is Fabric's state, ``kept`` says by key and name what is left in."""
+    known = [*contents.modules, *contents.optimizers, *contents.stateful, *contents.values]
+    for key in kept:
+        if key not in known:
+            raise unknown("filter", key, known)
+    shards: dict[str, Shard] = {}
+    for key, module in contents.modules.items():
+        prefix = contents.prefix(key)
+        held = contents.strategies[key].model_state(module)
+        found = _filtered({name: shard.tensor for name, shard in held.items()}, kept.get(key))
+        shards.update({prefix + name: held[name] for name in found})
+    states = [
+        optimizer_state(contents.keepers[key], one, names, number)
+        for number, (key, one) in enumerate(contents.optimizers.items())
+    ]
+    stateful = {key: _filtered(value.state_dict(), kept.get(key)) for key, value in contents.stateful.items()}
+    encoded, state_tensors = encode({"stateful": stateful, "values": contents.values, "own": dict(own)})
+    only = next(iter(contents.modules.values())) if len(contents.modules) == 1 else None
+    hparams, _ = encode_known(dict(getattr(only, "hparams", None) or {}))
+    return Snapshot(
+        sections={
+            "model": shards,
+            "optimizer": {name: shard for _, each in states for name, shard in each.items()},
+            "state": whole(state_tensors),
+        },
+        document={
+            "module": "" if only is None else f"{type(only).__module__}.{type(only).__qualname__}",
+            "hparams": hparams,
+            "weights_only": True,
+            "progress": {"global_step": steps},
+            "optimizers": [described for described, _ in states],
+            "state": encoded,
+            _OWN: {
+                "modules": {key: contents.prefix(key) for key in contents.modules},
+                "optimizers": list(contents.optimizers),
+            },
+        },
+        rank_document=None if rank_state is None else encode_inline(rank_state),
+    )
+
+
+def _filtered(state: Mapping[str, Any], keep: Callable[[str, Any], bool] | None) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if keep is None or keep(name, value)}
+
+
+# ---- loading -----------------------------------------------------------------------------------------------------
+
+
+class ModulePart:
+    """The part of a checkpoint that is one module's, as ``check_model`` reads it."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.path = checkpoint.path
+        self._checkpoint = checkpoint
+        self._prefix = prefix
+
+    def names(self, section: str) -> list[str]:
+        """Return the module's own names."""
+        size = len(self._prefix)
+        return [name[size:] for name in self._checkpoint.names(section) if name.startswith(self._prefix)]
+
+    def shape(self, section: str, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor by the module's own name."""
+        return self._checkpoint.shape(section, self._prefix + name)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor by the module's own name."""
+        return self._checkpoint.read("model", self._prefix + name)
+
+    def stored(self, name: str) -> SavedTensor:
+        """Return a tensor by the module's own name, yet to be read."""
+        return SavedTensor(self._checkpoint, "model", self._prefix + name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by the module's own names."""
+        return {name: self.read(name) for name in self.names("model")}
+
+
+@dataclass
+class Saved:
+    """An open checkpoint that Fabric, or a Trainer, has written."""
+
+    checkpoint: Checkpoint
+    modules: dict[str, ModulePart]
+    optimizers: list[str]
+    stateful: dict[str, Any]
+    values: dict[str, Any]
+    own: dict[str, Any]
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, contents: Contents | None) -> Saved:
+        """Read all but the tensors of modules and optimizers.
+
+        A Trainer's checkpoint has no keys: its model and optimizers get those of ``contents``, in order.
+        """
+        document = checkpoint.document
+        table = document.get(_OWN)
+        if table is not None:
+            state = decode(document["state"], checkpoint.read_section("state"))
+            parts = {key: ModulePart(checkpoint, prefix) for key, prefix in table["modules"].items()}
+            return cls(checkpoint, parts, table["optimizers"], state["stateful"], state["values"], state["own"])
+        modules = list(contents.modules) if contents is not None else ["model"]
+        optimizers = list(contents.optimizers) if contents is not None else []
+        held = len(document.get("optimizers", ()))
+        if len(modules) > 1 or len(optimizers) > held:
+            raise CheckpointError(
+                f"{checkpoint.path} holds one model and {held} optimizer(s) without keys; "
+                f"{len(modules)} modules and {len(optimizers)} optimizers are to be loaded from it."
+            )
+        return cls(checkpoint, {key: ModulePart(checkpoint, "") for key in modules}, optimizers, {}, {}, {})
+
+    def remainder(self, taken: Iterable[str]) -> dict[str, Any]:
+        """Return everything but what was ``taken``: tensors of modules by name, states as they were saved."""
+        rest: dict[str, Any] = {key: part.tensors() for key, part in self.modules.items() if key not in taken}
+        rest.update({key: self._optimizer(key) for key in self.optimizers if key not in taken})
+        rest.update({key: value for key, value in {**self.stateful, **self.values}.items() if key not in taken})
+        return rest
+
+    def _optimizer(self, key: str) -> dict[str, Any]:
+        index = self.optimizers.index(key)
+        saved = self.checkpoint.document["optimizers"][index]
+        state: dict[str, dict[str, Any]] = {name: dict(slots) for name, slots in decode(saved["scalars"]).items()}
+        for path in self.checkpoint.names("optimizer"):
+            owner, slot, name = path.split("/", 2)
+            if int(owner) == index:
+                state.setdefault(name, {})[slot] = self.checkpoint.read("optimizer", path)
+        groups = [{**decode(group["hyper"]), "params": group["params"]} for group in saved["groups"]]
+        return {"state": state, "param_groups": groups}
+
+
+def restore(saved: Saved, contents: Contents, names: Mapping[int, str], state: dict[str, Any], strict: bool) -> None:
+    """Put everything back in place; values that are no objects are replaced in ``state``. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint lacks something, or is of other modules or optimizers; nothing has changed then.
+    """
+    fits = _check(saved, contents, names, strict)
+    checkpoint = saved.checkpoint
+    for key, own in fits.items():
+        part = saved.modules[key]
+        contents.strategies[key].load_model_state(contents.modules[key], {name: part.stored(name) for name in own})
+    for key, optimizer in contents.optimizers.items():
+        if key in saved.optimizers:
+            index = saved.optimizers.index(key)
+            described = checkpoint.document["optimizers"][index]
+            load_optimizer(contents.keepers[key], optimizer, described, names, checkpoint, index)
+    for key, value in contents.stateful.items():
+        if key in saved.stateful:
+            value.load_state_dict(saved.stateful[key])
+    state.update({key: saved.values[key] for key in contents.values if key in saved.values})
+
+
+def _check(saved: Saved, contents: Contents, names: Mapping[int, str], strict: bool) -> dict[str, list[str]]:
+    held = (
+        (contents.modules, saved.modules),
+        (contents.optimizers, saved.optimizers),
+        (contents.stateful, saved.stateful),
+        (contents.values, saved.values),
+    )
+    known = [key for _, theirs in held for key in theirs]
+    missing = [key for mine, theirs in held for key in mine if key not in theirs]
+    if missing and strict:
+        raise CheckpointError(
+            f"{saved.checkpoint.path} holds no {missing[0]!r} of that kind.{did_you_mean(missing[0], known)} It holds: "
+            f"{', '.join(known) or 'nothing'}. Leave it out of the state, or load with strict=False."
+        )
+    part: Any
+    fits = {}
+    for key, module in contents.modules.items():
+        if key in saved.modules:
+            part = saved.modules[key]
+            fits[key] = check_model(type(module), contents.strategies[key].shapes(module), part, strict)
+    for key, optimizer in contents.optimizers.items():
+        if key in saved.optimizers:
+            described = saved.checkpoint.document["optimizers"][saved.optimizers.index(key)]
+            check_optimizers([optimizer], [described], names)
+    return fits

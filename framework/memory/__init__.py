@@ -1,0 +1,1 @@
+"""What a model needs of memory under each strategy, and what is there."""

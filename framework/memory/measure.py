@@ -1,0 +1,243 @@
+"""What is measured of a model for a memory plan, on copies, so that the user's module stays as it is.
+
+Shapes are read off a copy whose parameters have no data; what an optimizer keeps, off a step that it takes on them; and
+what a micro-batch keeps for its backward pass, off one that is run: on a copy with data where that fits into memory,
+else on fake tensors, which have shapes alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from ..errors import ConfigurationError
+from ..module import TrainModule
+from ..optimization import resolve_optimizers
+from ..precision import DefaultDtype, Precision
+from ..randomness import RandomStream
+from .formulas import ModelSize
+
+_STEPS_TO_A_CAST = 4
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one micro-batch's forward keeps for its backward, in bytes."""
+
+    kept: int
+    casts: int = 0
+    """Copies of parameters that autocast made, which are kept too where parameters are not in its dtype already."""
+
+
+def shapes_alone(module: TrainModule) -> TrainModule:
+    """Return a copy whose parameters and buffers have shapes and no data, built as ``configure_model`` builds it."""
+    built: TrainModule = copied(module, lambda tensor: tensor.to("meta"))
+    with torch.device("meta"):
+        built.configure_model()
+    return built
+
+
+def copied(module: TrainModule, convert: Callable[[Tensor], Tensor]) -> TrainModule:
+    """Return a copy of a module, its parameters and buffers converted, ties and what is frozen kept."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(convert(parameter.detach()), requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = convert(buffer.detach())
+    return copy.deepcopy(module, memo)
+
+
+# ---- sizes --------------------------------------------------------------------------------------------------------
+
+
+def size_of(module: nn.Module) -> ModelSize:
+    """Return a model's size, by its shapes, for Adam's two moments. Lazy parameters count nothing."""
+    parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
+    elements = {id(parameter): elements_of(parameter) for parameter in parameters}
+    total = sum(elements.values())
+    blocks = [sum(elements[id(p)] for p in block.parameters() if id(p) in elements) for block in _blocks(module)]
+    return ModelSize(
+        trainable=sum(elements[id(parameter)] for parameter in parameters if parameter.requires_grad),
+        frozen=sum(elements[id(parameter)] for parameter in parameters if not parameter.requires_grad),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers() if not is_lazy(buffer)),
+        largest_block=max(blocks, default=0),
+        outside_blocks=max(0, total - sum(blocks)) if blocks else 0,
+        largest_parameter=max(elements.values(), default=0),
+    )
+
+
+def elements_of(parameter: Tensor) -> int:
+    """Return the elements of the whole parameter, also of one that DeepSpeed has left empty."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost parts that occur several times in a list or sequence of modules."""
+    listed = isinstance(module, (nn.ModuleList, nn.Sequential))
+    often = Counter(type(child) for child in module.children() if _computes(child)) if listed else Counter()
+    for child in module.children():
+        if often[type(child)] > 1 and _computes(child):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _computes(part: nn.Module) -> bool:
+    return type(part).forward is not nn.Module.forward and any(True for _ in part.parameters())
+
+
+def optimizer_state(module: TrainModule, precision: Precision) -> tuple[float, int, int]:
+    """Return what a module's optimizers keep, found by a step on parameters and gradients without data.
+
+    ``module`` is one of shapes alone; it is changed.
+
+    Returns:
+        Elements of state for each trainable element, its bytes under torch's optimizers, and how many they are.
+    """
+    if precision.converts_inputs:
+        module.to(precision.storage)
+    optimizers, _ = resolve_optimizers(module.configure_optimizers())
+    trainable = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    slots = [slot for optimizer in optimizers for slot in _slots(optimizer)]
+    state_bytes = sum(slot.numel() * slot.element_size() for slot in slots)
+    return sum(slot.numel() for slot in slots) / max(1, trainable), state_bytes, len(optimizers)
+
+
+def _slots(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors of state, as an optimizer keeps them after a step; counters left out."""
+    for group in optimizer.param_groups:
+        known: dict[Any, list[Any]] = {}
+        for parameter in group["params"]:
+            kept = list(optimizer.state.get(parameter, {}).values())
+            if not kept and parameter.requires_grad:
+                kind = parameter.shape, parameter.dtype
+                kept = known[kind] = known.get(kind) or _after_a_step(optimizer, group, parameter)
+            yield from (slot for slot in kept if isinstance(slot, Tensor) and slot.dim() > 0)
+
+
+def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> list[Any]:
+    """Return the state of one parameter after a step of the optimizer's kind on it alone."""
+    # Fused kernels know no tensors without data; what they keep is the same.
+    plain: dict[str, Any] = {name: False for name in ("fused", "capturable", "foreach") if name in group}
+    for device in ("meta", "cpu"):
+        one = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
+        one.grad = torch.zeros_like(one)
+        alone = copy.copy(optimizer)
+        alone.state = defaultdict(dict)
+        alone.param_groups = [{**group, **plain, "params": [one]}]
+        try:
+            alone.step()
+        except (RuntimeError, NotImplementedError):
+            # Some look at numbers. One parameter with data does not take much.
+            if device == "cpu":
+                raise
+        else:
+            return list(alone.state[one].values())
+    return []
+
+
+# ---- activations --------------------------------------------------------------------------------------------------
+
+
+def run_for_real(module: TrainModule, batch: Any, device: torch.device, precision: Precision) -> Activations:
+    """Run a micro-batch, which is on ``device``, on a copy of the module there; return what its forward kept.
+
+    On CUDA it is the peak of what was allocated above parameters and gradients, in either pass.
+    """
+    built = copied(module, lambda tensor: tensor.to(device, copy=True))
+    with device:
+        built.configure_model()
+    built.to(device).train()
+    if precision.converts_inputs:
+        built.to(precision.storage)
+    if device.type != "cuda":
+        return _watched(built, batch, precision, device.type)[0]
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    seen, loss = _watched(built, batch, precision, device.type)
+    forward = torch.cuda.max_memory_allocated(device) - before
+    loss.backward()
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in built.parameters() if p.grad is not None)
+    backward = torch.cuda.max_memory_allocated(device) - before - gradients
+    return Activations(max(0, forward - seen.casts, backward - seen.casts), seen.casts)
+
+
+def run_on_shapes(module: TrainModule, batch: Any, precision: Precision) -> Activations:
+    """Run a micro-batch on tensors that have shapes alone; return what its forward would keep."""
+
+    def fake_of(tensor: Tensor) -> Tensor:
+        dtype = precision.storage if tensor.is_floating_point() and precision.converts_inputs else tensor.dtype
+        return torch.empty_like(tensor, dtype=dtype, device="cpu")
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        built = copied(module, fake_of)
+        with DefaultDtype(precision.storage):
+            built.configure_model()
+        built.train()
+        if precision.converts_inputs:
+            batch = precision.convert_inputs(batch)
+        faked = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+        return _watched(built, faked, precision, "cpu")[0]
+
+
+def _watched(module: TrainModule, batch: Any, precision: Precision, device_type: str) -> tuple[Activations, Tensor]:
+    """Run a step and add up what it saves for backward, each storage once, parameters and buffers left out."""
+    parameters = {id(parameter) for parameter in module.parameters()}
+    known = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    kept: dict[int, tuple[int, bool]] = {}
+    # A storage whose tensors are gone may lend its place to the next one.
+    alive: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        place = _storage(tensor)
+        if place not in known and place not in kept:
+            kept[place] = tensor.untyped_storage().nbytes(), _is_cast_of(tensor, parameters)
+            alive.append(tensor)
+        return tensor
+
+    with ExitStack() as stack:
+        stack.enter_context(RandomStream(0).entered())
+        if device_type == "cuda":
+            stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor))
+        context = precision.context(device_type)
+        if context is not None:
+            stack.enter_context(context)
+        output = module.training_step(batch, 0)
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if loss is None:
+        raise ConfigurationError("training_step returned None for the first batch.")
+    alive.clear()
+    casts = sum(size for size, is_cast in kept.values() if is_cast)
+    return Activations(sum(size for size, _ in kept.values()) - casts, casts), loss
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _is_cast_of(tensor: Tensor, parameters: set[int]) -> bool:
+    """Whether a tensor comes from a parameter by a change of its dtype, and perhaps a view or two."""
+    node, casts = tensor.grad_fn, False
+    for _ in range(_STEPS_TO_A_CAST):
+        if node is None:
+            return False
+        if hasattr(node, "variable"):
+            return casts and id(node.variable) in parameters
+        casts |= node.name().startswith("ToCopy")
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return False

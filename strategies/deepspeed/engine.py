@@ -1,0 +1,173 @@
+"""DeepSpeed's engine: started in the process group that exists, and let go of without a trace.
+
+Everything here that is private to DeepSpeed is pinned by its version range and covered by the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...framework.world import World
+from .ops import load_ops
+from .swap import growing_buffers
+
+
+class _NoHints(logging.Filter):
+    """Drops what DeepSpeed warns of without need: that it found no GPU, and that the user's step is no tensor."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(("A module has unknown inputs or outputs type", "Setting accelerator to"))
+
+
+_NO_HINTS = _NoHints()
+# Made by DeepSpeed's own calls.
+_DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor|_\w+)` is deprecated"
+
+
+@contextlib.contextmanager
+def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
+    """Have DeepSpeed find this rank's place, its ops and the process group that exists. Collective the first time."""
+    logger = logging.getLogger("DeepSpeed")
+    if _NO_HINTS not in logger.filters:
+        logger.addFilter(_NO_HINTS)
+        warnings.filterwarnings("ignore", _DEPRECATED, FutureWarning)
+    with world.variables():
+        # It prints that its operations are there.
+        with contextlib.redirect_stdout(io.StringIO()):
+            from deepspeed import init_distributed
+
+            load_ops(ops)
+            # Its own search for a launcher is for processes without a group.
+            init_distributed(dist_init_required=False, verbose=False)
+        yield
+
+
+def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:
+    """Return DeepSpeed's engine around an adapter whose tensors are alike on all ranks. Collective, in ``backend``."""
+    with _nothing_sent(), _memory_shown(config.get("memory_breakdown", False)):
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(
+            model=adapter,
+            optimizer=optimizer,
+            model_parameters=None,
+            config=config,
+            dist_init_required=False,
+        )
+    return engine
+
+
+@contextlib.contextmanager
+def _nothing_sent() -> Iterator[None]:
+    """Keep the engine from broadcasting parameters: it fails on one without dims, and they are alike already."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    sends = DeepSpeedEngine._broadcast_model
+    DeepSpeedEngine._broadcast_model = lambda engine: None
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = sends
+
+
+@contextlib.contextmanager
+def _memory_shown(asked: bool) -> Iterator[None]:
+    """Keep the optimizer for bf16 from printing what memory is in use, which it does unasked."""
+    from deepspeed.runtime import bf16_optimizer
+
+    shows = bf16_optimizer.see_memory_usage
+    bf16_optimizer.see_memory_usage = lambda message, force=False: shows(message, force=asked)
+    try:
+        yield
+    finally:
+        bf16_optimizer.see_memory_usage = shows
+
+
+def _second_partition() -> dict[str, Any]:
+    """Return ZeRO++'s group for a second partition inside a node where it exists: DeepSpeed makes it once only."""
+    from deepspeed.utils import groups
+
+    return {"zero_param_parallel_group": groups._get_zero_param_intra_parallel_group()}
+
+
+@contextlib.contextmanager
+def building(world: World, config: dict[str, Any], ops: Iterable[str], storage: torch.dtype) -> Iterator[None]:
+    """Split every layer that is built inside over the ranks, from rank 0's weights. Collective."""
+    with backend(world, ops), growing_buffers(), converter(world, config) as made:
+        yield
+    for parameter in made:
+        show_shape(parameter, storage)
+
+
+def show_shape(parameter: Any, storage: torch.dtype) -> None:
+    """Give a split parameter its shape, without memory: what picks parameters for an optimizer asks for their dims."""
+    dtype = storage if parameter.is_floating_point() else parameter.dtype
+    parameter.data = torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.ds_shape)
+
+
+def converter(world: World, config: dict[str, Any]) -> Any:
+    """Return what splits single parameters from rank 0's, and every layer that is built inside it as a context.
+
+    Collective, in ``backend``.
+    """
+    from deepspeed import zero
+
+    class Converter(zero.Init):  # type: ignore[misc]
+        def __enter__(self) -> list[Any]:
+            super().__enter__()
+            self.made: list[Any] = []
+            return self.made
+
+        def _zero_init_param(self, parameter: Any) -> None:
+            # DeepSpeed's own sends bytes, which a parameter without dims does not have.
+            world.broadcast(parameter.data)
+            self._convert_to_deepspeed_param(parameter)
+            parameter.partition()
+            self.made.append(parameter)
+
+    return Converter(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition())
+
+
+def stop_engine(engine: Any) -> None:
+    """Take the engine's hooks off, and let go of what DeepSpeed keeps in its modules. Not collective."""
+    engine.destroy()
+    optimizer = engine.optimizer
+    # Circles through the engine's hooks hold the flat buffers, and everything else.
+    for part in (optimizer, getattr(optimizer, "optimizer", None), engine):
+        if part is not None:
+            part.__dict__.clear()
+    release_globals()
+    gc.collect()
+
+
+def release_globals() -> None:
+    """Undo what DeepSpeed leaves behind in its own modules and in torch's."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+    from deepspeed.utils import debug, groups
+
+    parameter_offload.FWD_MODULE_STACK.clear()
+    linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if linear is not None:
+        torch.nn.functional.linear = linear
+    for name in ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"):
+        group = getattr(groups, name)
+        if group is not None:
+            setattr(groups, name, None)
+            with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+                torch.distributed.destroy_process_group(group)
+    debug.debug_clear_module_and_param_names()
+    logging.getLogger("DeepSpeed").removeFilter(_NO_HINTS)
+    filters: Any = warnings.filters
+    filters[:] = [one for one in filters if one[1] != re.compile(_DEPRECATED, re.IGNORECASE)]

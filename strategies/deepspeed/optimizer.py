@@ -1,0 +1,189 @@
+"""The optimizer that DeepSpeed's engine steps: the user's in DeepSpeed's own form, or a copy, and what it follows.
+
+The engine puts flat pieces of the master weights where an optimizer had the module's parameters. So the user's object
+is never handed over: it stays the place of hyperparameters, which every step reads, and holds no state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...framework.errors import ConfigurationError
+from .config import ZeroOptions
+from .ops import needed_ops
+
+_log = logging.getLogger(__name__)
+
+_ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
+_NOT_FOLLOWED = ("params", "fused", "foreach")
+# What torch's Adam can do and DeepSpeed's cannot.
+_TORCH_ONLY = ("amsgrad", "maximize", "differentiable")
+# Their update of one element depends on others of its tensor, and flat pieces of tensors are all that is left.
+_NEED_WHOLE_TENSORS = ("LBFGS", "SparseAdam", "Adafactor", "Muon")
+
+
+def engine_size(parameter: Tensor) -> int:
+    """Return how many elements a parameter has, also while it is split."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def trained_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
+    """Return the groups that hold parameters which the engine trains, and these."""
+    groups = []
+    for group in optimizer.param_groups:
+        trained = [one for one in group["params"] if one.requires_grad and engine_size(one)]
+        if trained:
+            groups.append((group, trained))
+    return groups
+
+
+def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOptions) -> None:
+    """Refuse an optimizer whose updates would differ, or that the engine cannot take.
+
+    Raises:
+        ConfigurationError: it needs whole tensors, trains nothing, or the offload needs another one.
+    """
+    name = type(optimizer).__name__
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if kinds & set(_NEED_WHOLE_TENSORS):
+        raise ConfigurationError(
+            f"{name} needs whole tensors, and ZeRO stage {options.stage} leaves each rank flat pieces of them: use an "
+            "optimizer that updates each element by itself, such as AdamW, or strategy='ddp'."
+        )
+    if not groups:
+        raise ConfigurationError(
+            f"{name} holds no parameter that requires gradients, so DeepSpeed has nothing to train: unfreeze some, or "
+            "hand over those that are to be trained."
+        )
+    if "Adagrad" in kinds and len(groups) > 1:
+        raise ConfigurationError(
+            f"{name} with {len(groups)} parameter groups is not possible under DeepSpeed, which builds it anew with "
+            "one: use one group, or strategy='fsdp'."
+        )
+    forced = options.config.get("zero_force_ds_cpu_optimizer", False)
+    if options.offload_optimizer and forced and not _adam_kind(optimizer):
+        raise ConfigurationError(
+            f"{name} cannot be offloaded as the config's zero_force_ds_cpu_optimizer asks: use torch.optim.AdamW or "
+            "Adam, or set it to false, which steps torch's own on the CPU."
+        )
+
+
+def engine_optimizer(optimizer: Optimizer, options: ZeroOptions, device_type: str) -> Optimizer:
+    """Return the optimizer that the engine gets, over the parameters that it trains.
+
+    ``torch.optim.Adam`` and ``AdamW`` become DeepSpeed's fused form, or its CPU form where state lives on the CPU; any
+    other one, and an Adam that uses what those lack, is a copy of the user's.
+
+    Raises:
+        ConfigurationError: see ``check_optimizer``.
+    """
+    groups = trained_groups(optimizer)
+    check_optimizer(optimizer, groups, options)
+    on_cpu = options.offload_optimizer is not None
+    kind = _adam_kind(optimizer)
+    if kind is None:
+        return _copy_of(optimizer, groups)
+    lacking = [name for name in _TORCH_ONLY if any(group.get(name) for group in optimizer.param_groups)]
+    decoupled = {_is_decoupled(optimizer, group) for group, _ in groups}
+    if len(decoupled) > 1:
+        lacking.append("different decoupled_weight_decay")
+    form = "DeepSpeedCPUAdam" if on_cpu else "FusedAdam"
+    if not lacking and not on_cpu and "fused_adam" not in needed_ops(options, device_type):
+        _log.info("DeepSpeed: torch.optim.%s steps in torch's own fused form, as FusedAdam cannot be built here.", kind)
+        return _copy_of(optimizer, [({**group, "fused": True, "foreach": False}, params) for group, params in groups])
+    if lacking:
+        _log.info("DeepSpeed: torch.optim.%s stays, as %s has no %s.", kind, form, ", ".join(lacking))
+        return _copy_of(optimizer, groups)
+    mode = "AdamW" if decoupled == {True} else "Adam"
+    _log.info("DeepSpeed: %s in %s mode steps in the place of torch.optim.%s.", form, mode, kind)
+    own = [{"params": params, **_adam_hyperparameters(group)} for group, params in groups]
+    return _deepspeed_adam(own, on_cpu, mode == "AdamW")
+
+
+def _adam_kind(optimizer: Optimizer) -> str | None:
+    """Return the name of the class of Adam that an optimizer is, exactly."""
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        return type(optimizer).__name__
+    # DeepSpeed's own, handed over by the user.
+    return type(optimizer).__name__ if hasattr(optimizer, "adam_w_mode") else None
+
+
+def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    if hasattr(optimizer, "adam_w_mode"):
+        return bool(optimizer.adam_w_mode)
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def _adam_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: plain(group[key]) for key in _ADAM_KEYS}
+
+
+def _deepspeed_adam(groups: list[dict[str, Any]], on_cpu: bool, decoupled: bool) -> Optimizer:
+    if on_cpu:
+        with _processor_unasked():
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            made: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled)
+        return made
+    from deepspeed.ops.adam import FusedAdam
+
+    made = FusedAdam(groups, adam_w_mode=decoupled)
+    return made
+
+
+@contextlib.contextmanager
+def _processor_unasked() -> Iterator[None]:
+    """Keep DeepSpeed from asking who made the processor: that takes 2 s, and serves a warning about fp16 alone."""
+    import cpuinfo
+
+    asks = cpuinfo.get_cpu_info
+    cpuinfo.get_cpu_info = dict
+    try:
+        yield
+    finally:
+        cpuinfo.get_cpu_info = asks
+
+
+def _copy_of(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> Optimizer:
+    """Return an optimizer of the same class and settings, without state, over the given parameters."""
+    copied = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    # A scheduler counts the calls of the user's object by a method of that object.
+    copied.__dict__.pop("step", None)
+    copied.state = defaultdict(dict)
+    copied.param_groups = [{**group, "params": list(params)} for group, params in groups]
+    return copied
+
+
+def plain(value: Any) -> Any:
+    """Return a hyperparameter as DeepSpeed takes it: torch's Adam may have its lr in a tensor."""
+    if isinstance(value, Tensor):
+        return value.item()
+    return tuple(plain(one) for one in value) if isinstance(value, tuple) else value
+
+
+class Following:
+    """Copies what differs from the user's groups to the engine's, before each update."""
+
+    def __init__(self, optimizer: Optimizer, inner: Optimizer) -> None:
+        mine = [group for group, _ in trained_groups(optimizer)]
+        self._pairs = [
+            (group, own, tuple(key for key in own if key in group and key not in _NOT_FOLLOWED))
+            for group, own in zip(mine, inner.param_groups, strict=True)
+        ]
+
+    def __call__(self) -> None:
+        """Take over every hyperparameter that has changed."""
+        for group, own, keys in self._pairs:
+            for key in keys:
+                value = group[key]
+                if value is not own[key] and own[key] != value:
+                    own[key] = plain(value)

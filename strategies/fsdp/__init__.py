@@ -1,0 +1,1 @@
+"""Sharding by torch's ``fully_shard``, alone or beside tensor parallelism."""

@@ -1,0 +1,80 @@
+"""Activation checkpointing without a wrapper: a module's ``forward`` is shadowed, and its names stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ...framework.errors import ConfigurationError
+
+Checkpointed: TypeAlias = "bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]"
+
+
+def check_checkpointing(given: Any) -> None:
+    """Check what is to be checkpointed, as far as that needs no model.
+
+    Raises:
+        ConfigurationError: it is neither a bool, a class, classes nor a function.
+    """
+    classes = given if isinstance(given, tuple) else (given,)
+    modules = bool(classes) and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes)
+    if not (isinstance(given, bool) or modules or (callable(given) and not isinstance(given, type))):
+        raise ConfigurationError(
+            f"activation_checkpointing={given!r}: give True for every unit, a class of modules, a tuple of classes, or "
+            "a function from a module to a bool."
+        )
+
+
+def checkpointed_parts(module: nn.Module, units: list[nn.Module], given: Checkpointed) -> list[nn.Module]:
+    """Return the submodules whose activations are computed again in backward.
+
+    Raises:
+        ConfigurationError: they were asked for, and there are none.
+    """
+    if given is False:
+        return []
+    if given is True:
+        found = units
+    elif isinstance(given, type | tuple):
+        found = [part for part in module.modules() if part is not module and isinstance(part, given)]
+    else:
+        found = [part for part in module.modules() if part is not module and given(part)]
+    if not found:
+        what = "every unit" if given is True else getattr(given, "__name__", given)
+        raise ConfigurationError(
+            f"activation_checkpointing asks for {what}, but {type(module).__name__} has no such submodule. It is made "
+            f"of these classes: {', '.join(sorted({type(each).__name__ for each in module.children()})) or 'none'}."
+        )
+    return found
+
+
+def checkpoint_forward(part: nn.Module) -> None:
+    """Let a module keep its inputs alone for backward."""
+    forward = part.forward
+
+    def compute(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Backward runs outside the context that gave new tensors their dtype.
+        before = torch.get_default_dtype()
+        if before == dtype:
+            return forward(*args, **kwargs)
+        torch.set_default_dtype(dtype)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(compute, torch.get_default_dtype(), args, kwargs, use_reentrant=False)
+
+    part.__dict__["forward"] = checkpointed
+
+
+def plain_forward(part: nn.Module) -> None:
+    """Undo ``checkpoint_forward``."""
+    part.__dict__.pop("forward", None)

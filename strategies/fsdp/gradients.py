@@ -1,0 +1,69 @@
+"""Norm and clipping of gradients of which each rank holds a part: local work and one reduction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...framework.world import World
+from .state import local_of
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's parts of the gradients that exist."""
+    return [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def copies_of(tensor: Tensor, world_size: int) -> int:
+    """Return how many ranks hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return world_size
+    parts = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        parts *= 1 if placement.is_replicate() else size
+    return world_size // parts
+
+
+@torch.no_grad()
+def whole_norm(parameters: Iterable[Tensor], norm_type: float, world: World) -> Tensor:
+    """Return the norm of all gradients together, a 0-d tensor, the same on all ranks. Collective.
+
+    It is ``(sum over ranks and elements of |g|^p / copies)^(1/p)``, as ``copies`` ranks hold the same element. Sums are
+    in float64: they stay exact where a high power would leave the range of float32.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    wide = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
+    kept = [(part, copies_of(whole, world.size)) for whole in gradients if (part := local_of(whole)).numel()]
+    device = kept[0][0].device if kept else world.device
+    norms = torch.stack(_norms([part for part, _ in kept], norm_type, wide)).double() if kept else None
+    if math.isinf(norm_type):
+        least = norm_type < 0
+        if norms is None:
+            norms = torch.tensor([math.inf if least else 0.0], dtype=torch.float64, device=device)
+        return world.all_reduce(norms.amin() if least else norms.amax(), "min" if least else "max").to(wide)
+    if norms is None:
+        total = torch.zeros((), dtype=torch.float64, device=device)
+    else:
+        powers = norms if norm_type == 0 else norms.pow(norm_type)
+        if any(copies != 1 for _, copies in kept):
+            powers = powers / torch.tensor([copies for _, copies in kept], dtype=torch.float64, device=device)
+        total = powers.sum()
+    world.all_reduce(total, "sum")
+    return (total if norm_type == 0 else total.pow(1.0 / norm_type)).to(wide)
+
+
+def _norms(parts: list[Tensor], norm_type: float, wide: torch.dtype) -> list[Tensor]:
+    if norm_type in (1.0, 2.0) and all(part.dtype == parts[0].dtype for part in parts):
+        return list(torch._foreach_norm(parts, norm_type, dtype=wide))
+    return [torch.linalg.vector_norm(part, norm_type, dtype=wide) for part in parts]
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Multiply gradients in place by ``min(1, max_norm / (norm + 1e-6))``, as torch does."""
+    if gradients:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(gradients[0].device))

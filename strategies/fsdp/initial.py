@@ -1,0 +1,194 @@
+"""Where the weights of a model come from that is sharded: from what was handed over, or from their initialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...framework.errors import ConfigurationError
+from ...framework.world import World
+from .deferred import Deferred
+from .state import whole_of_parts
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+class Origins:
+    """The whole values of parameters, one at a time; rank 0's count.
+
+    A parameter that has no data on rank 0 gets that of its recipe, where it was built under the strategy, or that of
+    its module's ``reset_parameters``, which every rank runs so that their generators stay alike.
+    """
+
+    def __init__(self, module: nn.Module, deferred: Deferred, world: World) -> None:
+        self.module = module
+        self.deferred = deferred
+        self.world = world
+        _check_alike(module, world)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        mine = {name for name, given in parameters.items() if given.is_meta and deferred.recipe(given) is None}
+        # A module that only rank 0 holds has data there, after a fit under a strategy that splits weights.
+        self.lacking: set[str] = mine & world.broadcast_object(mine)
+        for part_name, part in module.named_modules():
+            names = [name for name in part._parameters if f"{part_name}.{name}".lstrip(".") in self.lacking]
+            if names and _reset_of(part) is None:
+                raise ConfigurationError(
+                    f"{part_name or type(module).__name__} ({type(part).__name__}) owns {', '.join(names)} on the meta "
+                    "device and has no reset_parameters() to give them values: define it, or build the layer in "
+                    "configure_model or Fabric.init_module."
+                )
+        self._reset: dict[str, Tensor] = {}
+
+    def value(self, name: str, given: nn.Parameter) -> Tensor:
+        """Return the whole value of a parameter on this rank's device. Collective."""
+        world = self.world
+        if name in self.lacking and name not in self._reset:
+            self._reset.update(self._after_reset(name))
+        if name in self._reset:
+            own: Tensor | None = self._reset.pop(name)
+        elif not given.is_meta:
+            own = whole_of_parts(given)
+        else:
+            recipe = self.deferred.recipe(given) if world.rank == 0 else None
+            own = None if recipe is None else recipe.value().to(given.dtype)
+        if world.size == 1:
+            assert own is not None
+            return own
+        if world.rank == 0:
+            assert own is not None
+            return world.broadcast(own.to(world.device).contiguous())
+        return world.broadcast(torch.empty(given.shape, dtype=given.dtype, device=world.device))
+
+    def _after_reset(self, name: str) -> dict[str, Tensor]:
+        """Give the outermost layer that owns a parameter, and all in it, data; initialise it; return the values."""
+        path, part = next((path, part) for path, part in self._chunks() if name.startswith(path))
+        tables = [(sub, key, value) for sub in part.modules() for key, value in sub._parameters.items()]
+        fresh: dict[int, nn.Parameter] = {}
+        values: dict[str, Tensor] = {}
+        try:
+            for sub, key, held in tables:
+                if held is not None:
+                    if id(held) not in fresh:
+                        fresh[id(held)] = _empty(held, self.world.device)
+                    sub._parameters[key] = fresh[id(held)]
+            for sub in _children_first(part):
+                reset = _reset_of(sub)
+                if reset is not None and any(each is not None for each in sub._parameters.values()):
+                    with torch.no_grad():
+                        reset()
+            for sub_name, parameter in part.named_parameters(remove_duplicate=False):
+                full = f"{path}{sub_name}"
+                if full in self.lacking:
+                    values[full] = parameter.detach()
+        finally:
+            for sub, key, held in tables:
+                sub._parameters[key] = held
+        return values
+
+    def _chunks(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the outermost modules that own parameters without data, and how names in them begin."""
+        taken: list[str] = []
+        for path, part in self.module.named_modules():
+            prefix = f"{path}." if path else ""
+            inside = any(prefix.startswith(each) for each in taken)
+            if not inside and any(f"{prefix}{key}" in self.lacking for key in part._parameters):
+                taken.append(prefix)
+                yield prefix, part
+
+
+def _check_alike(module: nn.Module, world: World) -> None:
+    """Refuse ranks that hold different parameters: they would wait for one another for ever."""
+    own = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
+    for rank, theirs in enumerate(world.all_gather_object(own)):
+        if theirs != own:
+            name = next((a[0] for a, b in zip(own, theirs, strict=False) if a != b), "how many there are")
+            raise ConfigurationError(
+                f"rank {rank} holds other parameters than rank {world.rank} (the first to differ: {name}): build the "
+                "same model on all ranks, with the same layers tied and frozen; module.to('meta') cuts ties."
+            )
+
+
+def _empty(held: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(held.shape, dtype=held.dtype, device=device), requires_grad=held.requires_grad)
+
+
+def _children_first(part: nn.Module) -> Iterator[nn.Module]:
+    for child in part.children():
+        yield from _children_first(child)
+    yield part
+
+
+def _reset_of(part: nn.Module) -> Callable[[], Any] | None:
+    return next((getattr(part, name) for name in _RESETS if callable(getattr(part, name, None))), None)
+
+
+@torch.no_grad()
+def allocate_buffers(module: nn.Module, world: World) -> list[tuple[str, nn.Module, list[str]]]:
+    """Give buffers on the meta device memory; return those that have no data on rank 0 either. Collective.
+
+    Raises:
+        ConfigurationError: a tensor on the meta device is an attribute that nothing fills.
+    """
+    stray = [
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
+    if stray:
+        raise ConfigurationError(
+            f"{', '.join(stray)} is a tensor on the meta device that is no buffer, so nothing gives it data: use "
+            "register_buffer, or compute it in forward."
+        )
+    empty = {name for name, buffer in module.named_buffers() if buffer.is_meta}
+    lacking = empty & world.broadcast_object(empty)
+    found = []
+    for path, part in module.named_modules():
+        for key, held in part._buffers.items():
+            if held is not None and held.is_meta:
+                part._buffers[key] = _marked(held, world.device)
+        names = [key for key in part._buffers if f"{path}.{key}".lstrip(".") in lacking]
+        if names:
+            found.append((path, part, names))
+            reset = _reset_of(part)
+            if reset is not None and not any(parameter is not None for parameter in part._parameters.values()):
+                reset()
+            elif callable(running := getattr(part, "reset_running_stats", None)):
+                running()
+    return found
+
+
+def check_buffers(found: list[tuple[str, nn.Module, list[str]]]) -> None:
+    """Check that buffers without data have been computed with the parameters.
+
+    Raises:
+        ConfigurationError: on all ranks; one has not.
+    """
+    for path, part, names in found:
+        untouched = [key for key in names if _is_marked(part._buffers[key])]
+        if untouched:
+            raise ConfigurationError(
+                f"{path} ({type(part).__name__}) owns the buffers {', '.join(untouched)} on the meta device, and "
+                "nothing computes them: build the module in configure_model or Fabric.init_module, where buffers get "
+                "their data, or compute them in its reset_parameters()."
+            )
+
+
+def _marked(held: Tensor, device: torch.device) -> Tensor:
+    """Return a buffer whose values nothing would compute."""
+    return torch.full(held.shape, _mark(held.dtype), dtype=held.dtype, device=device)
+
+
+def _is_marked(held: Tensor | None) -> bool:
+    if held is None or not held.numel():
+        return False
+    return bool(held.isnan().all() if held.is_floating_point() else (held == _mark(held.dtype)).all())
+
+
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max

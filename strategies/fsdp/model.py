@@ -1,0 +1,302 @@
+"""A model sharded in place by torch's ``fully_shard``, filled with rank 0's weights, and made whole again.
+
+The model is sharded while its parameters are on the meta device, so that nothing is whole that was not whole before;
+then they are filled one after the other. What is whole at a time beyond what rank 0 brought along is one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ...framework.materialize import Owner, owners_of, replace_tensors
+from ...framework.strategy import StepAdapter, parameters_of
+from ...framework.world import World
+from .activations import Checkpointed, checkpoint_forward, checkpointed_parts, plain_forward
+from .deferred import Deferred
+from .initial import Origins, allocate_buffers, check_buffers
+from .state import box_in, box_of, like, local_of, shard_slots, whole_of_parts
+from .tensor import split_layers, tie_again
+from .undo import Footprint
+from .units import Units, check_parameters, find_units, without_shared
+
+
+@dataclass
+class Sharding:
+    """How a model is sharded; the arguments of ``fully_shard``."""
+
+    units: Units
+    mesh: DeviceMesh
+    tensor_mesh: DeviceMesh | None
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | int
+    cpu_offload: bool
+    prefetch: int
+    checkpointed: Checkpointed
+    backward_inside: bool = False
+    """Whether the model runs again after a backward pass, before its outermost call returns."""
+
+
+@dataclass
+class _Source:
+    """A parameter as it was handed over: where it is registered, and who else holds it."""
+
+    name: str
+    given: nn.Parameter
+    owners: list[Owner]
+    lists: list[tuple[list[Any], int]] = field(default_factory=list)
+
+    @property
+    def now(self) -> nn.Parameter:
+        part, key = self.owners[0]
+        parameter = part._parameters[key]
+        assert parameter is not None
+        return parameter
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Register another parameter in the place of this one, in the module and in optimizers."""
+        for part, key in self.owners:
+            part._parameters[key] = parameter
+        for held, position in self.lists:
+            held[position] = parameter
+
+
+class ShardedModel:
+    """A module with its adapter, sharded. Collective to build."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        world: World,
+        sharding: Sharding,
+        deferred: Deferred,
+    ) -> None:
+        self.module = module
+        self.world = world
+        self.sharding = sharding
+        self.root: Any = StepAdapter(module)
+        self._optimizers = list(optimizers)
+        # What can be wrong with what was asked for shows before the module is touched.
+        check_parameters(module)
+        self.units = find_units(module, sharding.units)
+        self.checkpointed = checkpointed_parts(module, self.units, sharding.checkpointed)
+        origins = Origins(module, deferred, world)
+        computed = allocate_buffers(module, world)
+        sources = self._take_away()
+        adapter: nn.Module = self.root
+        self._footprint = Footprint(adapter)
+        if sharding.tensor_mesh is not None:
+            self._split(sources, sharding.tensor_mesh)
+        self._shard(sources)
+        self._fill(sources, origins)
+        check_buffers(computed)
+        # What torch leaves to the first forward pass: it shows here what is wrong.
+        self._state._lazy_init()
+        self._footprint.close()
+        self._prefetch(sharding.prefetch)
+        for part in self.checkpointed:
+            checkpoint_forward(part)
+        self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
+        self.syncs = True
+        self._unreduced = False
+        self._trainable = self._trainables()
+        for sharded in self.parts:
+            # Gathered once, what torch keeps of it exists for a unit that no step runs, and was not born in the
+            # inference mode of an evaluation.
+            sharded.unshard()
+            sharded.reshard()
+
+    @property
+    def _state(self) -> Any:
+        state: Any = fully_shard.state(self.root)  # type: ignore[attr-defined]
+        return state
+
+    # ---- building -------------------------------------------------------------------------------------------------
+
+    def _take_away(self) -> list[_Source]:
+        """Leave parameters on the meta device in the place of those that were handed over; return these."""
+        owners = owners_of(self.module)
+        places: dict[int, list[tuple[list[Any], int]]] = {}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for position, parameter in enumerate(group["params"]):
+                    places.setdefault(id(parameter), []).append((group["params"], position))
+        sources = [
+            _Source(name, parameter, owners[id(parameter)], places.get(id(parameter), []))
+            for name, parameter in self.module.named_parameters()
+        ]
+        for source in sources:
+            given = source.given
+            shape = torch.empty(given.shape, dtype=given.dtype, device="meta")
+            source.put(nn.Parameter(shape, requires_grad=given.requires_grad))
+        return sources
+
+    def _split(self, sources: list[_Source], mesh: DeviceMesh) -> None:
+        """Split layers over the ranks of a tensor-parallel group; what was tied stays so. Collective."""
+        split_layers(self.module, mesh)
+        for source in sources:
+            source.put(tie_again(source.name, source.owners))
+
+    def _shard(self, sources: list[_Source]) -> None:
+        sharding = self.sharding
+        units, left, shared = without_shared(self.module, self.units)
+        self.units = units
+        pinned = self.world.device.type == "cuda"
+        arguments: dict[str, Any] = {
+            "mesh": sharding.mesh,
+            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if sharding.cpu_offload else OffloadPolicy(),
+        }
+        narrow = sharding.policy.param_dtype is not None
+        norms = [part for part in self.module.modules() if isinstance(part, _BatchNorm) and narrow]
+        for part in norms:
+            # With running statistics in fp32, its weights have to be too.
+            if part not in units and any(True for _ in part.parameters()):
+                fully_shard(part, reshard_after_forward=sharding.reshard_after_forward, **arguments)
+        arguments["mp_policy"] = sharding.policy
+        for unit in reversed(units):
+            fully_shard(
+                unit, reshard_after_forward=sharding.reshard_after_forward, ignored_params=left[unit], **arguments
+            )
+        self._leave_to_root(shared, sources)
+        fully_shard(self.root, **arguments)
+
+    @torch.no_grad()
+    def _fill(self, sources: list[_Source], origins: Origins) -> None:
+        """Give every rank its part of rank 0's weights, one parameter after the other. Collective."""
+        device = torch.device("cpu") if self.sharding.cpu_offload else self.world.device
+        while sources:
+            source = sources.pop(0)
+            empty = source.now
+            assert isinstance(empty, DTensor)
+            whole = origins.value(source.name, source.given)
+            shape, offsets = box_of(empty)
+            local = box_in(whole, shape, offsets)
+            local = local.to(device, copy=True) if self.world.size > 1 else local.to(device).contiguous()
+            parameter = nn.Parameter(like(empty, local), requires_grad=source.given.requires_grad)
+            parameter._fsdp_orig_uid = getattr(empty, "_fsdp_orig_uid", None)  # type: ignore[attr-defined]
+            source.put(parameter)
+            for optimizer in self._optimizers:
+                shard_slots(optimizer, source.given, parameter)
+            if source.given.is_meta:
+                origins.deferred.forget(source.given)
+
+    def _leave_to_root(self, shared: list[nn.Parameter], sources: list[_Source]) -> None:
+        """Let the root see parameters that several units use and none of them gathers."""
+        if not shared:
+            return
+        self.root.shared = held = nn.ParameterList(shared)
+        numbers = {id(parameter): str(number) for number, parameter in enumerate(shared)}
+        for source in sources:
+            if id(source.now) in numbers:
+                source.owners.append((held, numbers[id(source.now)]))
+
+    def _prefetch(self, count: int) -> None:
+        if not count:
+            return
+        units: list[Any] = self.units
+        self.root.set_modules_to_forward_prefetch(units[:count])
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
+            unit.set_modules_to_backward_prefetch(units[max(0, index - count) : index][::-1])
+
+    # ---- in use ---------------------------------------------------------------------------------------------------
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Reduce gradients in the next backward passes, or only keep them here."""
+        if enabled != self.syncs:
+            self.syncs = enabled
+            for part in self.parts:
+                part.set_requires_gradient_sync(enabled, recurse=False)
+
+    def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
+        """Compute gradients; inside the outermost call too, which then goes on with what it had gathered."""
+        inside = self.sharding.backward_inside
+        if inside and loss.requires_grad:
+            # Else what the root holds is reduced only if a unit takes part.
+            loss.register_hook(self._state._pre_backward)
+        loss.backward(**options)
+        self._unreduced = not self.syncs
+        if inside:
+            self.root.unshard()
+
+    def drop_unreduced(self, optimizer: Optimizer) -> None:
+        """Drop gradients that were kept here by a window which never came to its end."""
+        if not self._unreduced:
+            return
+        dropped = {id(parameter) for parameter in parameters_of(optimizer)}
+        for each in self._parameters():
+            if id(each.sharded_param) in dropped:
+                each.unsharded_accumulated_grad = None
+                each.unsharded_param.grad = None
+
+    def refresh(self) -> None:
+        """Take note of parameters that were frozen or unfrozen; those that are gathered now are so too."""
+        for each in self._parameters():
+            if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
+                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
+        now = self._trainables()
+        if now != self._trainable:
+            self._trainable = now
+            for part in self.parts:
+                for group in part._get_fsdp_state()._fsdp_param_groups:
+                    group._init_mp_dtypes()
+
+    def _trainables(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.module.parameters()]
+
+    def _parameters(self) -> Iterator[Any]:
+        for part in self.parts:
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+    def evaluate(self, *arguments: Any, **options: Any) -> Any:
+        """Run a step that no backward follows: what it gathers is freed after it."""
+        try:
+            return self.root(*arguments, **options)
+        finally:
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Free what is gathered, so that the module holds the parameters that optimizers update."""
+        for part in self.parts:
+            part.reshard()
+
+    # ---- back -----------------------------------------------------------------------------------------------------
+
+    def take_off(self) -> None:
+        """Take all of torch's hooks and classes off; the parameters stay split."""
+        self.reshard()
+        for part in self.checkpointed:
+            plain_forward(part)
+        self._footprint.undo()
+
+    @torch.no_grad()
+    def gather(self, everywhere: bool) -> None:
+        """Give the module whole parameters, on rank 0 or ``everywhere``; elsewhere on the meta device. Collective."""
+        keeps = everywhere or self.world.rank == 0
+
+        def whole(_: str, tensor: Tensor) -> Tensor | None:
+            if not isinstance(tensor, DTensor):
+                return None
+            if self.world.size == 1:
+                return local_of(tensor.detach())
+            full = whole_of_parts(tensor)
+            return full if keeps else full.to("meta")
+
+        replace_tensors(self.module, whole)

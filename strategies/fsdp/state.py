@@ -1,0 +1,113 @@
+"""Between sharded tensors and canonical state: which box of a whole tensor this rank holds, and how it is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from ...framework.checkpoint.plan import Shard
+from ...framework.errors import ConfigurationError
+from ...framework.strategy import is_stored
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds, sharing its memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and offsets of the box of the whole tensor that this rank holds."""
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # A rank without any row stands beyond the end.
+    return tuple(shape), tuple(min(offset, size) for offset, size in zip(offsets, tensor.shape, strict=True))
+
+
+def whole_of_parts(tensor: Tensor) -> Tensor:
+    """Return a whole tensor, gathered where ranks hold parts of it. Collective."""
+    whole: Tensor = tensor.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+
+def shard_of(tensor: Tensor) -> Shard:
+    """Return this rank's part of a tensor, sharing its memory."""
+    if not isinstance(tensor, DTensor):
+        return Shard.whole(tensor.detach())
+    shape, offsets = box_of(tensor)
+    return Shard(tensor._local_tensor.detach().view(shape), tuple(tensor.shape), offsets)
+
+
+def like(parameter: DTensor, local: Tensor) -> DTensor:
+    """Return a tensor of a parameter's whole shape, split as it is, of which this rank holds ``local``."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def box_in(whole: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """Return the box of ``shape`` at ``offsets``, a view."""
+    for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
+def slots_as_shards(slots: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's optimizer state with tensors of at least one dim as shards."""
+    return {
+        slot: shard_of(value) if isinstance(value, Tensor) and value.dim() > 0 else _plain(value)
+        for slot, value in slots.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def slot_from_store(parameter: Tensor, stored: Any) -> Any:
+    """Return a slot's value for a parameter: of what is stored as a tensor this rank reads its box."""
+    if not is_stored(stored):
+        return stored
+    if not isinstance(parameter, DTensor):
+        return stored.read()
+    if tuple(stored.shape) == tuple(parameter.shape):
+        shape, offsets = box_of(parameter)
+        local = stored.read_slice(offsets, shape).to(local_of(parameter).device, copy=True)
+        return like(parameter, local)
+    whole = stored.read().to(local_of(parameter).device)
+    mesh = parameter.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def shard_slots(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
+    """Split the state that an optimizer has of a parameter along with it.
+
+    Raises:
+        ConfigurationError: a slot is neither of the parameter's shape nor a single number.
+    """
+    slots = optimizer.state.pop(old, None)
+    if not slots:
+        return
+    assert isinstance(new, DTensor)
+    shape, offsets = box_of(new)
+    split: dict[str, Any] = {}
+    for slot, value in slots.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            if value.shape != new.shape:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has stepped already, and its state {slot!r} of shape "
+                    f"{list(value.shape)} cannot be split like its parameter of shape {list(new.shape)}: hand over an "
+                    "optimizer that has not stepped."
+                )
+            local = box_in(value, shape, offsets).to(local_of(new).device, copy=True)
+            value = like(new, local)
+        split[slot] = value
+    optimizer.state[new] = split

@@ -1,0 +1,361 @@
+"""``fsdp``: parameters, gradients and optimizer state are split over ranks; a layer is whole only while it computes.
+
+Torch's ``fully_shard`` does the work (Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+Parallel"). ``hsdp`` is the same inside groups of ranks, replicated across them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ...framework.checkpoint.plan import Shard
+from ...framework.checkpoint.stored import StoredTensors
+from ...framework.errors import ConfigurationError, LoopError, unknown
+from ...framework.materialize import share_buffers
+from ...framework.precision import Precision
+from ...framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
+from ...framework.world import World
+from .activations import Checkpointed, check_checkpointing
+from .deferred import Deferred
+from .gradients import local_gradients, scale_to_norm, whole_norm
+from .mesh import Layout, Replicas, lay_out
+from .model import ShardedModel, Sharding
+from .state import box_of, local_of, shard_of, slot_from_store, slots_as_shards
+from .tensor import check_plan
+from .units import Units, check_units
+
+_GATHERS = ("rank_zero", "all", "none")
+# Arguments of other frameworks, and what says the same here.
+_ELSEWHERE = {
+    "auto_wrap_policy": "use units=..., a class, a size or a function",
+    "sharding_strategy": "use strategy='fsdp', 'hsdp' or 'ddp', and reshard_after_forward",
+    "mixed_precision": "use Trainer(precision=...), and reduce_dtype",
+    "activation_checkpointing_policy": "use activation_checkpointing=True, classes or a function",
+    "state_dict_type": "leave it out, checkpoints are sharded files with the names of one process",
+    "use_orig_params": "leave it out, parameters keep their names",
+    "sync_module_states": "leave it out, all ranks start from rank 0's weights",
+    "device_mesh": "use replicas and tensor_parallel",
+}
+
+
+class FSDPStrategy(Strategy):
+    """Shards parameters, gradients and optimizer state over ranks.
+
+    Args:
+        units: what is gathered and freed together: None finds the repeated blocks of the model; a class or a tuple of
+            classes, the least number of parameters of a unit, or a function from a module to a bool say it.
+        reshard_after_forward: whether a unit is freed between forward and backward, to be gathered again.
+        replicas: how many groups of ranks hold the whole model each, sharded inside.
+        tensor_parallel: how many ranks share each layer's computation, by ``TrainModule.configure_tensor_parallel``.
+        cpu_offload: keep shards, gradients and optimizer state in the CPU's memory.
+        activation_checkpointing: compute activations again in backward: True for all units, classes, or a function.
+        prefetch: how many units ahead are gathered explicitly; 0 leaves it to torch.
+        reduce_dtype: the dtype gradients are averaged in, by default at least float32.
+        gather_weights: who gets whole weights after a fit: ``"rank_zero"``, ``"all"`` or ``"none"``.
+
+    Raises:
+        ConfigurationError: an argument breaks its rule.
+    """
+
+    name = "fsdp"
+
+    def __init__(
+        self,
+        units: Units = None,
+        *,
+        reshard_after_forward: bool = True,
+        replicas: Replicas = 1,
+        tensor_parallel: int = 1,
+        cpu_offload: bool = False,
+        activation_checkpointing: Checkpointed = False,
+        prefetch: int = 0,
+        reduce_dtype: torch.dtype | None = None,
+        gather_weights: Literal["rank_zero", "all", "none"] = "rank_zero",
+        **others: Any,
+    ) -> None:
+        _check_names(others)
+        check_units(units)
+        check_checkpointing(activation_checkpointing)
+        _check_count("replicas", replicas, 1, "node" if replicas == "node" else None)
+        _check_count("tensor_parallel", tensor_parallel, 1)
+        _check_count("prefetch", prefetch, 0)
+        _check_reduce_dtype(reduce_dtype)
+        for flag, value in (("reshard_after_forward", reshard_after_forward), ("cpu_offload", cpu_offload)):
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"FSDPStrategy({flag}={value!r}): it must be True or False.")
+        if gather_weights not in _GATHERS:
+            raise unknown("gather_weights", str(gather_weights), _GATHERS)
+        self.units = units
+        self.reshard_after_forward = reshard_after_forward
+        self.replicas = replicas
+        self.tensor_parallel = tensor_parallel
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing = activation_checkpointing
+        self.prefetch = prefetch
+        self.reduce_dtype = reduce_dtype
+        self.gather_weights = gather_weights
+        self.traits = Traits(
+            shards_parameters=True,
+            shards_gradients=True,
+            shards_optimizer_state=True,
+            offloads=cpu_offload,
+            lockstep_forward=True,
+            lockstep_backward=True,
+            reduces_in_backward=True,
+            clips_by_value=False,
+        )
+        self._layout: Layout
+        self._mesh: DeviceMesh
+        self._deferred: Deferred
+        self._sharded: ShardedModel | None = None
+        self._stop_hooks: list[Any] = []
+
+    # ---- before the ranks meet ------------------------------------------------------------------------------------
+
+    def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
+        """Refuse a number of ranks that cannot be divided as asked."""
+        lay_out(world_size, num_nodes, self.replicas, self.tensor_parallel)
+
+    def data_size(self, world_size: int) -> int:
+        """Return the number of tensor-parallel groups: the ranks of one compute together, so they see the same data."""
+        return world_size // self.tensor_parallel
+
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse a module that does not say how its layers are split where they are to be."""
+        if self.tensor_parallel > 1:
+            check_plan(module, self.tensor_parallel)
+
+    def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
+        """Join the process group, take the device and lay out the mesh. Collective."""
+        self.precision = precision
+        self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
+        self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
+        self._mesh = self._layout.build(world)
+        self._deferred = Deferred()
+        # The ranks of a tensor-parallel group compute one thing together, so they see the same data.
+        world.data_rank, world.data_size = world.rank // self.tensor_parallel, world.size // self.tensor_parallel
+        return world
+
+    # ---- a module and its optimizers ------------------------------------------------------------------------------
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Return the context in which parameters get no data until ``setup`` gives each rank its part."""
+        return self._deferred.recording()
+
+    def place(self, module: nn.Module) -> None:
+        """Put the buffers on the device; parameters get there in ``setup``, each rank's part alone."""
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    part._buffers[name] = buffer.to(self.world.device)
+        self._deferred.keep(module)
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
+        """Shard a module in place, with rank 0's weights, and bind the optimizers to the shards. Collective."""
+        self.check_module(module)
+        sharding = Sharding(
+            self.units,
+            self._layout.data_part(self._mesh),
+            self._mesh["tensor"] if self.tensor_parallel > 1 else None,
+            self._policy(),
+            self.reshard_after_forward,
+            self.cpu_offload,
+            self.prefetch,
+            self.activation_checkpointing if training else False,
+            self.routes_backward and training,
+        )
+        self._sharded = ShardedModel(module, optimizers, self.world, sharding, self._deferred)
+        self.sync_buffers(module)
+        self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
+        if self.routes_backward:
+            self._stop_hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
+        return list(optimizers)
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        precision = self.precision
+        narrow = precision.compute if precision.autocasts else None
+        reduce = self.reduce_dtype or torch.promote_types(precision.storage, torch.float32)
+        # Said where it is what it would be anyway, it makes torch keep copies of gradients.
+        reduces_as_computed = reduce == (narrow or precision.storage)
+        return MixedPrecisionPolicy(
+            param_dtype=narrow, reduce_dtype=None if reduces_as_computed else reduce, cast_forward_inputs=False
+        )
+
+    def _before_update(self, *_: Any) -> None:
+        """Free what a forward pass without backward has left gathered: it would miss the update."""
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    def _after_update(self, *_: Any) -> None:
+        """Gather anew what the step that the update ran in may go on to use."""
+        if self._sharded is not None:
+            self._sharded.root.unshard()
+
+    def route(self, step: StepFunction, training: bool) -> StepFunction:
+        """Return a call of ``step`` inside the hooks that gather the model's outermost parameters."""
+        if self._sharded is None:
+            return step
+        # A step that runs backward passes and updates itself leaves what it gathered behind, as an evaluation does.
+        direct = training and not self.routes_backward
+        return partial(self._sharded.root if direct else self._sharded.evaluate, step)
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Reduce and scatter gradients in the next backward, or let whole ones gather here."""
+        if self._sharded is not None:
+            self._sharded.sync_gradients(enabled)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute gradients, which are reduced as they come."""
+        if self._sharded is None:
+            loss.backward(**options)
+        else:
+            self._sharded.backward(loss, options)
+
+    def refresh(self, module: nn.Module) -> bool:
+        """Take note of parameters frozen or unfrozen since set-up."""
+        if self._sharded is not None:
+            self._sharded.reshard()
+            self._sharded.refresh()
+            if self.routes_backward:
+                # Within a step that toggles them, the root stays gathered.
+                self._sharded.root.unshard()
+        return False
+
+    def idle_backward(self) -> None:
+        """Refuse: a backward pass has to be run, by every rank alike."""
+        raise LoopError(
+            f"strategy={self.name!r} reduces gradients in the backward pass itself, which every rank has to run: give "
+            "a batch without loss a batch_weight of 0 instead."
+        )
+
+    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Nothing is left to do: backward averages gradients."""
+
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
+        """Multiply this rank's parts of the gradients."""
+        gradients = local_gradients(parameters)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def full_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Gather the gradient of a parameter. Collective."""
+        gradient = parameter.grad
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+    def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the whole gradient, from the ranks' parts in one reduction. Collective."""
+        return whole_norm(parameters, norm_type, self.world)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+        """Scale this rank's parts of the gradients."""
+        scale_to_norm(local_gradients(parameters), max_norm, norm)
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Drop gradients, also those that no backward pass has reduced yet."""
+        optimizer.zero_grad()
+        if self._sharded is not None:
+            self._sharded.drop_unreduced(optimizer)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Broadcast rank 0's buffers. Collective."""
+        share_buffers(module, self.world)
+
+    # ---- canonical state ------------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Shard]:
+        """Return this rank's shards of the parameters, and on rank 0 the buffers."""
+        self._before_update()
+        tensors = module.state_dict(keep_vars=True)
+        return {
+            name: shard_of(tensor)
+            for name, tensor in tensors.items()
+            if isinstance(tensor, DTensor) or self.world.rank == 0
+        }
+
+    @torch.no_grad()
+    def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
+        """Read this rank's part of each parameter, and the buffers."""
+        self._before_update()
+        own = module.state_dict(keep_vars=True)
+        for name, stored in tensors.items():
+            tensor = own[name]
+            if isinstance(tensor, DTensor):
+                shape, offsets = box_of(tensor)
+                local_of(tensor).copy_(stored.read_slice(offsets, shape))
+            else:
+                tensor.copy_(stored.read())
+
+    def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
+        """Yield each parameter that has state, and this rank's shards of it."""
+        for parameter in parameters_of(optimizer):
+            slots = optimizer.state.get(parameter)
+            if slots:
+                yield parameter, slots_as_shards(slots)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
+        """Read this rank's part of every slot. Collective."""
+        own = [
+            {slot: slot_from_store(parameter, value) for slot, value in slots.items()}
+            for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
+        ]
+        optimizer.load_state_dict(numbered(optimizer, own, groups))
+
+    # ---- back -----------------------------------------------------------------------------------------------------
+
+    def restore(self, module: nn.Module) -> None:
+        """Take the shards' hooks off and give rank 0 whole weights, or all ranks, or leave them split. Collective."""
+        sharded = self._sharded
+        if sharded is None:
+            return
+        self.teardown()
+        if self.gather_weights != "none" and self.world.size > 1:
+            sharded.gather(everywhere=self.gather_weights == "all")
+
+    def teardown(self) -> None:
+        """Take torch's hooks and classes off the module; where one rank holds all, it has ordinary weights again."""
+        sharded, self._sharded = self._sharded, None
+        for hook in self._stop_hooks:
+            hook.remove()
+        self._stop_hooks = []
+        if sharded is not None:
+            sharded.take_off()
+            if self.world.size == 1:
+                sharded.gather(everywhere=True)
+
+
+def _check_names(others: Iterable[str]) -> None:
+    known = [name for name in signature(FSDPStrategy).parameters if name != "others"]
+    for name in others:
+        if name in _ELSEWHERE:
+            raise ConfigurationError(f"FSDPStrategy({name}=...) is not known here: {_ELSEWHERE[name]}.")
+        raise unknown("FSDPStrategy argument", name, known)
+
+
+def _check_count(name: str, given: Any, least: int, known: str | None = None) -> None:
+    if known is None and (isinstance(given, bool) or not isinstance(given, int) or given < least):
+        raise ConfigurationError(f"FSDPStrategy({name}={given!r}): it must be a whole number of at least {least}.")
+
+
+def _check_reduce_dtype(given: Any) -> None:
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise ConfigurationError(
+            f"FSDPStrategy(reduce_dtype={given!r}): it must be a floating-point dtype such as torch.float32, or None."
+        )
+
+
+def hsdp(units: Units = None, *, replicas: Replicas = "node", **arguments: Any) -> FSDPStrategy:
+    """Return ``fsdp`` with whole replicas of the model: one for each node, and two on a single node."""
+    strategy = FSDPStrategy(units, replicas=replicas, **arguments)
+    strategy.name = "hsdp"
+    return strategy

@@ -1,0 +1,166 @@
+"""Which submodules of a model are gathered and freed together: its units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from ...framework.errors import ConfigurationError
+
+Units: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | int | Callable[[nn.Module], bool] | None"
+
+
+def check_units(units: Any) -> None:
+    """Check what units are asked for, as far as that needs no model.
+
+    Raises:
+        ConfigurationError: it is neither a class, classes, a number of parameters, a function nor None.
+    """
+    if units is None:
+        return
+    if isinstance(units, int) and not isinstance(units, bool):
+        if units >= 1:
+            return
+    elif isinstance(units, tuple):
+        if units and all(_is_module_class(each) for each in units):
+            return
+    elif _is_module_class(units) or (callable(units) and not isinstance(units, type | bool)):
+        return
+    raise ConfigurationError(
+        f"FSDPStrategy(units={units!r}): give a class of modules, a tuple of classes, the least number of parameters "
+        "of a unit (at least 1), a function from a module to a bool, or None, which finds the repeated blocks."
+    )
+
+
+def find_units(module: nn.Module, units: Units) -> list[nn.Module]:
+    """Return the submodules that are units, parents before children; without any, the whole model is one.
+
+    Raises:
+        ConfigurationError: units were asked for, and no submodule is one.
+    """
+    if units is None:
+        return list(_repeated(module))
+    if isinstance(units, int):
+        return _of_size(module, units)
+    parts = [part for part in module.modules() if part is not module and _has_forward(part) and _has_parameters(part)]
+    found = [part for part in parts if (isinstance(part, units) if isinstance(units, type | tuple) else units(part))]
+    if not found:
+        known = ", ".join(sorted({type(part).__name__ for part in parts})) or "none"
+        raise ConfigurationError(
+            f"FSDPStrategy(units={_shown(units)}) matches no submodule of {type(module).__name__} that has parameters "
+            f"and a forward. Its submodules are of these classes: {known}."
+        )
+    return found
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Check that every parameter can be split.
+
+    Raises:
+        ConfigurationError: one has no dim, or its shape is not known yet.
+    """
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigurationError(
+                f"{name} belongs to a lazy layer whose shape is not known yet: run a batch through the model first, or "
+                "give the layer its input size."
+            )
+        if parameter.dim() == 0:
+            raise ConfigurationError(
+                f"{name} is a parameter without dims, which cannot be split over ranks: give it one dim, with one "
+                "element, torch.zeros(1) in place of torch.tensor(0.0)."
+            )
+
+
+def without_shared(
+    module: nn.Module, units: list[nn.Module]
+) -> tuple[list[nn.Module], dict[nn.Module, set[nn.Parameter]], list[nn.Parameter]]:
+    """Return the units, the parameters that each of them leaves to the root, and all of those.
+
+    A parameter of several units, or of a unit and the rest of the model, is gathered with the root, which stays whole
+    for the time of a step: a unit may free it while another still needs it. A unit that would be left with none is
+    none.
+    """
+    wanted, owners = set(units), dict[nn.Parameter, set[nn.Module | None]]()
+    _note_owners(module, None, wanted, owners, set())
+    shared = [parameter for parameter, holders in owners.items() if len(holders) > 1]
+    left: dict[nn.Module, set[nn.Parameter]] = {unit: set() for unit in units}
+    own: dict[nn.Module, int] = dict.fromkeys(units, 0)
+    for parameter, holders in owners.items():
+        for unit in holders:
+            if unit is not None and len(holders) > 1:
+                left[unit].add(parameter)
+            elif unit is not None:
+                own[unit] += 1
+    # Shared by units alone, a parameter is out of the root's sight: see ``ShardedModel``.
+    return [unit for unit in units if own[unit]], left, shared
+
+
+def _note_owners(
+    part: nn.Module,
+    unit: nn.Module | None,
+    units: set[nn.Module],
+    owners: dict[nn.Parameter, set[nn.Module | None]],
+    seen: set[tuple[nn.Module, nn.Module | None]],
+) -> None:
+    unit = part if part in units else unit
+    if (part, unit) in seen:
+        return
+    seen.add((part, unit))
+    for parameter in part._parameters.values():
+        if parameter is not None:
+            owners.setdefault(parameter, set()).add(unit)
+    for child in part.children():
+        _note_owners(child, unit, units, owners, seen)
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost blocks that occur several times in a list or sequence of modules."""
+    classes: list[type[nn.Module]] = []
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        classes = [type(child) for child in module if _has_forward(child) and _has_parameters(child)]
+    for child in module.children():
+        if classes.count(type(child)) > 1 and _has_forward(child) and _has_parameters(child):
+            yield child
+        else:
+            yield from _repeated(child)
+
+
+def _of_size(module: nn.Module, least: int) -> list[nn.Module]:
+    """Return submodules of at least ``least`` parameters, not counting those of units inside them."""
+    found: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+
+    def free(part: nn.Module) -> int:
+        if part in seen:
+            return 0
+        seen.add(part)
+        position = len(found)
+        count = sum(parameter.numel() for parameter in part._parameters.values() if parameter is not None)
+        count += sum(free(child) for child in part.children())
+        if part is module or count < least or not _has_forward(part):
+            return count
+        found.insert(position, part)
+        return 0
+
+    free(module)
+    return found
+
+
+def _is_module_class(given: Any) -> bool:
+    return isinstance(given, type) and issubclass(given, nn.Module)
+
+
+def _has_forward(part: nn.Module) -> bool:
+    return type(part).forward is not nn.Module.forward
+
+
+def _has_parameters(part: nn.Module) -> bool:
+    return next(part.parameters(), None) is not None
+
+
+def _shown(units: Units) -> str:
+    classes = units if isinstance(units, tuple) else (units,)
+    return ", ".join(getattr(each, "__name__", repr(each)) for each in classes)
