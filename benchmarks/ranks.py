@@ -50,7 +50,7 @@ def main() -> None:
     run(name, Job(**jobs[0]))  # warm up
     found = [communication(partial(run, name, Job(**job))) for job in jobs]
     if dist.get_rank() == 0 if dist.is_initialized() else True:
-        print("COUNTED " + json.dumps(found), flush=True)
+        print(f"COUNTED {json.dumps(found)}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
