@@ -27,10 +27,10 @@ from .module import TrainModule
 from .optimization import resolve_optimizers
 from .plugins import check_state_keys
 from .randomness import mix_seed, seed_generators
+from .restoring import load_model, rank_state, restore_run
 from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero
 from .run import Run
 from .settings import Settings
-from .state import load_model, rank_state, restore_run
 from .steps import AutomaticStep
 from .training import FitLoop, FitPlan
 from .transfer import batch_transfer

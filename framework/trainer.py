@@ -26,9 +26,9 @@ from .report import say
 from .resume import check_checkpoint_path
 from .run import Run
 from .rundir import RunDirectory
+from .saving import save_run
 from .settings import Settings, resolve_settings
 from .stages import run_stage
-from .state import save_run
 from .strategy import Strategy
 from .trainer_view import METRIC_KINDS, TrainerState, TrainerView
 from .training import FitLoop

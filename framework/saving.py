@@ -1,4 +1,4 @@
-"""All that a run is made of, as canonical state: taken for a checkpoint, and put back from one.
+"""All that a run is made of, taken as canonical state for a checkpoint; ``restoring`` puts it back.
 
 Tensors are held by parameter name; optimizer state by optimizer, slot and parameter name; everything else as JSON.
 What differs from rank to rank (random generators, what has been logged in the epoch so far) is a document of each rank.
@@ -9,14 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .checkpoint.codec import decode, encode, encode_inline
+from .checkpoint.codec import encode, encode_inline
 from .checkpoint.plan import Shard, Snapshot
-from .checkpoint.read import Checkpoint
-from .checkpoint.stored import SavedTensor
 from .checkpoint.write import has_nonfinite, save
-from .errors import CheckpointError, ConfigurationError, NonFiniteError
-from .model_state import check_model, encode_known
-from .optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
+from .errors import ConfigurationError, NonFiniteError
+from .model_state import encode_known
+from .optimizer_state import names_of, optimizer_state, whole
 from .run import Run
 from .seed import capture
 from .windows import Windows
@@ -85,60 +83,3 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     document["position"] = windows.position() if windows is not None else None
     rank_state = {"random": capture(), "log": run.train_log.state_dict()}
     return Snapshot(sections=sections, document=document, rank_document=encode_inline(rank_state), buffers=buffers)
-
-
-def restore_run(run: Run, checkpoint: Checkpoint) -> None:
-    """Put weights, optimizers, schedulers, scaler, callbacks and counters back. Collective.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model or of other optimizers; nothing has been changed then.
-    """
-    document = checkpoint.document
-    if document.get("weights_only"):
-        raise CheckpointError(
-            f"{checkpoint.path} holds weights alone, so no training can be resumed from it. "
-            "Start from its weights with load_from_checkpoint, or give a full checkpoint."
-        )
-    saved = document["optimizers"]
-    names = names_of(run.module)
-    strategy = run.fabric.strategy
-    check_model(type(run.module), strategy.shapes(run.module), checkpoint, strict=True)
-    check_optimizers(run.optimizers, saved, names)
-    load_model(run, checkpoint)
-    for index, optimizer in enumerate(run.optimizers):
-        load_optimizer(strategy, optimizer, saved[index], names, checkpoint, index)
-    state = decode(document["state"], checkpoint.read_section("state"))
-    if len(state["schedulers"]) != len(run.schedulers):
-        raise CheckpointError(
-            f"{checkpoint.path} holds {len(state['schedulers'])} schedulers, configure_optimizers returned "
-            f"{len(run.schedulers)}: they must be the same."
-        )
-    for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
-        config.scheduler.load_state_dict(scheduler_state)
-    if run.fabric.scaler is not None and state["scaler"] is not None:
-        run.fabric.scaler.load_state_dict(state["scaler"])
-    for callback in run.callbacks:
-        if callback.state_key in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][callback.state_key])
-    run.metrics["callback"].update(state["metrics"])
-    run.progress.load_state_dict(document["progress"])
-    run.call("on_load_checkpoint", state["user"])
-
-
-def rank_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return this rank's own state, or None where the data was shared out otherwise when the checkpoint was written."""
-    documents, world = checkpoint.rank_documents, run.world
-    parts = checkpoint.document.get("data_ranks", len(documents))
-    if parts != world.data_size or not documents:
-        return None
-    decoded: dict[str, Any] = decode(documents[world.data_rank * (len(documents) // parts)])
-    return decoded
-
-
-# ---- model -----------------------------------------------------------------------------------------------------------
-
-
-def load_model(run: Run, checkpoint: Checkpoint) -> None:
-    """Put the weights back. Collective."""
-    tensors = {name: SavedTensor(checkpoint, "model", name) for name in checkpoint.names("model")}
-    run.fabric.strategy.load_model_state(run.module, tensors)
