@@ -18,7 +18,7 @@ from .hparams import HyperparametersMixin
 from .log import MetricLog, NoLog
 from .logger import Logger
 from .metrics import logged_items
-from .model_state import rebuild_module
+from .rebuilding import rebuild_module
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -426,12 +426,17 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
         Args:
             checkpoint_path: the checkpoint's directory.
-            map_location: device to put the module on (default: the CPU).
-            strict: whether names of weights must match exactly.
+            map_location: the device that the module's tensors are on afterwards (default: the CPU).
+            strict: whether names and shapes of weights must match exactly. If not, what fits is loaded, and a warning
+                names what was left on either side.
             overrides: arguments of ``__init__`` that replace or complete the saved ones.
+
+        What ``__init__`` draws leaves every random generator as it was. ``on_load_checkpoint`` is called, if the
+        checkpoint holds more than weights, before the weights are put in.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or its weights are not this module's.
+            ConfigurationError: there is no such device, or an override is no argument of ``__init__``.
         """
-        module: Self = rebuild_module(cls, open_checkpoint(checkpoint_path), strict, overrides)
-        return module.to(map_location) if map_location is not None else module
+        module: Self = rebuild_module(cls, open_checkpoint(checkpoint_path), map_location, strict, overrides)
+        return module

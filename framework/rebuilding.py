@@ -1,0 +1,167 @@
+"""A module rebuilt from a checkpoint: its constructor with the saved hyperparameters, then the saved weights.
+
+The generators of this process stand afterwards where they stood before, whatever the constructor draws: loading a
+module never changes what a script draws next.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint.codec import decode
+from .checkpoint.read import Checkpoint
+from .errors import CheckpointError, ConfigurationError, did_you_mean
+from .model_state import check_model
+from .seed import capture, restore
+
+_MAX_SHOWN = 20
+
+
+def rebuild_module(
+    cls: type[Any],
+    checkpoint: Checkpoint,
+    map_location: str | torch.device | None,
+    strict: bool,
+    overrides: Mapping[str, Any],
+) -> Any:
+    """Build ``cls`` with a checkpoint's hyperparameters and put its weights in, on the device ``map_location``.
+
+    It is built on the CPU, moved, and each tensor read goes straight to its device. With ``strict=False`` what fits is
+    loaded, and a warning names what does not: on either side, and of another shape.
+
+    Raises:
+        CheckpointError: the module cannot be built from it, or its weights are not this module's.
+        ConfigurationError: there is no such device.
+    """
+    device = target_device(map_location)
+    with kept_generators(device):
+        module = _built(cls, checkpoint, overrides)
+        module.configure_model()
+        module.to(device)
+        _hand_over_user_state(module, checkpoint)
+        _load(module, checkpoint, strict)
+    return module
+
+
+def target_device(given: str | torch.device | None) -> torch.device:
+    """Return the device that ``map_location`` names; the CPU where it is None.
+
+    Raises:
+        ConfigurationError: it is none, or this process does not have it.
+    """
+    example = "give 'cpu', 'cuda', 'cuda:1', a torch.device or None"
+    if not isinstance(given, str | torch.device | None):
+        raise ConfigurationError(f"map_location={given!r} must name one device: {example}.")
+    try:
+        device = torch.device("cpu" if given is None else given)
+    except RuntimeError as error:
+        close = did_you_mean(str(given), ["cpu", "cuda", "mps", "xpu"])
+        raise ConfigurationError(f"map_location={given!r} is no device.{close} So {example}.") from error
+    if device.type == "meta":
+        raise ConfigurationError(f"map_location={given!r} holds no data, so no weights can go there; {example}.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"map_location={str(given)!r}, but this process sees {torch.cuda.device_count()} CUDA devices; {example}."
+        )
+    return device
+
+
+@contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """Put every global generator (Python, numpy, torch on the CPU and on CUDA) back when the block ends."""
+    if device.type == "cuda":
+        # What is captured below has to exist: CUDA starts when it is first used.
+        torch.cuda.init()
+    state = capture()
+    try:
+        yield
+    finally:
+        restore(state)
+
+
+def _built(cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Any:
+    document = checkpoint.document if isinstance(checkpoint.document, dict) else {}
+    saved = decode(document.get("hparams", {}))
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{checkpoint.path} holds hyperparameters that are no dict; it is damaged.")
+    parameters = inspect.signature(cls.__init__).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in overrides:
+        if name not in parameters and not takes_any:
+            known = [known for known in parameters if known != "self"]
+            raise ConfigurationError(
+                f"load_from_checkpoint was given {name}=..., which {cls.__name__}.__init__ does not take."
+                f"{did_you_mean(name, known)} It takes: {', '.join(known) or 'nothing'}."
+            )
+    arguments = {name: value for name, value in saved.items() if takes_any or name in parameters}
+    arguments.update(overrides)
+    missing = [name for name in document.get("unsaved_hparams", []) if name not in arguments]
+    if missing:
+        raise CheckpointError(
+            f"{cls.__name__} was built with {', '.join(missing)}, which {checkpoint.path} could not hold: "
+            f"pass load_from_checkpoint(..., {missing[0]}=...)."
+        )
+    try:
+        return cls(**arguments)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{cls.__name__} cannot be built from {checkpoint.path}: {error}. Pass the missing arguments to "
+            "load_from_checkpoint, or call save_hyperparameters() in __init__ before saving."
+        ) from error
+
+
+def _hand_over_user_state(module: Any, checkpoint: Checkpoint) -> None:
+    """Give ``on_load_checkpoint`` what ``on_save_checkpoint`` had put in, where the checkpoint holds it."""
+    state = checkpoint.document.get("state") if isinstance(checkpoint.document, dict) else None
+    user = state.get("user") if isinstance(state, dict) else None
+    if user is not None and hasattr(module, "on_load_checkpoint"):
+        module.on_load_checkpoint(decode(user, _StateTensors(checkpoint)))
+
+
+class _StateTensors(Mapping[str, Tensor]):
+    """The tensors of the section ``state``, each read when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._checkpoint.read("state", key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.names("state"))
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.names("state"))
+
+
+def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
+    own = module.state_dict(keep_vars=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    if strict:
+        check_model(type(module), shapes, checkpoint, strict=True)
+    saved = {name: checkpoint.shape("model", name) for name in checkpoint.names("model")}
+    fitting = [name for name, shape in shapes.items() if saved.get(name) == shape]
+    left = [f"{name} is not in the checkpoint" for name in shapes if name not in saved]
+    left += [f"{name} is not in the module" for name in saved if name not in shapes]
+    left += [
+        f"{name} is {list(saved[name])} in the checkpoint and {list(shape)} in the module"
+        for name, shape in shapes.items()
+        if name in saved and saved[name] != shape
+    ]
+    with torch.no_grad():
+        for name in fitting:
+            own[name].copy_(checkpoint.read("model", name))
+    if left:
+        more = f"; and {len(left) - _MAX_SHOWN} more" if len(left) > _MAX_SHOWN else ""
+        warnings.warn(
+            f"{type(module).__name__} took {len(fitting)} of {len(shapes)} tensors from {checkpoint.path}; left as "
+            f"they are: {'; '.join(left[:_MAX_SHOWN])}{more}.",
+            stacklevel=4,
+        )

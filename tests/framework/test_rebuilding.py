@@ -1,0 +1,156 @@
+"""``load_from_checkpoint``: a module rebuilt from what was saved, which touches nothing else."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import loader, silent_trainer, weights_of
+from torch import nn, optim
+
+from phalanx import TrainModule
+from phalanx.callbacks import Callback
+from phalanx.framework.errors import CheckpointError, ConfigurationError
+
+
+class Drawing(TrainModule):
+    """Draws from every generator while it is built, and keeps a table of its own beside the weights."""
+
+    def __init__(self, width: int = 4, rate: float = 0.1, words: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(random.randrange(1000))
+        np.random.seed(3)
+        random.seed(np.random.randint(1000))
+        self.net = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+        if torch.cuda.is_initialized():
+            torch.randn(3, device="cuda")
+        self.table: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.parameters(), lr=self.hparams.rate)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["table"] = {"a": torch.arange(3), "b": 2}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.table = checkpoint["table"]
+
+
+class Renamed(Drawing):
+    """Other names and another shape than what was saved."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(width)
+        self.net[2] = nn.Linear(width, 2)
+        self.head = nn.Linear(1, 1)
+        del self.net[1]
+
+
+def saved(root: Path, weights_only: bool = False) -> tuple[Path, Drawing]:
+    class Saves(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(root / "a.ckpt", weights_only=weights_only)
+
+    module = Drawing(5, words=("x", "y"))
+    silent_trainer(max_steps=2, callbacks=[Saves()], default_root_dir=root).fit(module, loader(16))
+    return root / "a.ckpt", module
+
+
+def draws() -> tuple[Any, ...]:
+    on_gpu = torch.rand(3, device="cuda").tolist() if torch.cuda.is_available() else []
+    return torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist(), on_gpu
+
+
+def seeded() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_it_is_the_module_that_was_saved_and_no_generator_moves(tmp_path: Path, weights_only: bool) -> None:
+    path, module = saved(tmp_path, weights_only)
+    seeded()
+    expected = draws()
+
+    seeded()
+    rebuilt = Drawing.load_from_checkpoint(path)
+    assert draws() == expected
+    assert (rebuilt.hparams.width, rebuilt.hparams.words) == (5, ("x", "y"))
+    assert torch.equal(weights_of(rebuilt), weights_of(module))
+    assert torch.equal(rebuilt.net[1].running_mean, module.net[1].running_mean)  # type: ignore[arg-type]
+    assert [str(value) for value in rebuilt.table.values()] == ([] if weights_only else ["tensor([0, 1, 2])", "2"])
+
+
+def test_generators_are_put_back_where_the_constructor_fails(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+
+    class Failing(Drawing):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__()
+            raise TypeError("no such luck")
+
+    seeded()
+    expected = draws()
+    seeded()
+    with pytest.raises(CheckpointError, match=r"cannot be built from .*no such luck"):
+        Failing.load_from_checkpoint(path)
+    assert draws() == expected
+
+
+def test_what_does_not_fit_is_refused_or_left_and_named(tmp_path: Path) -> None:
+    path, module = saved(tmp_path)
+    with pytest.raises(CheckpointError, match=r"head.weight: missing.*net.1.running_mean"):
+        Renamed.load_from_checkpoint(path)
+
+    with pytest.warns(UserWarning, match="took 2 of 6 tensors") as told:
+        rebuilt = Renamed.load_from_checkpoint(path, strict=False)
+    assert torch.equal(rebuilt.net[0].weight, module.net[0].weight)
+    text = str(told[0].message)
+    for left in (
+        "head.weight is not in the checkpoint",
+        "net.1.running_mean is not in the module",
+        "net.1.weight is [5] in the checkpoint and [2, 5] in the module",
+        "net.2.bias is not in the module",
+    ):
+        assert left in text
+    assert told[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_fits_is_loaded_without_a_word(tmp_path: Path) -> None:
+    path, module = saved(tmp_path)
+    assert torch.equal(weights_of(Drawing.load_from_checkpoint(path, strict=False)), weights_of(module))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"map_location": "cdua"}, "Did you mean 'cuda'"),
+        ({"map_location": "meta"}, "holds no data"),
+        ({"map_location": {"cuda:0": "cpu"}}, "must name one device"),
+        ({"map_location": "cuda:99"}, "CUDA devices"),
+        ({"widht": 3}, "Did you mean 'width'"),
+    ],
+)
+def test_wrong_arguments_get_a_sentence(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
+    path, _ = saved(tmp_path)
+    with pytest.raises(ConfigurationError, match=text):
+        Drawing.load_from_checkpoint(path, **arguments)
+
+
+def test_tensors_land_on_the_given_device(tmp_path: Path) -> None:
+    path, module = saved(tmp_path)
+    for given in (None, "cpu", torch.device("cpu"), *(["cuda", "cuda:0"] if torch.cuda.is_available() else [])):
+        rebuilt = Drawing.load_from_checkpoint(path, map_location=given)  # type: ignore[arg-type]
+        expected = "cpu" if given is None else torch.device(given).type  # type: ignore[arg-type]
+        assert {tensor.device.type for tensor in rebuilt.state_dict().values()} == {expected}
+        assert torch.equal(weights_of(rebuilt).cpu(), weights_of(module))
