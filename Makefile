@@ -11,7 +11,7 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py))))))
 
-.PHONY: help demo test lint types ops parity bench kill format clean
+.PHONY: help demo test lint types ops parity matrix bench kill format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
@@ -19,6 +19,7 @@ help:
 	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
+	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=20)"
 	@echo "make lint | types | format | clean"
 
@@ -48,6 +49,9 @@ bench: $(BENCH)
 
 parity: $(DEV)
 	$(PY) tests/parity_table.py --write docs/choosing-a-strategy.md
+
+matrix: $(DEV)
+	$(PY) tests/resume_matrix.py --write docs/resume-matrix.md $(ARGS)
 
 # SIGKILL at random instants, the same command again, and the result must be that of the run nobody killed.
 TRIALS ?= 20

@@ -1,68 +1,54 @@
-"""A checkpoint of any strategy goes on under any other: the losses are those of the run that nobody interrupted."""
+"""A checkpoint of any strategy goes on under any other: the losses are those of the run that nobody interrupted.
+
+The whole table is ``make matrix``.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from language_model import LanguageModel, token_loader
-from models import silent_trainer
-from parity_table import GLOBAL_BATCH, ROWS, STRATEGIES, by_hand, strategy_named
-from ranks import run_on_ranks
+from parity_table import STRATEGIES
+from resume_matrix import LAYOUTS, SAVED, STEPS, TOLERANCE, Layout, deviation, outcomes, resumed, row_of
 
-from phalanx.callbacks import LambdaCallback
-
-FIRST, STEPS, WINDOW, CLIP = 4, 10, 2, 0.5
-SHARDED = [name for name in STRATEGIES if name not in ("single", "ddp")]
-
-
-def part(strategy: str, root: str, stop: int, resume: str | None, save: str | None) -> list[float]:
-    """Train up to a step, from a checkpoint and to one; return the losses of this rank's micro-batches."""
-    ranks, parts = STRATEGIES[strategy]
-    module = LanguageModel()
-    saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(save) if save else None)
-    trainer = silent_trainer(
-        strategy=strategy_named(strategy, root),
-        devices=ranks,
-        max_steps=stop,
-        accumulate_grad_batches=WINDOW,
-        gradient_clip_val=CLIP,
-        callbacks=[saver],
-        default_root_dir=root,
-    )
-    trainer.fit(module, token_loader(ROWS, GLOBAL_BATCH // parts), ckpt_path=resume)
-    assert trainer.global_step == stop
-    return module.losses
+# Each link of a chain resumes from what the one before saved.
+CHAINS = {
+    "three ranks": "ddp@3 fsdp@2 zero3@3 single@1 zero1@3 ddp@2 fsdp@3 zero2@2 zero3@1",
+    "one and two": "zero3-nvme@2 fsdp+tp@2 zero3-offload@2 hsdp@2 zero1-offload@2 zero3-nvme@1 zero2-offload@2 ddp@1",
+}
+EQUAL = ["single@1", "ddp@2", "fsdp@2", "fsdp+tp@2", "zero1@2", "zero2@2", "zero3@2", "zero3-nvme@2"]
 
 
-def losses(strategy: str, root: Path, stop: int, resume: Path | None, save: Path | None) -> list[float]:
-    """Return the loss of each optimizer step of a part."""
-    ranks, _ = STRATEGIES[strategy]
-    given = (strategy, str(root), stop, str(resume) if resume else None, str(save) if save else None)
-    results = [part(*given)] if ranks == 1 else run_on_ranks(ranks, part, *given)
-    rows = torch.tensor(results, dtype=torch.float64).mean(0)
-    return rows.view(-1, WINDOW).mean(1).tolist()
+def layouts(names: str) -> list[Layout]:
+    """Return the layouts of a chain."""
+    parts = [name.split("@") for name in names.split()]
+    return [Layout(strategy, int(ranks)) for strategy, ranks in parts]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted() -> list[float]:
-    return by_hand("32-true", (WINDOW,), CLIP)[:STEPS]
+def test_every_strategy_is_saved_under_and_resumed_under() -> None:
+    pairs = [pair for chain in CHAINS.values() for pair in pairwise(layouts(chain))]
+    known = set(STRATEGIES) | {layout.strategy for layout in LAYOUTS}
+    last = {layouts(chain)[-1].strategy for chain in CHAINS.values()}
+    assert {row.strategy for row, _ in pairs} | last == {column.strategy for _, column in pairs} | {"ddp"} == known
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_there_and_back(strategy: str, tmp_path: Path, uninterrupted: list[float]) -> None:
-    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
-    found = losses("single", tmp_path, FIRST, None, first)
-    found += losses(strategy, tmp_path, FIRST + 3, first, second)
-    found += losses("ddp", tmp_path, STEPS, second, None)
-    assert found == pytest.approx(uninterrupted, rel=1e-5)
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_along_a_chain(chain: str, tmp_path: Path) -> None:
+    links, resume = layouts(chain), None
+    for number, layout in enumerate(links):
+        # One update a link, and so in the middle of an epoch: it takes two to see that the first went right.
+        save = tmp_path / f"{number}.ckpt"
+        found = outcomes(layout, tmp_path, number + 2, resume, {number + 1: save})
+        assert deviation(found, number) <= TOLERANCE, f"{links[number - 1]} -> {layout}"
+        resume = save
 
 
-@pytest.mark.parametrize(("one", "other"), [("zero1", "zero3"), ("zero3", "fsdp"), ("fsdp", "zero2-offload")])
-def test_from_one_split_to_another(one: str, other: str, tmp_path: Path, uninterrupted: list[float]) -> None:
-    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
-    found = losses(one, tmp_path, FIRST, None, first)
-    found += losses(other, tmp_path, FIRST + 3, first, second)
-    found += losses(one, tmp_path, STEPS, second, None)
-    assert found == pytest.approx(uninterrupted, rel=1e-5)
+@pytest.mark.parametrize("name", EQUAL)
+def test_on_the_same_layout_it_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
+    (layout,) = layouts(name)
+    row = row_of(layout, tmp_path)
+    assert row.deviation <= TOLERANCE
+    assert len(row.rest()[0].losses) == 2 * (STEPS - SAVED)
+    for found, wanted in zip(resumed(layout, tmp_path, row), row.rest(), strict=True):
+        assert found.equals(wanted)
