@@ -288,13 +288,13 @@ class _Decoder:
         if kind == "tensor":
             return self.tensors[value["key"]]
         if kind == "scalar":
-            return torch.tensor(self.value(value["value"], path), dtype=_DTYPES[value["dtype"]])
+            return torch.tensor(_number(self.value(value["value"], path)), dtype=_DTYPES[value["dtype"]])
         if kind == "array":
             return self.array(value, path)
         if kind == "numpy":
             import numpy
 
-            return numpy.dtype(_known(value["dtype"], _NUMPY)).type(self.value(value["value"], path))
+            return numpy.dtype(_known(value["dtype"], _NUMPY)).type(_number(self.value(value["value"], path)))
         if kind == "complex":
             real, imaginary = self.value(value["value"], path)
             return complex(real, imaginary)
@@ -328,10 +328,19 @@ def _known(name: str, names: list[str]) -> str:
 
 def _read_inline(value: dict[str, JSON]) -> Tensor:
     data = bytearray(base64.b64decode(value["base64"], validate=True))
-    dtype = _DTYPES[value["dtype"]]
+    dtype, shape = _DTYPES[value["dtype"]], value["shape"]
+    # Before any memory is asked for: the bytes are here, and there are so many.
+    if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data):,} bytes are no {dtype} tensor of shape {shape}")
     if not data:
-        return torch.empty(value["shape"], dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(value["shape"])
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _number(value: Any) -> Any:
+    if type(value) not in (bool, int, float, complex):
+        raise TypeError(f"{type(value).__name__} where a number belongs")
+    return value
 
 
 _READERS: dict[str, Callable[[dict[str, JSON]], Any]] = {

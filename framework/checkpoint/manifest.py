@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 from typing import Any, TypeAlias, TypeVar
 
 from ..errors import CheckpointError
-from .tensor_file import ITEM_BYTES, RESERVED_NAME, FileRecord, byte_size
+from .cover import coverage_problem
+from .tensor_file import ITEM_BYTES, MAX_HEADER_BYTES, RESERVED_NAME, FileRecord, byte_size, distinct
 
 JSON: TypeAlias = Any
 """None, bool, int, finite float, str, and lists and string-keyed dicts of them."""
@@ -26,6 +27,9 @@ _START = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
 FILE_NAME = re.compile(r"([a-z][a-z0-9_]*)-[0-9]{5,9}\.safetensors")
 SECTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
+MAX_MANIFEST_BYTES = 1 << 30
+"""A manifest is read as a whole, so a reader refuses a longer one; a checkpoint of 6 million parts fits."""
+START_BYTES = 31
 _MAX_BYTES = 1 << 62
 _MAX_DIMS = 64
 
@@ -34,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a tensor in a file: a box at ``offsets``, or a range of the flattened tensor (see ``is_flat``)."""
+    """A piece of a tensor in a file: a box at ``offsets``, or a range of the flattened tensor (``cover.is_flat``)."""
 
     file: str
     start: int
@@ -71,47 +75,11 @@ class Manifest:
     phalanx: str = ""
 
 
-def is_flat(shape: Sequence[int], offsets: Sequence[int]) -> bool:
-    """Whether a part is a range of the flattened (row-major) tensor: it has one offset, and the tensor not one dim."""
-    return len(offsets) == 1 and len(shape) != 1
-
-
-def coverage_problem(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
-    """Say why boxes ``(offsets, shape)`` do not cover a tensor exactly once, or None where they do."""
-    boxes = list(boxes)
-    kinds = {is_flat(shape, offsets) for offsets, _ in boxes}
-    if kinds == {True, False}:
-        return "parts by dim and parts of the flattened tensor are mixed"
-    if kinds == {True}:
-        shape = (prod(shape),)
-    for offsets, extent in boxes:
-        if not len(offsets) == len(extent) == len(shape):
-            return f"a part at {list(offsets)} of shape {list(extent)} does not fit the dims of {list(shape)}"
-        if any(start + size > whole for start, size, whole in zip(offsets, extent, shape, strict=True)):
-            return f"a part at {list(offsets)} of shape {list(extent)} reaches beyond {list(shape)}"
-    covered = sum(prod(extent) for _, extent in boxes)
-    if covered != prod(shape):
-        return f"the parts hold {covered:,} of {prod(shape):,} elements"
-    return _overlap([box for box in boxes if prod(box[1])])
-
-
-def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
-    # A sweep along the first dim: parts split along it, the usual case, meet only their neighbour.
-    alive: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for offsets, extent in sorted(boxes):
-        alive = [box for box in alive if not offsets or box[0][0] + box[1][0] > offsets[0]]
-        for other, size in alive:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, extent, other, size, strict=True)):
-                return f"the parts at {list(other)} and {list(offsets)} overlap"
-        alive.append((offsets, extent))
-    return None
-
-
 def dump(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``, one line for each field and tensor.
 
     Raises:
-        ValueError, TypeError: a document is not strict JSON.
+        ValueError, TypeError: a document is not strict JSON, or all of it is longer than a reader takes.
     """
     from xxhash import xxh3_64_hexdigest
 
@@ -132,6 +100,8 @@ def dump(manifest: Manifest) -> bytes:
     sections = (_block(name, map(_tensor_fields, tensors.items())) for name, tensors in manifest.sections.items())
     lines.append('"sections":{\n' + ",\n".join(sections) + "\n}")
     rest = ("\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+    if len(rest) + START_BYTES > MAX_MANIFEST_BYTES:
+        raise ValueError(f"a manifest of {len(rest):,} bytes is longer than the {MAX_MANIFEST_BYTES:,} that are read")
     return b'{"checksum":"' + xxh3_64_hexdigest(b"{" + rest).encode("ascii") + b'",' + rest
 
 
@@ -158,13 +128,11 @@ def parse(data: bytes) -> Manifest:
     """
     from xxhash import xxh3_64_hexdigest
 
-    start = _START.match(data)
-    if start is None:
-        raise CheckpointError(f"the manifest does not begin as one of phalanx does; is it damaged? {data[:31]!r}")
+    start = check_start(data)
     if xxh3_64_hexdigest(b"{" + data[start.end() :]).encode("ascii") != start[1]:
         raise CheckpointError("the manifest does not match its checksum; the checkpoint is damaged.")
     try:
-        fields = json.loads(data, object_pairs_hook=_distinct, parse_constant=_no_constant)
+        fields = json.loads(data, object_pairs_hook=distinct, parse_constant=_no_constant, parse_float=_finite)
         _check_version(fields)
         return _manifest(fields)
     except CheckpointError:
@@ -174,15 +142,28 @@ def parse(data: bytes) -> Manifest:
         raise CheckpointError(f"the manifest is not one that phalanx writes ({reason}).") from error
 
 
-def _distinct(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice in one object")
-    return found
+def check_start(data: bytes) -> re.Match[bytes]:
+    """Return the match of a manifest's first 31 bytes, which hold its checksum.
+
+    Raises:
+        CheckpointError: it is no manifest of phalanx.
+    """
+    start = _START.match(data)
+    if start is None:
+        raise CheckpointError(f"the manifest does not begin as one of phalanx does; is it damaged? {data[:31]!r}")
+    return start
 
 
 def _no_constant(text: str) -> JSON:
     raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    # JSON can spell numbers that no float holds, and Python makes infinity of them.
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is beyond what a float holds")
+    return value
 
 
 def _check_version(fields: dict[str, JSON]) -> None:
@@ -208,7 +189,7 @@ def _manifest(fields: dict[str, JSON]) -> Manifest:
         nonfinite=None if fields["nonfinite"] is None else _of(str, fields["nonfinite"]),
         sharded=_of(bool, fields["sharded"]),
         world_size=_natural(fields["world_size"]),
-        saved_at=float(fields["saved_at"]),
+        saved_at=_seconds(fields["saved_at"]),
         phalanx=_of(str, fields["phalanx"]),
     )
     for section, tensors in manifest.sections.items():
@@ -219,6 +200,8 @@ def _manifest(fields: dict[str, JSON]) -> Manifest:
 
 
 def _file(value: JSON) -> FileRecord:
+    if _natural(value["header_size"]) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {value['header_size']:,} bytes is more than safetensors knows")
     checksums = (_matching(_CHECKSUM, value["header_xxh3_64"]), _matching(_CHECKSUM, value["xxh3_64"]))
     return FileRecord(_natural(value["size"]), _natural(value["header_size"]), *checksums)
 
@@ -287,6 +270,12 @@ def _natural(value: JSON) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_BYTES:
         raise ValueError(f"{value!r} is not a count")
     return value
+
+
+def _seconds(value: JSON) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1e12:
+        raise ValueError(f"{value!r} is no time in seconds since 1970")
+    return float(value)
 
 
 def _extent(value: JSON) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import CheckpointError
-from .manifest import FILE_NAME, MANIFEST, Manifest, parse
+from ..errors import CheckpointError, did_you_mean
+from .manifest import FILE_NAME, MANIFEST, MAX_MANIFEST_BYTES, START_BYTES, Manifest, check_start, parse
 from .tensor_file import PlainFile
 
 
@@ -16,23 +16,64 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises:
         CheckpointError: there is none, it is damaged, or of a newer format version.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        kind = "is a file, and a checkpoint is a directory" if folder.exists() else "does not exist"
-        raise CheckpointError(f"checkpoint {str(folder)!r} {kind}.{_interrupted(folder)}")
-    if not os.path.lexists(folder / MANIFEST):
-        raise CheckpointError(f"{str(folder)!r} holds no {MANIFEST}: it is not a checkpoint, or not a complete one.")
-    file = PlainFile(folder / MANIFEST)
+    return parse_at(path, read_manifest_bytes(path))
+
+
+def parse_at(path: str | os.PathLike[str], data: bytes) -> Manifest:
+    """Return the manifest in ``data``, which was read from the checkpoint ``path``.
+
+    Raises:
+        CheckpointError: it is damaged, or of a newer format version; the message names the checkpoint.
+    """
     try:
-        return parse(file.read(file.size))
+        return parse(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {os.fspath(path)!r}: {error}") from error
+
+
+def read_manifest_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Return the bytes of a checkpoint's manifest, of which only the beginning was looked at.
+
+    Raises:
+        CheckpointError: there is none, or it is too long or does not begin as one.
+    """
+    folder = Path(path)
+    _check_directory(folder)
+    file = PlainFile(folder / MANIFEST)
+    # The beginning tells a manifest from anything else, before a file of any size is read.
+    try:
+        check_start(file.read(min(file.size, START_BYTES)))
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
+    if file.size > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r}: its manifest has {file.size:,} bytes, more than the {MAX_MANIFEST_BYTES:,} "
+            "that are read; it is damaged."
+        )
+    return file.read(file.size)
+
+
+def _check_directory(folder: Path) -> None:
+    try:
+        names = os.listdir(folder)
+    except NotADirectoryError:
+        raise CheckpointError(f"checkpoint {str(folder)!r} is a file, and a checkpoint is a directory.") from None
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {str(folder)!r} does not exist.{_interrupted(folder)}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {str(folder)!r} cannot be read: {error}.") from error
+    if MANIFEST not in names:
+        raise CheckpointError(f"{str(folder)!r} holds no {MANIFEST}: it is not a checkpoint, or not a complete one.")
 
 
 def _interrupted(folder: Path) -> str:
-    if folder.parent.is_dir() and any(folder.parent.glob(f".{folder.name}.*.old")):
+    try:
+        names = os.listdir(folder.parent)
+    except OSError:
+        return ""
+    if any(name.startswith(f".{folder.name}.") and name.endswith(".old") for name in names):
         return " A replacement of it was interrupted: phalanx.checkpoint.clean_leftovers puts the previous one back."
-    return ""
+    return did_you_mean(folder.name, [name for name in names if not name.startswith(".")])
 
 
 def is_ours(path: Path) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from .manifest import JSON, SECTION_NAME, coverage_problem, is_flat
+from .cover import coverage_problem, is_flat
+from .manifest import JSON, SECTION_NAME
 from .tensor_file import RESERVED_NAME
 from .tensors import code_of, size_of
 

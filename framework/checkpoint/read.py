@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigurationError, unknown
-from .manifest import JSON, Manifest, Part, TensorRecord, is_flat
+from .cover import Box, is_flat
+from .manifest import JSON, Manifest, Part, TensorRecord
 from .opening import read_manifest
 from .tensor_file import CHUNK_BYTES, PlainFile, open_tensor_file
 from .tensors import DTYPES, bytes_of
@@ -43,6 +44,7 @@ class Checkpoint:
         self.document: JSON = manifest.document
         self.rank_documents: list[JSON] = manifest.rank_documents
         self._files: OrderedDict[str, PlainFile] = OrderedDict()
+        self._seen: set[str] = set()
         self._verified: set[tuple[str, int]] = set()
 
     def __repr__(self) -> str:
@@ -101,7 +103,7 @@ class Checkpoint:
                 f"{section} tensor {name!r} has shape {list(record.shape)}; a box of shape {list(shape)} at"
                 f" {list(offsets)} is not within it."
             )
-        out = torch.empty(tuple(shape), dtype=DTYPES[record.dtype])
+        out = self._empty(name, record, tuple(shape))
         if out.numel() == 0:
             return out
         if not any(is_flat(record.shape, part.offsets) for part in record.parts):
@@ -126,19 +128,32 @@ class Checkpoint:
             raise ConfigurationError(
                 f"{section} tensor {name!r} has {size:,} elements; {length:,} from {start:,} on are not within it."
             )
-        out = torch.empty(length, dtype=DTYPES[record.dtype])
+        out = self._empty(name, record, (length,))
         if not length:
             return out
         if any(is_flat(record.shape, part.offsets) for part in record.parts):
             self._copy_range(name, record, start, out)
             return out
-        row_size = prod(record.shape[1:])
-        first, last = start // row_size, (start + length - 1) // row_size
-        if not record.shape:
-            return out.copy_(self.read(section, name).reshape(-1))
-        zeros = (0,) * (len(record.shape) - 1)
-        rows = self.read_slice(section, name, (first, *zeros), (last - first + 1, *record.shape[1:]))
-        return out.copy_(rows.reshape(-1).narrow(0, start - first * row_size, length))
+        position = 0
+        for offsets, extent in _flat_boxes(record.shape, start, length):
+            piece = out.narrow(0, position, prod(extent)).view(extent)
+            for part in record.parts:
+                self._copy_box(name, record, part, offsets, piece)
+            position += prod(extent)
+        return out
+
+    def _empty(self, name: str, record: TensorRecord, shape: tuple[int, ...]) -> Tensor:
+        """Return memory to read into, once the files are known to hold what the manifest says."""
+        for part in record.parts:
+            if part.file not in self._seen:
+                self._file(part.file)
+        try:
+            return torch.empty(shape, dtype=DTYPES[record.dtype])
+        except (MemoryError, RuntimeError) as error:
+            need = prod(shape) * DTYPES[record.dtype].itemsize
+            raise CheckpointError(
+                f"tensor {name!r} of {str(self.path)!r} needs {need:,} bytes of memory, and there are not so many."
+            ) from error
 
     def _copy_box(self, name: str, record: TensorRecord, part: Part, offsets: Sequence[int], out: Tensor) -> None:
         """Copy what ``part`` holds of the box at ``offsets`` into ``out``."""
@@ -149,14 +164,16 @@ class Checkpoint:
             return
         target = _cut(out, [low - start for low, start in zip(lows, offsets, strict=True)], extent)
         inside = [low - start for low, start in zip(lows, part.offsets, strict=True)]
-        rows = (extent[0], *part.shape[1:]) if extent else ()
-        first = inside[0] * prod(part.shape[1:]) if inside else 0
+        # Elements that lie together in the file: some of the first dim that is not cut to one, and all of those after.
+        dim = next((dim for dim, size in enumerate(extent) if size != 1), len(extent))
+        rows = (*extent[: dim + 1], *part.shape[dim + 1 :])
+        first = sum(at * prod(part.shape[place + 1 :]) for place, at in enumerate(inside[: dim + 1]))
         if target.is_contiguous() and tuple(extent) == rows:
             self._read_elements(name, record, part, first, target)
             return
         buffer = torch.empty(rows, dtype=out.dtype)
         self._read_elements(name, record, part, first, buffer)
-        target.copy_(_cut(buffer, [0, *inside[1:]], extent))
+        target.copy_(_cut(buffer, [*[0] * len(inside[: dim + 1]), *inside[dim + 1 :]], extent))
 
     def _copy_range(self, name: str, record: TensorRecord, start: int, out: Tensor) -> None:
         """Fill the 1-d ``out`` with the elements from ``start`` on, from parts of the flattened tensor."""
@@ -200,6 +217,7 @@ class Checkpoint:
         while len(self._files) >= _MAX_OPEN_FILES:
             self._files.popitem(last=False)
         self._files[name] = open_tensor_file(self.path / name, self.manifest.files[name])
+        self._seen.add(name)
         return self._files[name]
 
     def _section(self, section: str) -> Mapping[str, TensorRecord | str]:
@@ -225,6 +243,25 @@ def _within(offsets: Sequence[int], shape: Sequence[int], whole: Sequence[int]) 
         start >= 0 and size >= 0 and start + size <= full
         for start, size, full in zip(offsets, shape, whole, strict=True)
     )
+
+
+def _flat_boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[Box]:
+    """Yield the boxes that are, one after the other, ``length`` elements from ``start`` on of the flattened tensor."""
+    if not shape:
+        yield (), ()
+        return
+    row, position, stop = prod(shape[1:]), start, start + length
+    while position < stop:
+        first, inside = divmod(position, row)
+        size = min(row - inside, stop - position)
+        if size < row:
+            for offsets, extent in _flat_boxes(shape[1:], inside, size):
+                yield (first, *offsets), (1, *extent)
+        else:
+            count = (stop - position) // row
+            yield (first, *(0,) * len(shape[1:])), (count, *shape[1:])
+            size = count * row
+        position += size
 
 
 def _cut(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:

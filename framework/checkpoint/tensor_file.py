@@ -19,7 +19,8 @@ from ..errors import CheckpointError
 
 # Small enough to stay in the processor's cache between hashing and writing.
 CHUNK_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_008
+"""The longest header, its length included, that readers of safetensors take."""
 RESERVED_NAME = "__metadata__"
 
 ITEM_BYTES = {
@@ -155,15 +156,30 @@ def parse_header(header: bytes) -> dict[str, tuple[str, tuple[int, ...], int, in
     """Return ``{name: (dtype code, shape, start, end)}`` of a header's bytes, positions counted from the file's start.
 
     Raises:
-        ValueError: it is not a safetensors header.
+        ValueError, TypeError, LookupError, AttributeError, RecursionError: it is not a safetensors header.
     """
     length = int.from_bytes(header[:8], "little")
-    if length != len(header) - 8 or length > _MAX_HEADER_BYTES:
+    if length != len(header) - 8 or len(header) > MAX_HEADER_BYTES:
         raise ValueError("the header's length is wrong")
-    fields = json.loads(header[8:])
+    fields = json.loads(header[8:], object_pairs_hook=distinct)
     fields.pop(RESERVED_NAME, None)
     found = {}
     for name, field in fields.items():
-        start, end = field["data_offsets"]
-        found[name] = (field["dtype"], tuple(field["shape"]), start + len(header), end + len(header))
+        start, end = _counts(field["data_offsets"])
+        found[name] = (field["dtype"], _counts(field["shape"]), start + len(header), end + len(header))
+    return found
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    # 3.0 and true equal numbers here, and are none to other readers.
+    if type(values) is not list or any(type(value) is not int for value in values):
+        raise TypeError(f"{values!r} is no list of counts")
+    return tuple(values)
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of an object's pairs; for ``json.loads``. Raises ``ValueError`` where a key appears twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice in one object")
     return found

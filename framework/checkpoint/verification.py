@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -18,7 +18,12 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
-    return [problem for name in manifest.files for problem in _file_problems(Path(path), manifest, name)]
+    return problems_of(path, manifest, manifest.files)
+
+
+def problems_of(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> list[str]:
+    """Read every byte of some of a checkpoint's files and return what is wrong with them, a sentence each."""
+    return [problem for name in files for problem in _file_problems(Path(path), manifest, name)]
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
