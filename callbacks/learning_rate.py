@@ -51,9 +51,11 @@ class LearningRateMonitor(Callback):
             return self.logging_interval != "epoch"
         return super().wants(hook)
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if not trainer.loggers and trainer.is_global_zero and not trainer.fast_dev_run:
+    def check(self, trainer: Trainer, stage: str) -> None:
+        if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigurationError("LearningRateMonitor needs a logger: give the Trainer one, or leave it out.")
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._every = trainer.settings.log_every_n_steps
         self._taken_step = -1
         self._sources = self._name_optimizers(trainer)

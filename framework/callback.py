@@ -43,6 +43,13 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned."""
 
+    def check(self, trainer: Trainer, stage: str) -> None:
+        """Refuse a Trainer that this callback cannot work with. Called before any process starts.
+
+        Raises:
+            ConfigurationError: with what is missing and the next step.
+        """
+
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None: ...

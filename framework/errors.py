@@ -95,9 +95,17 @@ class RankError(PhalanxError):
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known name closest to ``given``, or an empty string."""
-    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    """Return ``" Did you mean 'x'?"`` for the known name closest to ``given``, or an empty string.
+
+    Case and punctuation do not count: ``ZeRO-3`` is close to ``zero3``.
+    """
+    plain = {_plain(name): name for name in known}
+    close = difflib.get_close_matches(_plain(given), plain, n=1, cutoff=0.6)
+    return f" Did you mean {plain[close[0]]!r}?" if close else ""
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> UnknownNameError:

@@ -44,9 +44,8 @@ def replace_tensors(module: nn.Module, new: Callable[[str, Tensor], Tensor | Non
             table[key] = fresh  # type: ignore[assignment]
 
 
-@torch.no_grad()
-def fill_from_rank_zero(module: nn.Module, world: World) -> None:
-    """Give tensors that have no data here those of rank 0, one after the other. Collective.
+def without_data(module: nn.Module, world: World) -> set[str]:
+    """Return the names of tensors that are on the meta device on some rank. Collective.
 
     After a fit under a strategy that splits weights they are whole on rank 0, and on the meta device elsewhere.
 
@@ -54,14 +53,24 @@ def fill_from_rank_zero(module: nn.Module, world: World) -> None:
         ConfigurationError: on all ranks; rank 0 has none either.
     """
     lacking = world.all_gather_object([name for name, tensor in tensors_of(module) if tensor.is_meta])
-    wanted = {name for names in lacking for name in names}
-    if not wanted:
-        return
     if lacking[0]:
         raise ConfigurationError(
             f"{lacking[0][0]} is on the meta device, and this strategy needs weights that have data: build the module "
             "on a real device, or its large layers in configure_model."
         )
+    return {name for names in lacking for name in names}
+
+
+@torch.no_grad()
+def fill_from_rank_zero(module: nn.Module, world: World) -> None:
+    """Give tensors that have no data here those of rank 0, one after the other. Collective.
+
+    Raises:
+        ConfigurationError: on all ranks; rank 0 has none either.
+    """
+    wanted = without_data(module, world)
+    if not wanted:
+        return
 
     def fill(name: str, tensor: Tensor) -> Tensor | None:
         if name not in wanted:

@@ -70,6 +70,7 @@ STRATEGIES = Registry(
         "ddp": ".strategies.ddp:DDPStrategy",
         "ddp_find_unused_parameters_true": ".strategies.ddp:find_unused_parameters",
         "fsdp": ".strategies.fsdp.strategy:FSDPStrategy",
+        "fsdp-offload": ".strategies.fsdp.strategy:fsdp_offload",
         "hsdp": ".strategies.fsdp.strategy:hsdp",
         "deepspeed": ".strategies.deepspeed.strategy:DeepSpeedStrategy",
         "zero1": ".strategies.deepspeed.names:zero1",
@@ -81,6 +82,9 @@ STRATEGIES = Registry(
         "zero3-nvme": ".strategies.deepspeed.names:zero3_nvme",
     },
     aliases={
+        "full_shard": "fsdp",
+        "hybrid_shard": "hsdp",
+        "fsdp_cpu_offload": "fsdp-offload",
         "deepspeed_stage_1": "zero1",
         "deepspeed_stage_1_offload": "zero1-offload",
         "deepspeed_stage_2": "zero2",

@@ -213,6 +213,8 @@ class Trainer(TrainerView):
         given = {"train": train_dataloaders, "validate": val_dataloaders}
         check_fit(model, given, datamodule, self.settings, self.fabric.resources, self.use_distributed_sampler)
         check_checkpoint_path(ckpt_path)
+        for callback in self.callbacks:
+            callback.check(self, "fit")
         self._launched_or_here("fit", FitRequest(model, given, datamodule, ckpt_path))
 
     def plan(
@@ -373,9 +375,10 @@ class Trainer(TrainerView):
         self.accumulation = schedule
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Send figures to all loggers at the current step."""
+        """Send figures to all loggers at the current step; ``callback_metrics`` has them too."""
         if self.run is not None:
             self.run.loggers.log_metrics(dict(metrics), self.run.log_step)
+            self.run.metrics["callback"].update(metrics)
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Save the run as it stands after the last optimizer step. Collective.

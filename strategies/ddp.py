@@ -7,6 +7,7 @@ Experiences on Accelerating Data Parallel Training").
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ class DDPStrategy(Strategy):
         if taken:
             raise ConfigurationError(f"DDPStrategy({', '.join(taken)}=...) is set by phalanx itself; leave it out.")
         self._arguments = ddp_arguments
-        self._ddp: nn.parallel.DistributedDataParallel | None = None
+        self._ddp: _Replica | None = None
         self._adapter: _Adapter | None = None
         self._flagged: _LossAdapter | None = None
         self._trainable: list[bool] = []
@@ -53,7 +54,7 @@ class DDPStrategy(Strategy):
             else:
                 self._adapter = _Adapter(module)
             try:
-                self._ddp = nn.parallel.DistributedDataParallel(self._adapter, **self._arguments)
+                self._ddp = _Replica(self._adapter, **self._arguments)
             except TypeError as error:
                 raise ConfigurationError(f"DDPStrategy: DistributedDataParallel refuses an argument: {error}") from None
         elif self.world.size > 1:
@@ -147,6 +148,33 @@ class DDPStrategy(Strategy):
         """Drop the wrapper, which takes its hooks off the parameters."""
         self._ddp = None
         self._adapter = self._flagged = None
+
+
+class _Replica(nn.parallel.DistributedDataParallel):
+    """Says what to do about parameters that took no part in a step, where torch counts them."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the step.
+
+        Raises:
+            ConfigurationError: parameters took no part in the step before.
+        """
+        try:
+            return super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            raise ConfigurationError(
+                f"strategy='ddp' waits for the gradient of every parameter, and {self._unused(str(error))} had no part "
+                "in the loss: use strategy='ddp_find_unused_parameters_true', or freeze what is not trained."
+            ) from None
+
+    def _unused(self, message: str) -> str:
+        """Return the names of the parameters whose numbers torch tells."""
+        told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+        names = [name.removeprefix("module.module.") for name, one in self.named_parameters() if one.requires_grad]
+        found = [names[int(number)] for number in told[1].split()] if told else []
+        return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "") or "some"
 
 
 class _Adapter(StepAdapter):

@@ -113,6 +113,13 @@ _INSTEAD = {
     "thread_count": "intra_op_parallelism=...",
     "zero_optimization": "strategy='ddp' to train without it",
     "load_full_weights": "nothing: any checkpoint loads under any strategy",
+    "logging_batch_size_per_gpu": "nothing: batch sizes are those of the loaders",
+    "zero_allow_untested_optimizer": "nothing: any optimizer that updates each element by itself is taken",
+    "exclude_frozen_parameters": "nothing: checkpoints are whole",
+    "process_group_backend": "nothing: gloo on a CPU, NCCL on GPUs",
+    **dict.fromkeys(
+        ("accelerator", "cluster_environment", "parallel_devices"), "Trainer(accelerator=..., devices=...)"
+    ),
     **dict.fromkeys(
         ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
         "precision='16-mixed', which scales the loss by itself",
@@ -268,6 +275,21 @@ def _check_combination(options: ZeroOptions) -> None:
         check_swap_folder(options.nvme_path)
 
 
+def check_secondary_shards(options: ZeroOptions, world_size: int) -> None:
+    """Refuse groups for ZeRO++'s second copy of the parameters (hpZ) that do not divide the ranks.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    zero = options.config.get(_ZERO)
+    size = zero.get("zero_hpz_partition_size", 1) if isinstance(zero, Mapping) else 1
+    if isinstance(size, int) and size > 0 and world_size % size:
+        raise ConfigurationError(
+            f"zero_hpz_partition_size={size} does not divide {world_size} rank(s): give the ranks of a node, or leave "
+            "it out."
+        )
+
+
 def check_swap_folder(path: Path) -> None:
     """Refuse a folder that DeepSpeed could not swap to, by writing a file as it does, which bypasses the page cache.
 
@@ -294,3 +316,13 @@ def check_swap_folder(path: Path) -> None:
         ) from None
     finally:
         os.unlink(name)
+
+
+def lies_in_memory(path: Path) -> bool:
+    """Whether a folder is on a file system that is kept in memory, where offloading saves none."""
+    import psutil
+
+    real = path.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    kind = next((mounts[each] for each in (real, *real.parents) if each in mounts), "")
+    return kind in ("tmpfs", "ramfs")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...framework.errors import ConfigurationError
+from ..limits import NEED_WHOLE_TENSORS
 from .config import ZeroOptions
 from .ops import needed_ops
 
@@ -26,8 +27,8 @@ _ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 _NOT_FOLLOWED = ("params", "fused", "foreach")
 # What torch's Adam can do and DeepSpeed's cannot.
 _TORCH_ONLY = ("amsgrad", "maximize", "differentiable")
-# Their update of one element depends on others of its tensor, and flat pieces of tensors are all that is left.
-_NEED_WHOLE_TENSORS = ("LBFGS", "SparseAdam", "Adafactor", "Muon")
+# Flat pieces have no rows and columns either.
+_NEED_WHOLE_TENSORS = (*NEED_WHOLE_TENSORS, "Muon")
 
 
 def engine_size(parameter: Tensor) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from ...framework.materialize import replace_tensors, tensors_of
+from ...framework.materialize import replace_tensors, tensors_of, without_data
 from ...framework.strategy import StepAdapter, StepFunction
 from ...framework.world import World
 from .pieces import FlatGroups, Piece, even_piece, is_split, kept_piece, whole_shape
@@ -122,7 +122,14 @@ def rebind(module: nn.Module, optimizers: Sequence[Optimizer], new: Mapping[int,
 
 
 def fill_missing(module: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
-    """Give parameters without data, of which rank 0 has some, what can be filled one by one: it takes no memory."""
+    """Give parameters without data, of which rank 0 has some, what can be filled one by one. Collective.
+
+    Raises:
+        ConfigurationError: on all ranks; rank 0 has none either.
+    """
+    if not without_data(module, world):
+        return
+    # Expanded from one element, they take no memory.
     empty = {
         id(one): torch.empty((), dtype=one.dtype, device=world.device).expand(one.shape)
         for one in module.parameters()

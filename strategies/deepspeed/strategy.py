@@ -29,6 +29,8 @@ from ...framework.materialize import share_buffers
 from ...framework.precision import PRECISIONS, Precision
 from ...framework.strategy import Slots, StepFunction, Strategy, Traits, parameters_of
 from ...framework.world import World
+from ..limits import check_dense
+from .arguments import check_secondary_shards, lies_in_memory
 from .config import check_precision, engine_config, resolve_options
 from .engine import backend, building, converter, start_engine, stop_engine
 from .ops import check_ops, ensure_ops, needed_ops
@@ -103,10 +105,18 @@ class DeepSpeedStrategy(Strategy):
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a precision that the engine does not have, and a machine that DeepSpeed cannot start on."""
         check_precision(precision, device_type)
+        check_secondary_shards(self.options, world_size)
         check_ops(self.options, device_type, self.name)
+
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse sparse gradients."""
+        check_dense(module, self.name)
 
     def prepare(self, device_type: str, precision: Precision) -> None:
         """Build what DeepSpeed compiles, as far as it is missing."""
+        path = self.options.nvme_path if self.options.uses_nvme else None
+        if path is not None and lies_in_memory(path):
+            _tell(f"nvme_path={str(path)!r} lies in memory, so offloading saves none: choose a folder on a disk.")
         ensure_ops(needed_ops(self.options, device_type), _tell, device_type)
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
@@ -162,6 +172,7 @@ class DeepSpeedStrategy(Strategy):
                 f"strategy={self.name!r} trains with exactly one optimizer, got {len(optimizers)}: put all parameters "
                 "in the groups of one, or use strategy='fsdp'."
             )
+        self.check_module(module)
         if self.options.stage == 3:
             fill_missing(module, optimizers, self.world)
         self._set_aside(module, optimizers if training else [])

@@ -26,6 +26,7 @@ from ...framework.materialize import share_buffers
 from ...framework.precision import Precision
 from ...framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
 from ...framework.world import World
+from ..limits import check_dense, check_elementwise
 from .activations import Checkpointed, check_checkpointing
 from .deferred import Deferred
 from .gradients import local_gradients, scale_to_norm, whole_norm
@@ -132,7 +133,8 @@ class FSDPStrategy(Strategy):
         return world_size // self.tensor_parallel
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse a module that does not say how its layers are split where they are to be."""
+        """Refuse sparse gradients, and a module that does not say how its layers are split where they are to be."""
+        check_dense(module, self.name)
         if self.tensor_parallel > 1:
             check_plan(module, self.tensor_parallel)
 
@@ -162,8 +164,14 @@ class FSDPStrategy(Strategy):
         self._deferred.keep(module)
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
-        """Shard a module in place, with rank 0's weights, and bind the optimizers to the shards. Collective."""
+        """Shard a module in place, with rank 0's weights, and bind the optimizers to the shards. Collective.
+
+        Raises:
+            ConfigurationError: the module or an optimizer cannot be split.
+        """
         self.check_module(module)
+        for optimizer in optimizers:
+            check_elementwise(optimizer, self.name)
         sharding = Sharding(
             self.units,
             self._layout.data_part(self._mesh),
@@ -358,4 +366,11 @@ def hsdp(units: Units = None, *, replicas: Replicas = "node", **arguments: Any) 
     """Return ``fsdp`` with whole replicas of the model: one for each node, and two on a single node."""
     strategy = FSDPStrategy(units, replicas=replicas, **arguments)
     strategy.name = "hsdp"
+    return strategy
+
+
+def fsdp_offload(units: Units = None, **arguments: Any) -> FSDPStrategy:
+    """Return ``fsdp`` with shards, gradients and optimizer state in the CPU's memory."""
+    strategy = FSDPStrategy(units, cpu_offload=True, **arguments)
+    strategy.name = "fsdp-offload"
     return strategy

@@ -1,0 +1,124 @@
+"""What a strategy cannot take is refused with a sentence that names it, and not by torch in the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Regressor, loader, silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor, nn
+
+from phalanx.framework.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.precision import resolve_precision
+from phalanx.strategies import DeepSpeedStrategy, FSDPStrategy
+from phalanx.strategies.deepspeed.arguments import lies_in_memory
+
+
+class Sparse(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 3, sparse=True)
+
+
+class Late(Sparse):
+    """Makes its sparse layer where no process has started yet to look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.words
+
+    def configure_model(self) -> None:
+        self.words = nn.Embedding(10, 3, sparse=True)
+
+
+class WholeTensors(Regressor):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Unused(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+
+class Hollow(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hollow = nn.Linear(2, 2, device="meta")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def refusal(module: type[Regressor], strategy: str) -> str:
+    """Return the sentence with which ranks refuse to train a module."""
+    with pytest.raises(ConfigurationError) as caught:
+        silent_trainer(strategy=strategy, devices=2, max_steps=3).fit(module(), loader(batch_size=2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3"])
+def test_sparse_gradients_are_refused_before_a_process_starts(strategy: str) -> None:
+    assert "words is an Embedding(sparse=True)" in refusal(Sparse, strategy)
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy", "sentence"),
+    [
+        (Late, "fsdp", "words is an Embedding(sparse=True), and strategy='fsdp'"),
+        (Late, "zero2", "words is an Embedding(sparse=True), and strategy='zero2'"),
+        (WholeTensors, "fsdp", "Adafactor needs whole tensors, and strategy='fsdp'"),
+        (
+            Unused,
+            "ddp",
+            "idle.weight, idle.bias had no part in the loss: use strategy='ddp_find_unused_parameters_true'",
+        ),
+        (Hollow, "zero3", "hollow.weight is on the meta device"),
+    ],
+    ids=["late fsdp", "late zero2", "whole tensors", "unused", "hollow"],
+)
+def test_ranks_say_what_they_cannot_take(module: type[Regressor], strategy: str, sentence: str) -> None:
+    for told in run_on_ranks(2, refusal, module, strategy):
+        assert sentence in told
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("ZeRO-3", "zero3"), ("zero_2_offload", "zero2-offload"), ("FSDP", "fsdp"), ("fsdp_offload", "fsdp-offload")],
+)
+def test_a_name_spelt_otherwise_is_recognised(name: str, meant: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"Did you mean '{meant}'"):
+        silent_trainer(strategy=name)
+
+
+def test_names_of_other_frameworks_are_aliases() -> None:
+    offloaded = silent_trainer(strategy="fsdp_cpu_offload", devices=2).strategy
+    assert isinstance(offloaded, FSDPStrategy)
+    assert offloaded.cpu_offload
+    assert silent_trainer(strategy="full_shard", devices=2).strategy.name == "fsdp"
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(4, True), (3, False)])
+def test_the_groups_of_a_second_copy_divide_the_ranks(ranks: int, fits: bool) -> None:
+    strategy = DeepSpeedStrategy(stage=3, zero_hpz_partition_size=2)
+    if fits:
+        strategy.check(ranks, "cpu", 1, resolve_precision("32-true"))
+        return
+    with pytest.raises(ConfigurationError, match="zero_hpz_partition_size=2 does not divide 3"):
+        strategy.check(ranks, "cpu", 1, resolve_precision("32-true"))
+
+
+def test_an_argument_of_lightnings_is_answered_with_what_takes_its_place() -> None:
+    with pytest.raises(ConfigurationError, match="batch sizes are those of the loaders"):
+        DeepSpeedStrategy(logging_batch_size_per_gpu=4)  # type: ignore[call-arg]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory at a known place")
+def test_a_folder_in_memory_is_recognised() -> None:
+    assert lies_in_memory(Path("/dev/shm/swap"))
+    assert not lies_in_memory(Path("/proc"))
