@@ -160,7 +160,7 @@ class _Replica(nn.parallel.DistributedDataParallel):
             ConfigurationError: parameters took no part in the step before.
         """
         try:
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise
