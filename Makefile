@@ -20,7 +20,7 @@ help:
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
-	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=20)"
+	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy)"
 	@echo "make lint | types | format | clean"
 
 demo: $(DEV)
@@ -54,10 +54,10 @@ matrix: $(DEV)
 	$(PY) tests/resume_matrix.py --write docs/resume-matrix.md $(ARGS)
 
 # SIGKILL at random instants, the same command again, and the result must be that of the run nobody killed.
+# ARGS='--strategies ddp,zero3 --saving asynchronous --seed 7'
 TRIALS ?= 20
 kill: $(DEV)
-	$(PY) tests/kill_trials.py --ranks 1 --trials $(TRIALS)
-	$(PY) tests/kill_trials.py --ranks 2 --trials $(TRIALS)
+	$(PY) tests/kill_trials.py --trials $(TRIALS) $(ARGS)
 
 format: $(DEV)
 	$(PY) -m ruff check --fix

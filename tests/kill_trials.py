@@ -1,10 +1,13 @@
-"""Kill a training run at random instants, start it again with the same command, compare with the run nobody killed.
+"""Kill training runs at random instants, start them again with the same command, compare with the run nobody killed.
 
-    python tests/kill_trials.py --trials 20 --ranks 1
-    python tests/kill_trials.py --trials 20 --ranks 2
+    python tests/kill_trials.py --trials 100
+    python tests/kill_trials.py --trials 10 --strategies ddp,zero3 --saving asynchronous --seed 7
 
-Each trial kills one rank, all ranks or the launcher with SIGKILL, several times in a row; then the run is left to end.
-Its weights must be those of the undisturbed run, bit for bit, and so must the losses it logged.
+A trial is one SIGKILL: to one rank, to all of them with their launcher, or to the launcher alone, at a random instant
+of the start-up (one in six) or of the training. After it no process may be left, every directory with a checkpoint's
+name must verify, and none may stand further back than before. The same command is then started again, and killed again,
+until the run gets to its end: its weights, its optimizer's moments, its metrics and every row of ``metrics.csv`` must
+be those of the run that nobody killed, bit for bit, and nothing hidden may be left in its directories.
 """
 
 from __future__ import annotations
@@ -19,163 +22,398 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
-SCRIPT = """
-import hashlib, json, random, sys, time
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from phalanx import AccumulationSchedule, Trainer, TrainModule
-from phalanx.callbacks import ModelCheckpoint
+from kill_run import RESULT, STARTED
 
-root, ranks = sys.argv[1], int(sys.argv[2])
+from phalanx.framework.checkpoint.opening import read_manifest
+from phalanx.framework.checkpoint.verification import verify
 
-
-class Net(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 1))
-
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.01)
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss, on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+SCRIPT = Path(__file__).with_name("kill_run.py")
+STRATEGIES = ("single", "ddp", "fsdp", "zero2", "zero3")
+SAVING = ("synchronous", "asynchronous", "both")
+MARK = "PHALANX_KILL_TRIAL"
+LIMIT_SECONDS = 180.0
+# The workers of a loader see within 5 s that their rank is gone; all else goes at once.
+GONE_SECONDS = 8.0
+TRAINING_SECONDS = 1.0
+"""How long after its start a training is killed at the latest."""
 
 
-if __name__ == "__main__":
-    torch.manual_seed(5)
-    x = torch.randn(96, 6)
-    data = TensorDataset(x, x.sum(1, keepdim=True))
-    module = Net()
-    trainer = Trainer(
-        accelerator="cpu", devices=ranks, max_epochs=3, default_root_dir=root, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, val_check_interval=6,
-        accumulate_grad_batches=AccumulationSchedule.cycle([1, 2]),
-        callbacks=[ModelCheckpoint(monitor="val", save_top_k=2, save_last=True, every_n_train_steps=1)],
-    )
-    loader = DataLoader(data, 4, shuffle=True, num_workers=1)
-    trainer.fit(module, loader, DataLoader(data, 32), ckpt_path="auto")
-    if trainer.is_global_zero:
-        weights = b"".join(t.numpy().tobytes() for t in module.state_dict().values())
-        metrics = {name: value.item() for name, value in sorted(trainer.callback_metrics.items())}
-        with open(root + "/result.json", "w") as file:
-            json.dump({"weights": hashlib.sha256(weights).hexdigest(), "metrics": metrics,
-                       "steps": trainer.global_step}, file)
-"""
+@dataclass(frozen=True)
+class Setting:
+    """What a run is started with. Its result depends on the strategy alone."""
+
+    strategy: str
+    asynchronous: bool = False
+    workers: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return 1 if self.strategy == "single" else 2
+
+    @property
+    def arguments(self) -> list[str]:
+        """The script's arguments after the folder."""
+        return [self.strategy, str(self.ranks), str(int(self.asynchronous)), str(self.workers)]
 
 
-def start(script: Path, root: Path, ranks: int) -> subprocess.Popen[bytes]:
-    """Start the run in a session of its own."""
-    return subprocess.Popen(
-        [sys.executable, str(script), str(root), str(ranks)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        # What a killed launcher leaves in the temporary directory goes with the trial.
-        env={**os.environ, "TMPDIR": str(root)},
-        start_new_session=True,
-    )
+@dataclass
+class Tally:
+    """What came of the trials of one strategy."""
+
+    trials: int = 0
+    victims: Counter[str] = field(default_factory=Counter)
+    in_start: int = 0
+    in_save: int = 0
+    chains: int = 0
+    identical: int = 0
+    leftovers: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class Killed(Exception):
+    """A run that did what it must not do."""
+
+
+class Launch:
+    """One start of the command, in a session of its own; every process it starts carries its mark."""
+
+    def __init__(self, root: Path, setting: Setting) -> None:
+        self.mark = f"{MARK}={uuid.uuid4().hex}"
+        self.root = root
+        (root / "tmp").mkdir(parents=True, exist_ok=True)
+        (root / STARTED).unlink(missing_ok=True)
+        name, _, value = self.mark.partition("=")
+        with (root / "output.txt").open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(root), *setting.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # What a killed launcher leaves in the temporary directory is to be seen.
+                env={**os.environ, "TMPDIR": str(root / "tmp"), "OMP_NUM_THREADS": "1", name: value},
+                start_new_session=True,
+            )
+        self.began = time.monotonic()
+
+    def wait_until_training(self) -> bool:
+        """Wait until training begins; False where the run ended before."""
+        return self._wait(LIMIT_SECONDS, (self.root / STARTED).exists)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait; return whether the run is still under way."""
+        return self._wait(seconds, lambda: False) or self.process.poll() is None
+
+    def _wait(self, seconds: float, is_over: Any) -> bool:
+        until = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < until:
+            if is_over():
+                return True
+            time.sleep(min(0.005, max(0.0, until - time.monotonic())))
+        return False
+
+    def kill(self, victim: str, choice: random.Random) -> None:
+        """Send SIGKILL, and see that all is gone soon after."""
+        launcher = self.process.pid
+        ranks = children(launcher)
+        chosen = {"launcher": [launcher], "all": [*ranks, launcher], "rank": ranks and [choice.choice(ranks)]}[victim]
+        for pid in chosen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.end(30.0)
+
+    def end(self, seconds: float) -> None:
+        """Wait for the process and for everything it started.
+
+        Raises:
+            Killed: it takes too long, or something outlives it; that is ended.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        late = self.process.poll() is None
+        until = time.monotonic() + (0.0 if late else GONE_SECONDS)
+        while (left := marked(self.mark)) and time.monotonic() < until:
+            time.sleep(0.02)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        if late or left:
+            what = f"did not end within {seconds:g} s" if late else f"left the processes {left} behind"
+            raise Killed(f"the run {what}; it printed:\n{self.printed()}")
+
+    def printed(self) -> str:
+        """Return the end of what it printed."""
+        return (self.root / "output.txt").read_text(errors="replace")[-4000:]
 
 
 def children(pid: int) -> list[int]:
-    """Return the direct children of a process."""
+    """Return the direct children of a process: of a launcher, its ranks."""
     try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-    return [int(child) for child in text.split()]
 
 
-def kill(process: subprocess.Popen[bytes], who: str, random_: random.Random) -> None:
-    """Send SIGKILL to one rank, to all of them, or to the process that started them; then wait until all are gone."""
-    ranks = children(process.pid)
-    victims = {"launcher": [process.pid], "all": [*ranks, process.pid], "rank": ranks[:]}[who]
-    if who == "rank" and victims:
-        victims = [random_.choice(victims)]
-    for pid in victims or [process.pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    finish(process, 30)
+def marked(mark: str) -> list[int]:
+    """Return the processes whose environment carries a mark."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with contextlib.suppress(OSError):
+                if mark.encode() in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry))
+    return found
 
 
-def finish(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Wait for a run; end everything it started if it takes too long."""
+def checkpoints(root: Path) -> list[Path]:
+    """Return every directory with a checkpoint's name."""
+    return sorted(path for path in root.rglob("*.ckpt") if not path.name.startswith("."))
+
+
+def hidden(root: Path) -> set[Path]:
+    """Return what unfinished writes, deletions and launches have left."""
+    leftovers = {path for path in root.rglob(".*") if path.name != ".lock"}
+    # torch's compiler makes a folder of its own there.
+    return leftovers | {*root.rglob("*.new"), *(root / "tmp").glob("phalanx-*")}
+
+
+def newest_step(root: Path) -> int:
+    """Return the optimizer step of the furthest checkpoint; all must be good.
+
+    Raises:
+        Killed: one is not.
+    """
+    steps = [0]
+    for path in checkpoints(root):
+        if problems := verify(path):
+            raise Killed(f"{path.name} does not verify: {problems[0]}")
+        steps.append(read_manifest(path).document["progress"]["global_step"])
+    return max(steps)
+
+
+def result_of(root: Path) -> dict[str, Any]:
+    """Return all that a finished run came to."""
+    result: dict[str, Any] = json.loads((root / RESULT).read_text())
+    (last,) = root.rglob("last.ckpt")
+    (figures,) = root.rglob("metrics.csv")
+    result["tensors"] = {name: record.xxh3_64 for name, record in read_manifest(last).files.items()}
+    result["figures"] = figures.read_text()
+    result["checkpoints"] = [path.name for path in checkpoints(root)]
+    return result
+
+
+def differences(result: dict[str, Any], expected: dict[str, Any]) -> str:
+    """Say in what a result is another one; empty where it is the same."""
+    return "; ".join(
+        f"{key}: {_shown(result[key], expected[key])}" for key in expected if result.get(key) != expected[key]
+    )
+
+
+def _shown(given: Any, expected: Any) -> str:
+    if isinstance(given, str) and "\n" in given:
+        lines, wanted = given.splitlines(), expected.splitlines()
+        pairs = [(one, other) for one, other in zip(lines, wanted, strict=False) if one != other][:3]
+        return f"{len(lines)} lines instead of {len(wanted)}, the first that differ {pairs}"
+    return f"{given} instead of {expected}"
+
+
+def whole_run(root: Path, setting: Setting) -> tuple[dict[str, Any], float]:
+    """Run to the end undisturbed; return the result and the seconds until training began."""
+    launch = Launch(root, setting)
+    launch.wait_until_training()
+    start_seconds = time.monotonic() - launch.began
+    finish(launch)
+    return result_of(root), start_seconds
+
+
+def finish(launch: Launch) -> None:
+    """Let a run end by itself.
+
+    Raises:
+        Killed: it fails, or leaves something running.
+    """
+    launch.end(LIMIT_SECONDS)
+    if launch.process.returncode != 0:
+        raise Killed(f"exit code {launch.process.returncode}:\n{launch.printed()}")
+
+
+def chain(
+    root: Path, setting: Setting, kills: int, start_seconds: float, expected: dict[str, Any], choice: random.Random
+) -> Tally:
+    """Kill a run up to ``kills`` times, then let it end."""
+    tally = Tally(chains=1)
+    victims = ["rank", "all", "launcher"] if setting.ranks > 1 else ["all"]
+    before, known = 0, set[Path]()
+    launch = Launch(root, setting)
     try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"the run did not end within {seconds} s:\n{output.decode()}") from None
-    return output.decode(errors="replace")
+        while tally.trials < kills:
+            in_start = choice.random() < 1 / 6
+            if in_start:
+                running = launch.wait(choice.uniform(0.0, start_seconds))
+            else:
+                running = launch.wait_until_training() and launch.wait(choice.uniform(0.0, TRAINING_SECONDS))
+            if not running:
+                break
+            victim = choice.choice(victims)
+            launch.kill(victim, choice)
+            tally.trials += 1
+            tally.victims[victim] += 1
+            tally.in_start += in_start
+            now, step = hidden(root), newest_step(root)
+            tally.in_save += any(path.parent != root / "tmp" for path in now - known)
+            if step < before:
+                raise Killed(f"the newest checkpoint is of step {step}, and before the kill it was of {before}")
+            before, known = step, now
+            launch = Launch(root, setting)
+        finish(launch)
+        newest_step(root)
+        left = sorted(str(path.relative_to(root)) for path in hidden(root))
+        tally.leftovers = len(left)
+        different = differences(result_of(root), expected)
+        tally.identical = 0 if different else tally.trials
+        if left or different:
+            raise Killed(f"left behind: {left}; different: {different or 'nothing'}")
+    except Killed as error:
+        tally.problems.append(f"{setting}, after {tally.trials} kills: {error}")
+    finally:
+        with contextlib.suppress(Killed):
+            if launch.process.poll() is None:
+                os.killpg(launch.process.pid, signal.SIGKILL)
+            launch.end(10.0)
+    return tally
 
 
-def whole_run(script: Path, root: Path, ranks: int) -> tuple[dict[str, object], float]:
-    """Run to the end; return the result and the seconds it took."""
-    root.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    process = start(script, root, ranks)
-    output = finish(process, 180)
-    if process.returncode != 0:
-        raise AssertionError(f"exit code {process.returncode}:\n{output}")
-    result: dict[str, object] = json.loads((root / "result.json").read_text())
-    return result, time.monotonic() - began
+class Trials:
+    """The trials of one strategy, in chains of kills, several of them at a time."""
+
+    def __init__(self, folder: Path, strategy: str, saving: Sequence[bool], seed: int) -> None:
+        self.folder = folder
+        self.strategy = strategy
+        self.saving = saving
+        self.seed = seed
+        self.tally = Tally()
+        self._lock = Lock()
+        self._left = 0
+
+    def run(self, trials: int, kills: int, at_once: int) -> Tally:
+        """Run ``trials`` of them, at most ``kills`` in a chain."""
+        began = time.monotonic()
+        self._left = trials
+        try:
+            expected, start_seconds = whole_run(self.folder / "undisturbed", Setting(self.strategy))
+        except Killed as error:
+            self.tally.problems.append(f"{self.strategy}, undisturbed: {error}")
+            return self.tally
+        with ThreadPoolExecutor(at_once) as pool:
+            for each in [
+                pool.submit(self._chains, number, kills, start_seconds * at_once, expected) for number in range(at_once)
+            ]:
+                each.result()
+        self.tally.seconds = time.monotonic() - began
+        return self.tally
+
+    def _chains(self, worker: int, kills: int, start_seconds: float, expected: dict[str, Any]) -> None:
+        choice = random.Random(f"{self.seed}/{self.strategy}/{worker}")
+        number = 0
+        while True:
+            with self._lock:
+                wanted = min(kills, self._left)
+                self._left -= wanted
+            if wanted <= 0 or len(self.tally.problems) >= 5:
+                return
+            saving = self.saving[(number + worker) % len(self.saving)]
+            # A worker takes seconds to see that its rank was killed, so few runs have one.
+            setting = Setting(self.strategy, saving, workers=int(number % 6 == 5))
+            one = chain(self.folder / f"chain-{worker}-{number}", setting, wanted, start_seconds, expected, choice)
+            with self._lock:
+                add(self.tally, one)
+                self._left += wanted - one.trials if one.trials or not one.problems else 0
+            number += 1
 
 
-def trial(
-    script: Path, root: Path, ranks: int, seconds: float, random_: random.Random, kills: int
-) -> dict[str, object]:
-    """Kill a run ``kills`` times at random instants, then let it end; return its result."""
-    root.mkdir(parents=True)
-    for _ in range(kills):
-        process = start(script, root, ranks)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(random_.uniform(0.3, 1.0) * seconds)
-        if process.poll() is not None:
-            finish(process, 10)
-            break
-        kill(process, random_.choice(["rank", "all", "launcher"]) if ranks > 1 else "launcher", random_)
-    return whole_run(script, root, ranks)[0]
+def add(total: Tally, one: Tally) -> None:
+    """Add what came of a chain."""
+    for name in ("trials", "in_start", "in_save", "chains", "identical", "leftovers"):
+        setattr(total, name, getattr(total, name) + getattr(one, name))
+    total.victims += one.victims
+    total.problems += one.problems
 
 
-def run_trials(folder: Path, trials: int, ranks: int, seed: int, kills: int = 2) -> list[str]:
-    """Return what went wrong, a line for each failed trial."""
-    random_ = random.Random(seed)
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    expected, seconds = whole_run(script, folder / "undisturbed", ranks)
-    problems = []
-    for number in range(trials):
-        result = trial(script, folder / f"trial{number}", ranks, seconds, random_, kills)
-        if result != expected:
-            problems.append(f"trial {number} of {trials} on {ranks} rank(s): {result} instead of {expected}")
-    return problems
+def run_trials(
+    folder: Path,
+    strategies: Iterable[str] = STRATEGIES,
+    trials: int = 20,
+    saving: Sequence[bool] = (False,),
+    seed: int = 0,
+    kills: int = 8,
+    at_once: int = 1,
+) -> dict[str, Tally]:
+    """Run trials of several strategies; ``saving``: asynchronously or not, in turn."""
+    results = {}
+    print(HEADER, flush=True)
+    for strategy in strategies:
+        tally = results[strategy] = Trials(folder / strategy, strategy, saving, seed).run(trials, kills, at_once)
+        print(row(strategy, tally), flush=True)
+        for problem in tally.problems:
+            print(problem, flush=True)
+    return results
+
+
+HEADER = (
+    "strategy  trials  rank   all  launcher  in start-up  in a save  runs  ended bit-identical  left behind  seconds"
+)
+
+
+def row(strategy: str, tally: Tally) -> str:
+    """Return a line of the table."""
+    victims = tally.victims
+    return (
+        f"{strategy:8}  {tally.trials:6}  {victims['rank']:4}  {victims['all']:4}  {victims['launcher']:8}  "
+        f"{tally.in_start:11}  {tally.in_save:9}  {tally.chains:4}  {f'{tally.identical} of {tally.trials}':>19}  "
+        f"{tally.leftovers:11}  {tally.seconds:7.0f}"
+    )
+
+
+def saves_asynchronously() -> bool:
+    """Whether ``ModelCheckpoint`` can."""
+    from phalanx.callbacks import ModelCheckpoint
+    from phalanx.framework.errors import ConfigurationError
+
+    try:
+        ModelCheckpoint(asynchronous=True)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def main() -> None:
     """Run trials from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=2, help="how often each trial's run is killed")
+    parser.add_argument("--trials", type=int, default=20, help="kills for each strategy")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="names, with commas between")
+    parser.add_argument("--saving", choices=SAVING, default="both")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        problems = run_trials(Path(folder), arguments.trials, arguments.ranks, arguments.seed, arguments.kills)
-    for problem in problems:
-        print(problem)
-    print(f"{arguments.trials - len(problems)} of {arguments.trials} trials ended like the undisturbed run")
-    sys.exit(bool(problems))
+    parser.add_argument("--kills", type=int, default=8, help="how often one run is killed at most")
+    parser.add_argument("--at-once", type=int, default=2, help="how many runs are under way at a time")
+    options = parser.parse_args()
+    saving = {"synchronous": [False], "asynchronous": [True], "both": [False, True]}[options.saving]
+    if any(saving) and not saves_asynchronously():
+        saving = [False]
+    with tempfile.TemporaryDirectory(prefix="kill-") as folder:
+        names = options.strategies.split(",")
+        results = run_trials(Path(folder), names, options.trials, saving, options.seed, options.kills, options.at_once)
+    sys.exit(any(tally.problems for tally in results.values()))
 
 
 if __name__ == "__main__":

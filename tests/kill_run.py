@@ -1,0 +1,97 @@
+"""The run that ``kill_trials.py`` kills: ``kill_run.py ROOT STRATEGY RANKS ASYNCHRONOUS WORKERS``.
+
+A checkpoint after every optimizer step, a validation every few batches, dropout, shuffling, a schedule of windows, and
+every loss in ``metrics.csv``. What it comes to is written to ``ROOT/result.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import AccumulationSchedule, Callback, Trainer, TrainModule
+from phalanx.callbacks import ModelCheckpoint
+from phalanx.loggers import CSVLogger
+
+STARTED, RESULT = "started", "result.json"
+
+
+class Net(TrainModule):
+    """A model that draws random numbers and has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Started(Callback):
+    """Tells who watches that training begins, and makes a step take as long as it does with a model of some size."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            (self.root / STARTED).touch()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.005)
+
+
+def main() -> None:
+    """Train, from where the newest good checkpoint stands."""
+    root, strategy, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    asynchronous, workers = sys.argv[4] == "1", int(sys.argv[5])
+    torch.manual_seed(5)
+    x = torch.randn(240, 6)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    module = Net()
+    saver = ModelCheckpoint(
+        monitor="val", save_top_k=2, save_last=True, every_n_train_steps=1, asynchronous=asynchronous
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=ranks,
+        max_epochs=2,
+        default_root_dir=root,
+        logger=CSVLogger(),
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        val_check_interval=9,
+        accumulate_grad_batches=AccumulationSchedule.cycle([1, 2]),
+        callbacks=[saver, Started(root)],
+    )
+    loader = DataLoader(data, 4 // ranks, shuffle=True, num_workers=workers)
+    trainer.fit(module, loader, DataLoader(data, 60), ckpt_path="auto")
+    if trainer.is_global_zero:
+        tensors = b"".join(tensor.detach().numpy().tobytes() for tensor in module.state_dict().values())
+        metrics = {name: value.item() for name, value in sorted(trainer.callback_metrics.items())}
+        result = {"weights": hashlib.sha256(tensors).hexdigest(), "metrics": metrics, "steps": trainer.global_step}
+        (root / RESULT).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
