@@ -1,0 +1,202 @@
+"""Tensors as plain safetensors, for programs that know nothing of phalanx: one file, or several and an index.
+
+They are written a bounded slice at a time, from wherever they lie, so that no tensor has to fit into memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil, prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..atomic import (
+    hidden_sibling,
+    make_directory,
+    new_file,
+    remove_tree,
+    replace_directory,
+    storage_error,
+    write_synced,
+)
+from ..errors import ConfigurationError, did_you_mean
+from .stored import StoredTensor
+from .tensor_file import header_of
+from .tensors import CODES, DTYPES, bytes_of, code_of, dense, size_of
+
+SLICE_BYTES = 32 << 20
+"""So much of a tensor is in memory at once, twice where it is converted."""
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SHORT = {
+    "64": torch.float64,
+    "32": torch.float32,
+    "16": torch.float16,
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+}
+
+
+def target_dtype(given: str | int | torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype that a name such as ``"bf16"``, ``"float16"`` or ``"torch.float32"`` stands for; None for None.
+
+    Raises:
+        ConfigurationError: it is none of a floating point number that safetensors files hold.
+    """
+    if given is None:
+        return None
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in CODES if dtype.is_floating_point}
+    known |= _SHORT | {code.lower(): dtype for code, dtype in DTYPES.items() if dtype.is_floating_point}
+    found = known.get(str(given).lower().removeprefix("torch."))
+    if found is None:
+        raise ConfigurationError(
+            f"dtype={str(given)!r} is none that weights can be written in.{did_you_mean(str(given), known)} "
+            f"Known: {', '.join(sorted(known))}."
+        )
+    return found
+
+
+def size_in_bytes(given: int | str) -> int:
+    """Return the bytes of a size such as ``5_000_000_000`` or ``"5GB"``.
+
+    Raises:
+        ConfigurationError: it is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(given))
+    unit = _UNITS.get(match[2].upper()) if match is not None else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise ConfigurationError(f"max_shard_size={given!r} is no size; give bytes, or a string such as '5GB'.")
+    return ceil(float(match[1]) * unit)
+
+
+class PlainTensors:
+    """What is to be written: tensors that are read when their turn comes, in ``dtype`` where they are floating."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> None:
+        self._tensors = tensors
+        self._dtype = dtype
+
+    @property
+    def names(self) -> list[str]:
+        """The names, in order."""
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor is written in."""
+        own = self._tensors[name].dtype
+        return own if self._dtype is None or not own.is_floating_point else self._dtype
+
+    def size(self, *names: str) -> int:
+        """Return the bytes of tensors as they are written."""
+        return sum(size_of(self.shape(name), self.dtype(name)) for name in names)
+
+    def slices(self, name: str) -> Iterator[Tensor]:
+        """Yield a tensor's elements in order, flattened, a bounded number at a time.
+
+        Raises:
+            CheckpointError: a damaged part is met.
+            ConfigurationError: a finite number is none in the dtype that was asked for.
+        """
+        stored, dtype = self._tensors[name], self.dtype(name)
+        total, step = prod(stored.shape), max(1, SLICE_BYTES // max(stored.dtype.itemsize, dtype.itemsize))
+        for start in range(0, total, step):
+            piece = dense(stored.read_flat(start, min(step, total - start)))
+            yield piece if piece.dtype == dtype else _converted(name, piece, dtype)
+
+
+def _converted(name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    converted = piece.to(dtype)
+    if dtype.itemsize < piece.dtype.itemsize or dtype == torch.float16:
+        lost = converted.float().isfinite().logical_not_().logical_and_(piece.isfinite())
+        if lost.any():
+            raise ConfigurationError(
+                f"tensor {name!r} holds {piece[lost][0].item():.4g}, which {dtype} cannot hold: write it in bf16 or "
+                "float32, or leave dtype out."
+            )
+    return converted
+
+
+def write_plain(
+    tensors: PlainTensors, out: str | os.PathLike[str], max_shard_size: int | str | None, stem: str = "model"
+) -> Path:
+    """Write tensors as one file ``out``, or with ``max_shard_size`` as a new directory of files and an index.
+
+    A directory as ``out`` gets ``<stem>.safetensors``. All is synced before it appears under its name.
+
+    Raises:
+        ConfigurationError: ``out`` exists, or ``max_shard_size`` is no size.
+        StorageError: ``out`` cannot be written.
+    """
+    target = Path(out)
+    if max_shard_size is not None:
+        return _write_shards(tensors, target, size_in_bytes(max_shard_size), stem)
+    if target.is_dir():
+        target = target / f"{stem}.safetensors"
+    if os.path.lexists(target):
+        raise ConfigurationError(f"out={str(target)!r} exists; choose another name or remove it first.")
+    with new_file(target, tensors.size(*tensors.names)) as temporary:
+        _write_file(tensors, temporary, tensors.names)
+    return target
+
+
+def _write_file(tensors: PlainTensors, path: Path, names: Sequence[str]) -> None:
+    names = sorted(names, key=lambda name: -tensors.dtype(name).itemsize)
+    header, _ = header_of([(name, code_of(tensors.dtype(name), name), tensors.shape(name)) for name in names])
+    with path.open("xb", buffering=0) as file:
+        file.write(header)
+        for name in names:
+            for piece in tensors.slices(name):
+                memory = bytes_of(piece)
+                while memory:
+                    memory = memory[file.write(memory) :]
+        os.fsync(file.fileno())
+
+
+def _write_shards(tensors: PlainTensors, target: Path, limit: int, stem: str) -> Path:
+    if os.path.lexists(target):
+        raise ConfigurationError(f"out={str(target)!r} exists; with max_shard_size it is made as a new directory.")
+    temporary = hidden_sibling(target, "tmp")
+    groups = _groups(tensors, limit)
+    files = {f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": names for number, names in enumerate(groups, 1)}
+    homes = {name: file for file, names in files.items() for name in names}
+    total = tensors.size(*tensors.names)
+    try:
+        make_directory(temporary)
+        for file, names in files.items():
+            _write_file(tensors, temporary / file, names)
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=2)
+        write_synced(temporary / f"{stem}.safetensors.index.json", index.encode("utf-8"))
+        replace_directory(temporary, target)
+    except BaseException as error:
+        if temporary.is_dir():
+            remove_tree(temporary)
+        if isinstance(error, OSError):
+            raise storage_error("writing", target, error, total) from error
+        raise
+    return target
+
+
+def _groups(tensors: PlainTensors, limit: int) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name in tensors.names:
+        size = tensors.size(name)
+        if groups[-1] and held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
