@@ -9,6 +9,13 @@ from .framework.lazy import face
 if TYPE_CHECKING:
     from .framework.atomic import clean_leftovers as clean_leftovers
     from .framework.checkpoint.consolidation import consolidate as consolidate
+    from .framework.checkpoint.difference import Difference as Difference
+    from .framework.checkpoint.difference import diff as diff
+    from .framework.checkpoint.finite import has_nonfinite as has_nonfinite
+    from .framework.checkpoint.inspection import Inspection as Inspection
+    from .framework.checkpoint.inspection import inspect as inspect
+    from .framework.checkpoint.listing import Listed as Listed
+    from .framework.checkpoint.listing import checkpoints as checkpoints
     from .framework.checkpoint.newest import newest_good as newest_good
     from .framework.checkpoint.plan import Shard as Shard
     from .framework.checkpoint.plan import Snapshot as Snapshot
@@ -20,17 +27,22 @@ if TYPE_CHECKING:
     from .framework.checkpoint.verification import is_complete as is_complete
     from .framework.checkpoint.verification import verify as verify
     from .framework.checkpoint.write import Save as Save
-    from .framework.checkpoint.write import has_nonfinite as has_nonfinite
     from .framework.checkpoint.write import save as save
 
 _HOMES = {
     "Checkpoint": ".framework.checkpoint.read",
+    "Difference": ".framework.checkpoint.difference",
+    "Inspection": ".framework.checkpoint.inspection",
+    "Listed": ".framework.checkpoint.listing",
     "Save": ".framework.checkpoint.write",
     "Shard": ".framework.checkpoint.plan",
     "Snapshot": ".framework.checkpoint.plan",
+    "checkpoints": ".framework.checkpoint.listing",
     "clean_leftovers": ".framework.atomic",
     "consolidate": ".framework.checkpoint.consolidation",
-    "has_nonfinite": ".framework.checkpoint.write",
+    "diff": ".framework.checkpoint.difference",
+    "has_nonfinite": ".framework.checkpoint.finite",
+    "inspect": ".framework.checkpoint.inspection",
     "is_complete": ".framework.checkpoint.verification",
     "load": ".framework.checkpoint.store",
     "newest_good": ".framework.checkpoint.newest",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..atomic import storage_error
@@ -25,7 +25,7 @@ def newest_good(
     or what ``refuse`` answered for it. Links and unfinished saves are not looked at.
     """
     found: list[tuple[tuple[int, int, float], Path, Manifest]] = []
-    for path in _candidates(Path(directory)):
+    for path in candidates(Path(directory)):
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
@@ -40,19 +40,22 @@ def newest_good(
     return None
 
 
-def _candidates(directory: Path) -> list[Path]:
+def candidates(directory: Path) -> Iterator[Path]:
+    """Yield what may be a checkpoint in a directory, by name: no links, nothing hidden.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except FileNotFoundError:
-        return []
+        return
     except OSError as error:
         raise storage_error("listing", directory, error) from error
-    folders = (entry for entry in entries if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."))
-    return [
-        directory / entry.name
-        for entry in folders
-        if entry.name.endswith(".ckpt") or os.path.lexists(os.path.join(entry.path, MANIFEST))
-    ]
+    for entry in entries:
+        is_folder = entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+        if is_folder and (entry.name.endswith(".ckpt") or os.path.lexists(os.path.join(entry.path, MANIFEST))):
+            yield directory / entry.name
 
 
 def _furthest(manifest: Manifest) -> tuple[int, int, float]:

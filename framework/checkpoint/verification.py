@@ -29,11 +29,19 @@ def problems_of(path: str | os.PathLike[str], manifest: Manifest, files: Iterabl
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint has a good manifest and files of the right sizes. Cheap: no tensor is read."""
     try:
-        for name, record in read_manifest(path).files.items():
-            open_tensor_file(Path(path) / name, record)
+        return first_incomplete(path, read_manifest(path)) is None
     except CheckpointError:
         return False
-    return True
+
+
+def first_incomplete(path: str | os.PathLike[str], manifest: Manifest) -> str | None:
+    """Say which of the files that a manifest names is missing, or is of another size or header; None where all fit."""
+    try:
+        for name, record in manifest.files.items():
+            open_tensor_file(Path(path) / name, record)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _file_problems(folder: Path, manifest: Manifest, file_name: str) -> Iterator[str]:

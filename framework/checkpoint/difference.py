@@ -1,0 +1,170 @@
+"""What differs between two checkpoints: names, shapes, dtypes, values, and everything that is not a tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .manifest import JSON
+from .read import Checkpoint, open_checkpoint
+
+_CHUNK_ELEMENTS = 1 << 21
+_MAX_TEXT = 80
+_MISSING = "(not there)"
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """How many of a tensor's elements differ, and the largest difference; NaN equals NaN, and beside a number it is
+    one element that differs by infinity."""
+
+    elements: int
+    different: int
+    max_abs: float
+
+
+@dataclass
+class SectionDifference:
+    """What differs in a section. ``shapes`` and ``dtypes`` have both sides, the first checkpoint's first."""
+
+    only_in_first: list[str] = field(default_factory=list)
+    only_in_second: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    values: dict[str, ValueDifference] = field(default_factory=dict)
+    same: int = 0
+    """How many tensors are equal in name, shape, dtype and every element."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only_in_first or self.only_in_second or self.shapes or self.dtypes or self.values)
+
+
+@dataclass
+class Difference:
+    """What differs between two checkpoints. How they are split over files and ranks, and when they were saved, is not
+    part of it."""
+
+    sections: dict[str, SectionDifference]
+    documents: list[tuple[str, str, str]]
+    """The path of a value that is not a tensor, such as ``document/progress/global_step``, and both sides as text."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the two hold the same."""
+        return not self.documents and all(section.equal for section in self.sections.values())
+
+
+def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Difference:
+    """Compare two checkpoints, whatever strategy and number of ranks saved them. Every tensor is read, and checked.
+
+    Raises:
+        CheckpointError: one of them is missing or damaged.
+    """
+    one, other = open_checkpoint(first), open_checkpoint(second)
+    names = dict.fromkeys([*one.sections, *other.sections])
+    try:
+        documents = [*_documents(one.document, other.document, "document", 0)]
+        documents += _documents(one.rank_documents, other.rank_documents, "rank_documents", 0)
+    except RecursionError as error:
+        raise CheckpointError(f"a document of {one.path} or {other.path} is nested too deep; it is damaged.") from error
+    return Difference({name: _section(one, other, name) for name in names}, documents)
+
+
+def _section(one: Checkpoint, other: Checkpoint, section: str) -> SectionDifference:
+    mine, theirs = (dict.fromkeys(_names(checkpoint, section)) for checkpoint in (one, other))
+    found = SectionDifference(
+        only_in_first=[name for name in mine if name not in theirs],
+        only_in_second=[name for name in theirs if name not in mine],
+    )
+    for name in mine:
+        if name in theirs:
+            _tensor(one, other, section, name, found)
+    return found
+
+
+def _names(checkpoint: Checkpoint, section: str) -> list[str]:
+    return checkpoint.names(section) if section in checkpoint.sections else []
+
+
+def _tensor(one: Checkpoint, other: Checkpoint, section: str, name: str, found: SectionDifference) -> None:
+    shapes = one.shape(section, name), other.shape(section, name)
+    dtypes = one.dtype(section, name), other.dtype(section, name)
+    if dtypes[0] != dtypes[1]:
+        found.dtypes[name] = (_short(dtypes[0]), _short(dtypes[1]))
+    if shapes[0] != shapes[1]:
+        found.shapes[name] = (list(shapes[0]), list(shapes[1]))
+        return
+    values = _values(one, other, section, name, prod(shapes[0]))
+    if values.different:
+        found.values[name] = values
+    elif dtypes[0] == dtypes[1]:
+        found.same += 1
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _values(one: Checkpoint, other: Checkpoint, section: str, name: str, elements: int) -> ValueDifference:
+    different, largest = 0, 0.0
+    for start in range(0, elements, _CHUNK_ELEMENTS):
+        size = min(_CHUNK_ELEMENTS, elements - start)
+        count, distance = _distance(
+            one.read_flat(section, name, start, size), other.read_flat(section, name, start, size)
+        )
+        different, largest = different + count, max(largest, distance)
+    return ValueDifference(elements, different, largest)
+
+
+def _distance(one: Tensor, other: Tensor) -> tuple[int, float]:
+    """Return how many elements differ, and by how much at most."""
+    if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        return 0, 0.0
+    exact = one.dtype == other.dtype and not one.is_floating_point() and not one.is_complex()
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    a, b = one.to(wide), other.to(wide)
+    # Whole numbers beyond 2**53 differ where doubles are equal.
+    unequal = one.view(_bits(one)) != other.view(_bits(other)) if exact else a != b
+    unequal &= ~(a.isnan() & b.isnan())
+    count = int(unequal.sum())
+    if not count:
+        return 0, 0.0
+    distances = (a[unequal] - b[unequal]).abs()
+    largest = distances.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item()
+    return count, float(largest)
+
+
+def _bits(tensor: Tensor) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+
+
+def _documents(one: JSON, other: JSON, path: str, depth: int) -> Iterator[tuple[str, str, str]]:
+    """Yield where two documents differ. Below a hundred levels they are compared as wholes."""
+    if type(one) is dict and type(other) is dict and depth < 100:
+        for key in dict.fromkeys([*one, *other]):
+            here = f"{path}/{key}"
+            if key not in one or key not in other:
+                yield here, _text(one[key]) if key in one else _MISSING, _text(other[key]) if key in other else _MISSING
+            else:
+                yield from _documents(one[key], other[key], here, depth + 1)
+    elif type(one) is list and type(other) is list and len(one) == len(other) and depth < 100:
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            yield from _documents(*pair, f"{path}/{index}", depth + 1)
+    elif _text(one, None) != _text(other, None):
+        yield path, _text(one), _text(other)
+
+
+def _text(value: Any, limit: int | None = _MAX_TEXT) -> str:
+    """Return JSON, so that 1, 1.0 and true are three values; shortened where a person reads it."""
+    text = json.dumps(value)
+    return text if limit is None or len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"

@@ -1,0 +1,175 @@
+"""What a checkpoint holds, told from its manifest alone: no tensor is read. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from .manifest import JSON, VERSION, Manifest, TensorRecord
+from .opening import read_manifest
+
+_COUNTERS = ("epoch", "batch_in_epoch", "global_batch", "global_step")
+
+
+@dataclass(frozen=True)
+class SectionSummary:
+    """What lies in a section: how many tensors, their elements and bytes, and the names that are tied to others."""
+
+    tensors: int
+    tied: int
+    elements: int
+    bytes: int
+    bytes_by_dtype: dict[str, int]
+    """By the code that safetensors has for a dtype: ``F32``, ``BF16``, ..."""
+
+
+@dataclass(frozen=True)
+class OptimizerSummary:
+    """An optimizer's class, and for each of its groups the number of parameters and the hyperparameters."""
+
+    kind: str
+    groups: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint says of itself. What it does not say (who saved it may have kept less) is None or empty."""
+
+    path: str
+    format_version: int
+    phalanx: str
+    saved_at: float
+    """Seconds since 1970."""
+    kind: str
+    """``"trainer"``, ``"weights"`` (of a Trainer, no training), ``"fabric"`` or ``"other"``."""
+    module: str | None
+    strategy: str | None
+    precision: str | None
+    world_size: int
+    sharded: bool
+    epoch: int | None
+    batch: int | None
+    """Micro-batches of each rank within the epoch."""
+    step: int | None
+    """Optimizer steps that were applied."""
+    finite: bool
+    nonfinite: str | None
+    """The first weight that is not finite."""
+    sections: dict[str, SectionSummary]
+    files: dict[str, int]
+    """Bytes of each tensor file."""
+    bytes: int
+    optimizers: list[OptimizerSummary]
+    hparams: dict[str, Any]
+    """As the manifest has them: what JSON does not know is an object with the key ``"$"``."""
+    unsaved_hparams: list[str]
+    metrics: dict[str, float]
+    """What was logged by then, as far as it is numbers."""
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """Return what a checkpoint holds, from its manifest; ``verify`` says whether the files are good.
+
+    Raises:
+        CheckpointError: there is none, its manifest is damaged, or it is of a newer format version.
+    """
+    return inspection_of(path, read_manifest(path))
+
+
+def inspection_of(path: str | os.PathLike[str], manifest: Manifest) -> Inspection:
+    """Return what a manifest says of the checkpoint ``path``."""
+    document = _dict(manifest.document)
+    progress = _dict(document.get("progress"))
+    epoch, batch, _, step = (_count(progress.get(name)) for name in _COUNTERS)
+    return Inspection(
+        path=os.fspath(path),
+        format_version=VERSION,
+        phalanx=manifest.phalanx,
+        saved_at=manifest.saved_at,
+        kind=kind_of(manifest),
+        module=_text(document.get("module")),
+        strategy=_text(document.get("strategy")),
+        precision=_text(document.get("precision")),
+        world_size=manifest.world_size,
+        sharded=manifest.sharded,
+        epoch=epoch,
+        batch=batch,
+        step=step,
+        finite=manifest.nonfinite is None,
+        nonfinite=manifest.nonfinite,
+        sections={name: _section(tensors) for name, tensors in manifest.sections.items()},
+        files={name: record.size for name, record in manifest.files.items()},
+        bytes=sum(record.size for record in manifest.files.values()),
+        optimizers=[_optimizer(_dict(one)) for one in _list(document.get("optimizers"))],
+        hparams=_dict(document.get("hparams")),
+        unsaved_hparams=[name for name in _list(document.get("unsaved_hparams")) if type(name) is str],
+        metrics=metrics_of(manifest),
+    )
+
+
+def kind_of(manifest: Manifest) -> str:
+    """Return whose a checkpoint is: ``"trainer"``, ``"weights"``, ``"fabric"`` or ``"other"``."""
+    document = _dict(manifest.document)
+    if type(document.get("fabric")) is dict:
+        return "fabric"
+    if "progress" in document and document.get("weights_only") is True:
+        return "weights"
+    needed = ("progress", "optimizers", "state", "position")
+    return "trainer" if all(name in document for name in needed) else "other"
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """Return the numbers among the metrics that a Trainer's checkpoint keeps."""
+    state = _dict(_dict(manifest.document).get("state"))
+    found = {}
+    for name, value in _dict(state.get("metrics")).items():
+        value = value.get("value") if type(value) is dict and value.get("$") in ("scalar", "numpy") else value
+        if type(value) in (int, float):
+            found[name] = value
+    return found
+
+
+def monitored(manifest: Manifest) -> tuple[str, float] | None:
+    """Return the metric by which a ModelCheckpoint ranks, and its value at this checkpoint, where both are recorded."""
+    for state in _dict(_dict(_dict(manifest.document).get("state")).get("callbacks")).values():
+        name, score = _dict(state).get("monitor"), _dict(state).get("current_score")
+        if type(name) is str and type(score) in (int, float):
+            return name, score
+    return None
+
+
+def _section(tensors: Mapping[str, TensorRecord | str]) -> SectionSummary:
+    records = [record for record in tensors.values() if isinstance(record, TensorRecord)]
+    sizes: Counter[str] = Counter()
+    for record in records:
+        sizes[record.dtype] += sum(record.size_of(part) for part in record.parts)
+    elements = sum(prod(record.shape) for record in records)
+    return SectionSummary(len(records), len(tensors) - len(records), elements, sizes.total(), dict(sizes))
+
+
+def _optimizer(described: dict[str, JSON]) -> OptimizerSummary:
+    groups = []
+    for group in map(_dict, _list(described.get("groups"))):
+        groups.append({"parameters": len(_list(group.get("params"))), **_dict(group.get("hyper"))})
+    return OptimizerSummary(_text(described.get("class")) or "", groups)
+
+
+# A manifest is well-formed; what stands in its document is anybody's.
+def _dict(value: JSON) -> dict[str, Any]:
+    return value if type(value) is dict else {}
+
+
+def _list(value: JSON) -> list[Any]:
+    return value if type(value) is list else []
+
+
+def _text(value: JSON) -> str | None:
+    return value if type(value) is str else None
+
+
+def _count(value: JSON) -> int | None:
+    return value if type(value) is int else None

@@ -1,0 +1,78 @@
+"""The checkpoints of a directory at a glance. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .inspection import inspection_of, monitored
+from .manifest import MANIFEST
+from .newest import candidates
+from .opening import parse_at, read_manifest_bytes
+from .verification import first_incomplete
+from .verification import verify as verified
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint of a directory. Of a damaged one no more may be known than its name and what is wrong."""
+
+    path: Path
+    status: str
+    """``"complete"``: the manifest is good and all files have their sizes and headers. ``"good"``: every byte was read
+    too. ``"damaged"``: see ``problem``."""
+    problem: str | None = None
+    kind: str | None = None
+    """As ``inspect`` has it."""
+    step: int | None = None
+    epoch: int | None = None
+    metric: tuple[str, float] | None = None
+    """What a ModelCheckpoint ranks by, and its value."""
+    bytes: int | None = None
+    """Of the tensor files and the manifest."""
+    saved_at: float | None = None
+    """Seconds since 1970."""
+
+
+def checkpoints(directory: str | os.PathLike[str], verify: bool = False) -> list[Listed]:
+    """Return the checkpoints that lie in a directory, not below it, by progress, the furthest last.
+
+    Links and unfinished saves are left out. Cheap, as only manifests and headers are read, unless ``verify`` has every
+    byte read.
+
+    Raises:
+        CheckpointError: there is no such directory, or it is a checkpoint itself.
+        StorageError: it cannot be read.
+    """
+    folder = Path(directory)
+    if os.path.lexists(folder / MANIFEST):
+        raise CheckpointError(f"{str(folder)!r} is a checkpoint itself: inspect it, or give the directory it lies in.")
+    if not folder.is_dir():
+        kind = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{str(folder)!r} {kind}; give a directory that holds checkpoints.")
+    found = [_listed(path, verify) for path in candidates(folder)]
+    return sorted(found, key=lambda one: (-1 if one.step is None else one.step, one.saved_at or -1.0))
+
+
+def _listed(path: Path, verify: bool) -> Listed:
+    try:
+        data = read_manifest_bytes(path)
+        manifest = parse_at(path, data)
+    except CheckpointError as error:
+        return Listed(path, "damaged", str(error))
+    problem = next(iter(verified(path)), None) if verify else first_incomplete(path, manifest)
+    status = "damaged" if problem else "good" if verify else "complete"
+    told = inspection_of(path, manifest)
+    return Listed(
+        path=path,
+        status=status,
+        problem=problem,
+        kind=told.kind,
+        step=told.step,
+        epoch=told.epoch,
+        metric=monitored(manifest),
+        bytes=told.bytes + len(data),
+        saved_at=told.saved_at,
+    )
