@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .errors import StorageError
@@ -61,6 +61,54 @@ def _free_bytes(path: Path) -> str:
 def hidden_sibling(path: Path, kind: str) -> Path:
     """Return a fresh hidden name beside ``path``; ``kind`` is ``"tmp"``, ``"old"`` or ``"gone"``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}")
+
+
+def lock(handle: int) -> bool | None:
+    """Take the lock of an open file or directory; it ends with this process, however that ends.
+
+    Returns False where another process holds it, and None where this system or file system knows no such lock.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
+
+
+class HiddenDirectory:
+    """A fresh hidden directory beside ``path``, held until ``release``: nobody takes it for a killed process's."""
+
+    def __init__(self, path: Path) -> None:
+        """Make it, and its parents where they are missing.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        make_directory(path.parent)
+        while True:
+            self.path = hidden_sibling(path, "tmp")
+            # Not synced: its name need not outlive a crash, and each sync of a directory waits for the disk.
+            self.path.mkdir()
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            # Between the two calls another process may have taken it for a leftover, and deleted it.
+            if lock(self._handle) is not False and os.path.lexists(self.path):
+                return
+            os.close(self._handle)
+
+    def release(self) -> None:
+        """Let go of it; it stays. Safe to be called twice."""
+        if self._handle >= 0:
+            # A process forked meanwhile shares the lock: closing alone would leave it with that one.
+            with contextlib.suppress(ImportError, OSError):
+                import fcntl
+
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
+            os.close(self._handle)
+            self._handle = -1
 
 
 def make_directory(path: Path) -> None:
@@ -227,11 +275,16 @@ def retire_directory(path: Path) -> None:
     remove_tree(hidden)
 
 
-def clean_leftovers(directory: str | os.PathLike[str]) -> list[Path]:
+def clean_leftovers(
+    directory: str | os.PathLike[str],
+    ours: Callable[[str, Path], bool] | None = None,
+    shared: bool = False,
+) -> list[Path]:
     """Delete what killed writes left in ``directory`` (not below it) and return the deleted paths.
 
-    A ``.old`` directory whose successor is missing is renamed back instead. Links are left alone. No other process may
-    be writing into the directory.
+    A ``.old`` directory whose successor is missing is renamed back instead. Links are left alone. Where ``ours`` is
+    given, it is asked with the name that was being written and the leftover, and decides whether that is touched. No
+    other process may be writing into the directory, unless it is ``shared``: then what a live process holds stays.
 
     Raises:
         StorageError: the directory cannot be listed, or a leftover cannot be deleted.
@@ -239,21 +292,40 @@ def clean_leftovers(directory: str | os.PathLike[str]) -> list[Path]:
     folder = Path(directory)
     removed: list[Path] = []
     for path, match in _leftovers(folder):
-        mode = path.lstat().st_mode
-        target = folder / match["name"]
-        if match["kind"] == "old" and stat.S_ISDIR(mode) and not os.path.lexists(target):
-            try:
-                os.rename(path, target)
-                sync_directory(folder)
-            except OSError as error:
-                raise storage_error("putting back", target, error) from error
-        elif stat.S_ISDIR(mode):
-            remove_tree(path)
-            removed.append(path)
-        elif stat.S_ISREG(mode):
-            path.unlink(missing_ok=True)
-            removed.append(path)
+        # Another process may be cleaning up as well.
+        with contextlib.suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode) or (ours is not None and not ours(match["name"], path)):
+                continue
+            if stat.S_ISREG(mode):
+                path.unlink()
+                removed.append(path)
+            elif stat.S_ISDIR(mode):
+                with _free(path) if shared else contextlib.nullcontext(True) as free:
+                    if free and match["kind"] == "old" and not os.path.lexists(folder / match["name"]):
+                        _put_back(path, folder / match["name"])
+                    elif free:
+                        remove_tree(path)
+                        removed.append(path)
     return removed
+
+
+def _put_back(path: Path, target: Path) -> None:
+    try:
+        os.rename(path, target)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise storage_error("putting back", target, error) from error
+
+
+@contextlib.contextmanager
+def _free(path: Path) -> Iterator[bool]:
+    """Say whether no live process holds a hidden directory, and let none hold it in the block."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield lock(handle) is True
+    finally:
+        os.close(handle)
 
 
 def _leftovers(folder: Path) -> list[tuple[Path, re.Match[str]]]:

@@ -8,6 +8,7 @@ import re
 import socket
 from pathlib import Path
 
+from .atomic import lock
 from .errors import StorageError
 
 _VERSION = re.compile(r"version_(\d+)$")
@@ -54,7 +55,7 @@ class RunDirectory:
             raise StorageError(
                 f"{self.path} cannot be written ({error.strerror}): give another default_root_dir, or free this one."
             ) from None
-        if not _lock(descriptor):
+        if lock(descriptor) is False:
             holder = os.read(descriptor, 4096).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise StorageError(
@@ -89,15 +90,3 @@ def next_version(root: Path, name: str) -> int:
     """Return the first version after those that exist."""
     found = versions(root, name)
     return found[-1] + 1 if found else 0
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        import fcntl
-    except ImportError:  # no advisory locks on this system
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -84,7 +84,7 @@ def plan_of(snapshot: Snapshot) -> Plan:
         for name, shard in shards.items():
             _check_shard(section, name, shard)
             box = (tuple(shard.offsets), tuple(shard.tensor.shape))
-            tied_to = seen.setdefault(_memory(shard, name), name)
+            tied_to = seen.setdefault(memory_of(shard, name), name)
             tied = None if tied_to == name else tied_to
             pieces[name] = Piece(shard.tensor.dtype, tuple(shard.shape), box, tied)
     return plan
@@ -106,7 +106,7 @@ def _check_shard(section: str, name: str, shard: Shard) -> None:
         )
 
 
-def _memory(shard: Shard, name: str) -> tuple[Any, ...]:
+def memory_of(shard: Shard, name: str) -> tuple[Any, ...]:
     """Return what two tied tensors share: the same elements of the same storage, as the same piece."""
     tensor = shard.tensor
     if tensor.numel() == 0:

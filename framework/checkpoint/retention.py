@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ..atomic import hidden_sibling, make_directory, remove_tree, replace_directory, storage_error, sync_directory
+from ..atomic import HiddenDirectory, replace_directory, storage_error, sync_directory
 from ..monitor import is_better
 
 
@@ -56,30 +56,21 @@ class BestK:
         return found
 
 
-def clone(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Publish a finished checkpoint under a second name, atomically, replacing what has that name.
+def link_files(source: Path, target: Path) -> None:
+    """Fill the empty directory ``target`` with the files of ``source``, and sync it.
 
-    The files are hard links: they are never changed once written, so the two share their bytes and either can be
-    deleted without the other. Where links are not possible the files are copied.
+    They are hard links: checkpoints' files are never changed once written, so the two share their bytes and either can
+    be deleted without the other. Where links are not possible the files are copied.
 
     Raises:
-        StorageError: it cannot be written; what was there is untouched.
+        StorageError: it cannot be written.
     """
-    origin, goal = Path(source), Path(target)
-    make_directory(goal.parent)
-    temporary = hidden_sibling(goal, "tmp")
     try:
-        temporary.mkdir()
-        for file in sorted(origin.iterdir()):
-            _link_or_copy(file, temporary / file.name)
-        sync_directory(temporary)
-        replace_directory(temporary, goal)
-    except BaseException as error:
-        if temporary.exists():
-            remove_tree(temporary)
-        if isinstance(error, OSError):
-            raise storage_error("writing", goal, error) from error
-        raise
+        for file in sorted(source.iterdir()):
+            _link_or_copy(file, target / file.name)
+        sync_directory(target)
+    except OSError as error:
+        raise storage_error("writing", target, error) from error
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -89,3 +80,14 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
         with target.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def clone(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Publish a finished checkpoint under a second name, atomically, replacing what has that name."""
+    goal = Path(target)
+    held = HiddenDirectory(goal)
+    try:
+        link_files(Path(source), held.path)
+        replace_directory(held.path, goal)
+    finally:
+        held.release()

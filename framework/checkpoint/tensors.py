@@ -73,10 +73,12 @@ def write_tensor_file(
     path: Path,
     specs: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     fetch: Callable[[str], Tensor],
+    look: Callable[[str, Tensor], None] | None = None,
 ) -> tuple[FileRecord, dict[str, Segment]]:
     """Create a file of the tensors in ``specs`` (name, dtype, shape) and sync it.
 
     ``fetch`` is called once for each name, in the file's order, so that only one tensor has to be at hand at a time.
+    ``look`` is shown each piece of a tensor, 1-d, before it is written; what it raises ends the writing.
     """
     from xxhash import xxh3_64
 
@@ -90,8 +92,13 @@ def write_tensor_file(
             tensor = dense(fetch(name))
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
             memory, digest = bytes_of(tensor), xxh3_64()
+            flat, per_chunk = tensor.reshape(-1), CHUNK_BYTES // dtype.itemsize
             for start in range(0, len(memory), CHUNK_BYTES):
                 chunk = memory[start : start + CHUNK_BYTES]
+                if look is not None:
+                    # All three passes over a chunk find it in the processor's cache.
+                    first = start // dtype.itemsize
+                    look(name, flat[first : first + per_chunk])
                 digest.update(chunk)
                 whole.update(chunk)
                 file.write(chunk)

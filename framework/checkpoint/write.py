@@ -5,43 +5,35 @@
     finish   Collective: outcomes are gathered, rank 0 writes the manifest and publishes
 
 A failure on one rank is gathered with everything else and raised on all of them; nobody waits for a rank that gave up.
+All three may run on a thread of its own, on a world of its own, while training goes on with other tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..atomic import (
-    hidden_sibling,
-    make_directory,
-    remove_tree,
-    replace_directory,
-    storage_error,
-    write_synced,
-)
-from ..errors import ConfigurationError, PhalanxError, StorageError
+from ..atomic import HiddenDirectory, remove_tree, replace_directory, storage_error, write_synced
+from ..errors import ConfigurationError, NonFiniteError, StorageError
 from ..world import World
+from .finite import has_nonfinite as has_nonfinite
+from .finite import is_finite
 from .manifest import JSON, MANIFEST, Manifest, Part, TensorRecord, dump, parse
 from .opening import is_ours
+from .outcome import agree, error_of, tell
 from .plan import Agreed, Box, Plan, Snapshot, assign, plan_of
+from .retention import link_files
 from .tensor_file import FileRecord, Segment
 from .tensors import code_of, size_of, write_tensor_file
 
 MODEL = "model"
-# torch sums fewer elements than 32,768 on one thread. Threads that wait for each other on busy cores, while ranks and
-# loaders run, were ten times slower.
-_SERIAL_ELEMENTS = 32_767
 
 
 @dataclass
@@ -53,18 +45,37 @@ class _Written:
     nonfinite: str | None = None
 
 
-def save(path: str | os.PathLike[str], snapshot: Snapshot, world: World, sharded: bool = False) -> Path:
+def save(
+    path: str | os.PathLike[str],
+    snapshot: Snapshot,
+    world: World,
+    sharded: bool = False,
+    *,
+    also: str | os.PathLike[str] | None = None,
+    finite: str | None = None,
+    given_up: Callable[[], bool] | None = None,
+) -> Path:
     """Write a checkpoint and publish it as ``path``, replacing one that is there. Collective.
 
     With ``sharded`` every rank writes the shards that it holds (a piece that several hold is written by one of them);
     else rank 0 writes its own snapshot, which must be whole, and of the others only ``rank_document`` is kept. The
     directory must be visible to every rank that writes.
 
+    Args:
+        path: the checkpoint.
+        snapshot: what this rank has to save.
+        world: the ranks.
+        sharded: whether every rank writes.
+        also: a second name; the two share their bytes, and either can be deleted without the other.
+        finite: refuse weights that are not finite; says when they were taken, for the message.
+        given_up: asked now and then; where it says so on a rank, the save fails.
+
     Raises:
         ConfigurationError: on all ranks; a snapshot cannot be kept, or ``path`` is something else than a checkpoint.
+        NonFiniteError: on all ranks; a weight is NaN or infinite, and ``finite`` is given.
         StorageError: on all ranks; a rank could not write. What was at ``path`` is still there.
     """
-    pending = Save(path, snapshot, world, sharded)
+    pending = Save(path, snapshot, world, sharded, also=also, finite=finite, given_up=given_up)
     try:
         pending.begin()
         pending.write()
@@ -81,12 +92,26 @@ class Save:
     ``write`` takes part in no collective, so it may run on a thread of its own while training uses other tensors.
     """
 
-    def __init__(self, path: str | os.PathLike[str], snapshot: Snapshot, world: World, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        snapshot: Snapshot,
+        world: World,
+        sharded: bool = False,
+        *,
+        also: str | os.PathLike[str] | None = None,
+        finite: str | None = None,
+        given_up: Callable[[], bool] | None = None,
+    ) -> None:
         # Not resolved: a link at the end of the path is replaced itself, never what it points to.
         self.path = Path(os.path.abspath(path))
+        self._also = None if also is None else Path(os.path.abspath(also))
         self._snapshot = snapshot
         self._world = world
         self._sharded = sharded
+        self._finite = finite
+        self._given_up = given_up
+        self._held: list[HiddenDirectory] = []
         self._temporary: Path | None = None
         self._plans: list[Plan] = []
         self._agreed: Agreed = {}
@@ -94,29 +119,39 @@ class Save:
         self._written = _Written()
         self._failure: Exception | None = None
 
+    @property
+    def _what(self) -> str:
+        return f"checkpoint {str(self.path)!r} was not saved"
+
     def begin(self) -> None:
         """Agree on who writes what and make the hidden directory. Collective. Raises as ``save``."""
         failure: Exception | None = None
         plan: Plan = {}
         try:
             if self._world.is_global_zero:
-                _check_target(self.path)
-                self._temporary = hidden_sibling(self.path, "tmp")
-                _make(self._temporary)
+                for target in filter(None, (self.path, self._also)):
+                    _check_target(target)
+                self._temporary = self._hidden(self.path)
             if self._sharded or self._world.is_global_zero:
                 plan = plan_of(self._snapshot)
         except Exception as error:
             failure = error
-        gathered = self._agree(failure, (self._temporary, plan, self._snapshot.rank_document))
+        payload = (self._temporary, plan, self._snapshot.rank_document)
+        with self._discarding():
+            gathered = agree(self._world, failure, self.path, self._what, payload)
         self._temporary = gathered[0][0]
         self._plans = [plan for _, plan, _ in gathered]
         self._rank_documents = [document for _, _, document in gathered]
         # Every rank computes the same from the same plans, so a refusal here is everyone's as well.
-        try:
+        with self._discarding():
             self._agreed = assign(self._plans)
-        except ConfigurationError:
-            self.discard()
-            raise
+
+    def _hidden(self, target: Path) -> Path:
+        try:
+            self._held.append(HiddenDirectory(target))
+        except OSError as error:
+            raise storage_error("making", target.parent, error) from error
+        return self._held[-1].path
 
     def write(self) -> None:
         """Write and sync this rank's part. A failure is kept and raised by ``finish`` on all ranks."""
@@ -128,7 +163,8 @@ class Save:
 
     def finish(self) -> Path:
         """Gather the outcomes, write the manifest and publish. Collective. Raises as ``save``."""
-        written: list[_Written] = self._agree(self._failure, self._written)
+        with self._discarding():
+            written: list[_Written] = agree(self._world, self._failure, self.path, self._what, self._written)
         failure: Exception | None = None
         if self._world.is_global_zero:
             try:
@@ -136,7 +172,11 @@ class Save:
             except Exception as error:
                 failure = error
         # Also what all wait at until the checkpoint is there.
-        self._raise_first(self._world.broadcast_object([_told(failure, self.path)]), failure)
+        told = self._world.broadcast_object(tell(failure, self.path))
+        error = error_of([told], self._what, self._world.size)
+        if error is not None:
+            self.discard()
+            raise error from failure
         return self.path
 
     def _write_section(self, section: str, tensors: Mapping[str, str | list[tuple[int, Box]]]) -> None:
@@ -152,22 +192,45 @@ class Save:
         if not mine and not (self._world.is_global_zero and not tensors):
             return
 
-        def fetch(name: str) -> Tensor:
-            tensor = shards[name].tensor
-            trained = section == MODEL and name not in self._snapshot.buffers
-            if trained and self._written.nonfinite is None and not is_finite(tensor):
-                self._written.nonfinite = name
-            return tensor
+        def look(name: str, chunk: Tensor) -> None:
+            if section == MODEL and name not in self._snapshot.buffers:
+                self._check_finite(name, chunk)
+            if self._given_up is not None and self._given_up():
+                raise StorageError("it was given up, as the run ended before it was written.")
 
         assert self._temporary is not None
         path = self._temporary / f"{section}-{self._world.rank:05d}.safetensors"
         try:
-            record, segments = write_tensor_file(path, mine, fetch)
+            record, segments = write_tensor_file(path, mine, lambda name: shards[name].tensor, look)
         except OSError as error:
-            needed = sum(size_of(shape, dtype) for _, dtype, shape in mine)
-            raise storage_error("writing", path, error, needed) from error
+            raise self._not_written(path, error) from error
         self._written.files[path.name] = record
         self._written.segments[section] = segments
+
+    def _check_finite(self, name: str, chunk: Tensor) -> None:
+        if self._written.nonfinite is not None or is_finite(chunk):
+            return
+        self._written.nonfinite = name
+        if self._finite is not None:
+            raise NonFiniteError(
+                f"{name} is not finite {self._finite}, so {self.path.name} was not saved: "
+                "resume from the last good checkpoint with a lower learning rate or with gradient clipping."
+            )
+
+    def _not_written(self, path: Path, error: OSError) -> StorageError:
+        """Build the error of a file that could not be written, with the bytes of the whole checkpoint."""
+        # What lies there already is no use, and would count as taken in what is told of free bytes.
+        for name in [*self._written.files, path.name]:
+            with contextlib.suppress(OSError):
+                (path.parent / name).unlink()
+        boxes = (
+            size_of(box[1], self._plans[rank][section][name].dtype)
+            for section, tensors in self._agreed.items()
+            for name, writers in tensors.items()
+            if not isinstance(writers, str)
+            for rank, box in writers
+        )
+        return storage_error("writing", path, error, sum(boxes))
 
     def _publish(self, written: list[_Written]) -> None:
         assert self._temporary is not None
@@ -189,7 +252,14 @@ class Save:
                     raise StorageError(f"{name} is not {record.size:,} bytes long any more; was it changed meanwhile?")
         except OSError as error:
             raise storage_error("writing", self.path, error, len(data)) from error
+        # All that may fail for lack of room is done before the first name changes.
+        second = None if self._also is None else self._hidden(self._also)
+        if second is not None:
+            link_files(self._temporary, second)
         replace_directory(self._temporary, self.path)
+        if second is not None and self._also is not None:
+            replace_directory(second, self._also)
+        self._release()
 
     def _manifest(self, written: list[_Written]) -> Manifest:
         sections: dict[str, dict[str, TensorRecord | str]] = {}
@@ -218,28 +288,27 @@ class Save:
             parts.append(Part(file, segment.start, offsets, shape, segment.xxh3_64))
         return TensorRecord(code_of(piece.dtype, name), piece.shape, tuple(parts))
 
-    def _agree(self, failure: Exception | None, payload: Any) -> list[Any]:
-        """Gather each rank's outcome; raise on all ranks if one failed."""
-        gathered = self._world.all_gather_object((_told(failure, self.path), payload))
-        self._raise_first([told for told, _ in gathered], failure)
-        return [payload for _, payload in gathered]
-
-    def _raise_first(self, told: list[tuple[bool, str] | None], own: Exception | None) -> None:
-        for rank, outcome in enumerate(told):
-            if outcome is None:
-                continue
+    @contextlib.contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """Leave nothing behind where the block fails."""
+        try:
+            yield
+        except BaseException:
             self.discard()
-            is_configuration, message = outcome
-            where = f"rank {rank}: " if self._world.size > 1 else ""
-            kind: type[PhalanxError] = ConfigurationError if is_configuration else StorageError
-            raise kind(f"checkpoint {str(self.path)!r} was not saved: {where}{message}") from own
+            raise
 
     def discard(self) -> None:
         """Delete what was written so far, on rank 0. A failure is left to ``clean_leftovers``."""
-        if self._world.is_global_zero and self._temporary is not None and self._temporary.is_dir():
+        for held in self._held:
             # What led here matters more.
             with contextlib.suppress(StorageError):
-                remove_tree(self._temporary)
+                if held.path.is_dir():
+                    remove_tree(held.path)
+        self._release()
+
+    def _release(self) -> None:
+        for held in self._held:
+            held.release()
 
 
 def _version() -> str:
@@ -249,52 +318,8 @@ def _version() -> str:
         return "unknown"
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    if tensor.device.type != "cpu":
-        return _all_finite(tensor)
-    return all(map(_all_finite, torch.split(tensor.reshape(-1), _SERIAL_ELEMENTS)))
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()
-    # One pass without a copy. A finite sum has finite terms; an infinite one may have overflowed, so look again.
-    total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
-    return math.isfinite(total.item()) or bool(tensor.isfinite().all())
-
-
-def has_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the first name whose tensor holds a NaN or an infinity, or None."""
-    return next((name for name, tensor in tensors.items() if not is_finite(tensor.detach())), None)
-
-
 def _check_target(target: Path) -> None:
     if os.path.lexists(target) and not (target.is_symlink() or is_ours(target)):
         raise ConfigurationError(
             f"{str(target)!r} exists and is not a checkpoint of phalanx; it is not replaced. Choose another name."
         )
-
-
-def _make(directory: Path) -> None:
-    try:
-        make_directory(directory.parent)
-        # Not synced: its name need not outlive a crash, and each sync of a directory waits for the disk.
-        directory.mkdir()
-    except OSError as error:
-        raise storage_error("making", directory, error) from error
-
-
-def _told(failure: Exception | None, path: Path) -> tuple[bool, str] | None:
-    """Return what the other ranks are to know of a failure: whether it is one of configuration, and the message."""
-    if failure is None:
-        return None
-    if isinstance(failure, OSError) and not isinstance(failure, PhalanxError):
-        failure = storage_error("writing", path, failure)
-    if isinstance(failure, PhalanxError):
-        return isinstance(failure, ConfigurationError), str(failure)
-    return False, f"{type(failure).__name__}: {failure}"

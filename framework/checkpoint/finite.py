@@ -1,0 +1,37 @@
+"""Whether weights are numbers: a checkpoint with a NaN in it is no checkpoint to come back to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# torch sums fewer elements than 32,768 on one thread. Threads that wait for each other on busy cores, while ranks and
+# loaders run, were ten times slower.
+_SERIAL_ELEMENTS = 32_767
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    if tensor.device.type != "cpu":
+        return _all_finite(tensor)
+    return all(map(_all_finite, torch.split(tensor.reshape(-1), _SERIAL_ELEMENTS)))
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
+    # One pass without a copy. A finite sum has finite terms; an infinite one may have overflowed, so look again.
+    total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    return math.isfinite(total.item()) or bool(tensor.isfinite().all())
+
+
+def has_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the first name whose tensor holds a NaN or an infinity, or None."""
+    return next((name for name, tensor in tensors.items() if not is_finite(tensor.detach())), None)

@@ -1,0 +1,55 @@
+"""What became of each rank's part of a save, told to all of them, so that all raise the same or nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..atomic import storage_error
+from ..errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..world import World
+
+Told: TypeAlias = "tuple[str, str] | None"
+"""What the other ranks are to know of a failure: its kind and message. None where there was none."""
+
+_KINDS: dict[str, type[PhalanxError]] = {
+    kind.__name__: kind for kind in (ConfigurationError, NonFiniteError, StorageError)
+}
+
+
+def tell(failure: Exception | None, path: Path) -> Told:
+    """Describe a failure met while ``path`` was written."""
+    if failure is None:
+        return None
+    if isinstance(failure, OSError) and not isinstance(failure, PhalanxError):
+        failure = storage_error("writing", path, failure)
+    for name, kind in _KINDS.items():
+        if isinstance(failure, kind):
+            return name, str(failure)
+    return StorageError.__name__, f"{type(failure).__name__}: {failure}"
+
+
+def error_of(told: Sequence[Told], what: str, size: int) -> PhalanxError | None:
+    """Return the error that ``size`` ranks raise alike, of the first that failed; ``what`` begins its message."""
+    for rank, outcome in enumerate(told):
+        if outcome is not None:
+            kind, message = outcome
+            if kind == NonFiniteError.__name__:
+                return NonFiniteError(message)
+            where = f"rank {rank}: " if size > 1 else ""
+            return _KINDS[kind](f"{what}: {where}{message}")
+    return None
+
+
+def agree(world: World, failure: Exception | None, path: Path, what: str, payload: Any = None) -> list[Any]:
+    """Gather each rank's payload; raise on all ranks if one failed. Collective.
+
+    Raises:
+        PhalanxError: what the first rank that failed met.
+    """
+    gathered = world.all_gather_object((tell(failure, path), payload))
+    error = error_of([told for told, _ in gathered], what, world.size)
+    if error is not None:
+        raise error from failure
+    return [payload for _, payload in gathered]

@@ -1,0 +1,108 @@
+"""A snapshot copied to memory of its own, so that training can go on while it is written.
+
+The memory is kept and used again for the next snapshot. What costs is not copying but the first touch of fresh pages,
+ten times as much; ``reserve`` has that done ahead, on a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigurationError
+from .manifest import JSON
+from .plan import Shard, Snapshot, memory_of
+
+# More than any element, and a line of the processor's cache.
+_ALIGNMENT = 64
+
+
+class Staging:
+    """Host memory that snapshots are copied to, one at a time; pinned where they come from a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, size: int) -> None:
+        """Get ready for snapshots of about ``size`` bytes, on a thread."""
+        if self._reserving is None and size > len(self._memory):
+            self._reserving = threading.Thread(target=self._reserve, args=(size,), daemon=True, name="phalanx-reserve")
+            self._reserving.start()
+
+    def _reserve(self, size: int) -> None:
+        try:
+            memory = self._allocate(size)
+            memory.zero_()
+        except (MemoryError, OSError, RuntimeError):
+            # Whoever needs it will see.
+            return
+        self._memory = memory
+
+    def wait(self) -> None:
+        """Wait for what ``reserve`` began."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+
+    def take(self, snapshot: Snapshot) -> Snapshot:
+        """Return a copy of a snapshot that stays as it is, until the next one is taken.
+
+        Raises:
+            ConfigurationError: a document is not strict JSON.
+        """
+        self.wait()
+        places: dict[tuple[Any, ...], int] = {}
+        size = 0
+        for section, shards in snapshot.sections.items():
+            for name, shard in shards.items():
+                key = memory_of(shard, f"{section}/{name}")
+                if key not in places:
+                    places[key] = size
+                    size += -(-shard.tensor.numel() * shard.tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        if size > len(self._memory):
+            # What is held goes first: there may be no room for both.
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = self._allocate(size)
+        copied: dict[tuple[Any, ...], Tensor] = {}
+        sections: dict[str, dict[str, Shard]] = {}
+        for section, shards in snapshot.sections.items():
+            sections[section] = {}
+            for name, shard in shards.items():
+                key = memory_of(shard, f"{section}/{name}")
+                if key not in copied:
+                    copied[key] = self._copy(shard.tensor.detach(), places[key])
+                sections[section][name] = Shard(copied[key], shard.shape, shard.offsets)
+        if self._device.type == "cuda":
+            # One wait for all copies.
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()
+        return Snapshot(sections, _frozen(snapshot.document), _frozen(snapshot.rank_document), set(snapshot.buffers))
+
+    def _copy(self, tensor: Tensor, place: int) -> Tensor:
+        size = tensor.numel() * tensor.element_size()
+        copy = self._memory[place : place + size].view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def _allocate(self, size: int) -> Tensor:
+        if self._device.type == "cuda":
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        memory = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _frozen(document: JSON) -> JSON:
+    """Return a copy of a document; faster than ``deepcopy`` by ten times."""
+    try:
+        return json.loads(json.dumps(document, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"a document is not strict JSON ({error}); pass it through codec.encode.") from error
