@@ -9,6 +9,7 @@ from .framework.lazy import face
 if TYPE_CHECKING:
     from .framework.atomic import clean_leftovers as clean_leftovers
     from .framework.checkpoint.consolidation import consolidate as consolidate
+    from .framework.checkpoint.convert.conversion import convert as convert
     from .framework.checkpoint.difference import Difference as Difference
     from .framework.checkpoint.difference import diff as diff
     from .framework.checkpoint.finite import has_nonfinite as has_nonfinite
@@ -40,6 +41,7 @@ _HOMES = {
     "checkpoints": ".framework.checkpoint.listing",
     "clean_leftovers": ".framework.atomic",
     "consolidate": ".framework.checkpoint.consolidation",
+    "convert": ".framework.checkpoint.convert.conversion",
     "diff": ".framework.checkpoint.difference",
     "has_nonfinite": ".framework.checkpoint.finite",
     "inspect": ".framework.checkpoint.inspection",

@@ -1,0 +1,94 @@
+"""``convert``: a checkpoint of Lightning, Accelerate or DeepSpeed made into one of phalanx."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...atomic import hidden_sibling, make_directory, storage_error
+from ...errors import ConfigurationError
+from ...world import World
+from ..write import save
+from .foreign import Foreign, snapshot_of
+from .handover import Content, Job, read_foreign
+from .layout import detect
+from .lightning import convert_file
+from .request import Request
+
+
+def convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    module: nn.Module | type[nn.Module] | None = None,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+    prefix: str = "",
+    leave_out: Sequence[str] = (),
+    timeout: float | None = None,
+    note: Callable[[str], None] = print,
+) -> Path:
+    """Make a checkpoint of phalanx from one of Lightning, Accelerate or DeepSpeed; return its path.
+
+    The model, the optimizers, schedulers, progress and hyperparameters are carried over, and ``note`` is told what is
+    not. None of the three libraries is needed. Pickles are read by a process of its own, bounded in time and memory,
+    with torch's safe unpickler, which runs nothing that a file names.
+
+    Args:
+        source: the foreign file or folder.
+        out: the checkpoint to make; nothing may be there.
+        format: what ``source`` is, where it cannot be told by what lies there: ``"lightning"``,
+            ``"lightning-sharded"``, ``"lightning-deepspeed"``, ``"accelerate"``, ``"accelerate-sharded"``,
+            ``"accelerate-deepspeed"`` or ``"deepspeed"``.
+        module: the module that will be trained, or its class, to be built from the saved hyperparameters. Needed where
+            the foreign optimizer keeps its state by position and the names are not certain.
+        optimizers: the optimizers over ``module``'s parameters, where it has no ``configure_optimizers``.
+        prefix: what the names of the foreign model get before them, such as ``"net."``.
+        leave_out: names of classes in the foreign pickle whose objects are left out.
+        timeout: seconds that reading may take. Default: 5 minutes and one more for each 1.2 GB.
+        note: called with a line for each thing that is not carried over; they stay in the checkpoint's document too.
+
+    Raises:
+        CheckpointError: the source is not there, unknown, damaged or hostile, or names are not certain.
+        ConfigurationError: an argument breaks a rule; ``out`` exists, for one.
+        StorageError: ``out`` cannot be written.
+    """
+    origin, target = Path(os.path.realpath(source)), Path(os.path.abspath(out))
+    kind = detect(origin, format)
+    if os.path.lexists(target):
+        raise ConfigurationError(f"out={str(target)!r} exists; choose another name or remove it first.")
+    given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    workplace = hidden_sibling(target, "tmp")
+    numbers = count()
+
+    def read(jobs: Sequence[Job]) -> list[Content]:
+        return read_foreign(jobs, workplace / f"{next(numbers)}", leave_out, timeout)
+
+    try:
+        make_directory(target.parent)
+        workplace.mkdir(mode=0o700)
+        foreign = _convert(kind, Request(origin, read, module, given, prefix))
+        save(target, snapshot_of(foreign, str(source)), World.single())
+    except OSError as error:
+        raise storage_error("converting to", target, error) from error
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+    for line in foreign.notes:
+        note(line)
+    return target
+
+
+def _convert(kind: str, request: Request) -> Foreign:
+    if kind == "lightning":
+        return convert_file(request.read([Job(request.source)])[0], request)
+    raise ConfigurationError(f"format={kind!r} is known, but not converted yet.")
+
+
+__all__: list[Any] = ["convert"]

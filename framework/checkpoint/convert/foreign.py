@@ -1,0 +1,127 @@
+"""What a foreign checkpoint comes down to, whatever its format, and the checkpoint of phalanx that is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..codec import encode, encode_inline
+from ..plan import Shard, Snapshot
+
+SlotState = dict[str, dict[str, Any]]
+"""Slots of each parameter by name: tensors, and step counters."""
+
+
+@dataclass
+class Group:
+    """A parameter group: names, and hyperparameters."""
+
+    names: list[str]
+    hyper: dict[str, Any]
+
+
+@dataclass
+class ForeignOptimizer:
+    """An optimizer by parameter names. ``kind`` is its class; empty where it is unknown."""
+
+    groups: list[Group]
+    state: SlotState
+    kind: str = ""
+
+
+@dataclass
+class ForeignProgress:
+    """How far the run had come. ``batch_in_epoch`` counts micro-batches of each rank; None where it is unknown."""
+
+    epoch: int = 0
+    global_step: int = 0
+    batch_in_epoch: int | None = 0
+    global_batch: int = 0
+    epoch_ended: bool = False
+
+
+@dataclass
+class Foreign:
+    """A foreign checkpoint, read."""
+
+    format: str
+    weights: dict[str, Tensor]
+    optimizers: list[ForeignOptimizer] | None = None
+    schedulers: list[dict[str, Any]] | None = None
+    """None where the format tells nothing of schedulers."""
+    scaler: dict[str, Any] | None = None
+    progress: ForeignProgress = field(default_factory=ForeignProgress)
+    hparams: dict[str, Any] = field(default_factory=dict)
+    unsaved_hparams: list[str] = field(default_factory=list)
+    user: dict[str, Any] = field(default_factory=dict)
+    module: str = ""
+    buffers: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
+    """Return what a run's checkpoint holds, made of a foreign one."""
+    sections = {"model": {name: Shard.whole(tensor) for name, tensor in foreign.weights.items()}}
+    document: dict[str, Any] = {
+        "module": foreign.module,
+        "hparams": encode_inline(foreign.hparams),
+        "unsaved_hparams": foreign.unsaved_hparams,
+        "progress": _progress(foreign.progress),
+        "weights_only": foreign.optimizers is None,
+        "converted": {"format": foreign.format, "source": source, "notes": list(foreign.notes)},
+    }
+    buffers = foreign.buffers | {name for name, tensor in foreign.weights.items() if not tensor.is_floating_point()}
+    if foreign.optimizers is None:
+        return Snapshot(sections=sections, document=document, buffers=buffers)
+    sections["optimizer"] = {}
+    document["optimizers"] = []
+    for index, optimizer in enumerate(foreign.optimizers):
+        described, tensors = _optimizer(optimizer, index)
+        document["optimizers"].append(described)
+        sections["optimizer"].update(tensors)
+    state = {
+        "schedulers": foreign.schedulers,
+        "scaler": foreign.scaler,
+        "callbacks": {},
+        "metrics": {},
+        "user": foreign.user,
+    }
+    document["state"], tensors_of_state = encode(state)
+    sections["state"] = {name: Shard.whole(tensor) for name, tensor in tensors_of_state.items()}
+    batches = foreign.progress.batch_in_epoch
+    document["position"] = {"global_batches": batches} if batches and not foreign.progress.epoch_ended else None
+    return Snapshot(sections=sections, document=document, buffers=buffers)
+
+
+def _progress(progress: ForeignProgress) -> dict[str, Any]:
+    return {
+        "epoch": progress.epoch,
+        "batch_in_epoch": progress.batch_in_epoch or 0,
+        "global_batch": progress.global_batch,
+        "global_step": progress.global_step,
+        "attempts": progress.global_step,
+        "epoch_ended": progress.epoch_ended,
+        "validated_at": -1,
+    }
+
+
+def _optimizer(optimizer: ForeignOptimizer, index: int) -> tuple[dict[str, Any], dict[str, Shard]]:
+    shards: dict[str, Shard] = {}
+    scalars: SlotState = {}
+    for name, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                shards[f"{index}/{slot}/{name}"] = Shard.whole(value)
+            else:
+                scalars.setdefault(name, {})[slot] = value
+    groups = [{"params": group.names, "hyper": encode_inline(group.hyper)} for group in optimizer.groups]
+    return {"class": optimizer.kind, "groups": groups, "scalars": encode_inline(scalars)}, shards
+
+
+def counted(values: Mapping[str, Any] | set[str] | list[str], most: int = 10) -> str:
+    """Return names for a message, of many the first."""
+    names = list(values)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,123 @@
+"""Lightning's checkpoints: what its Trainer puts into every one of them, and the ``.ckpt`` file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import CheckpointError, ConfigurationError
+from ..codec import encode
+from .foreign import Foreign, ForeignProgress, counted
+from .handover import Content
+from .naming import all_bare, bare
+from .ordering import build_module, by_name, orders_of
+from .request import Request
+
+_KNOWN = {
+    *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states"),
+    *("lr_schedulers", "hparams_name", "hyper_parameters", "hparams_type"),
+    *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
+    *("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state"),
+}
+
+
+def convert_file(content: Content, request: Request) -> Foreign:
+    """Return what a ``.ckpt`` file holds.
+
+    Raises:
+        CheckpointError: it is none of Lightning's, or names are not certain.
+    """
+    if not isinstance(content.get("state_dict"), dict) or "pytorch-lightning_version" not in content:
+        raise CheckpointError(
+            f"{request.source} is no checkpoint of Lightning: it holds {counted([str(key) for key in content])}, where "
+            "'state_dict' and 'pytorch-lightning_version' are expected. A file of weights alone is loaded with torch."
+        )
+    weights = all_bare(_tensors(content["state_dict"]))
+    foreign = from_trainer(content, weights, "lightning", request)
+    states = content.get("optimizer_states")
+    if states is not None:
+        module = build_module(request.module, foreign.hparams)
+        foreign.optimizers = by_name(
+            [_bare_state(state) for state in states],
+            weights,
+            orders_of(module, request.optimizers),
+            True,
+            foreign.notes,
+        )
+    return foreign
+
+
+def from_trainer(content: Content, weights: dict[str, Tensor], format: str, request: Request) -> Foreign:
+    """Return all but the optimizers: progress, schedulers, loss scaler, hyperparameters, what the user added."""
+    foreign = Foreign(format, weights, notes=[f"left out: {place}" for place in content.left])
+    foreign.progress = progress_of(content, foreign.notes)
+    schedulers = content.get("lr_schedulers")
+    foreign.schedulers = list(schedulers) if schedulers is not None else None
+    if any("num_bad_epochs" in state for state in foreign.schedulers or []) and foreign.progress.epoch_ended:
+        foreign.notes.append("Lightning saves before ReduceLROnPlateau has seen the epoch's metric; it misses that one")
+    scaler = next((content[key] for key in ("MixedPrecision", "MixedPrecisionPlugin") if key in content), None)
+    foreign.scaler = scaler or content.get("native_amp_scaling_state")
+    foreign.hparams, foreign.unsaved_hparams = _keepable(content.get("hyper_parameters") or {})
+    foreign.notes += [
+        f"left out: hyper_parameters[{name!r}], which JSON cannot hold" for name in foreign.unsaved_hparams
+    ]
+    if content.get("callbacks"):
+        foreign.notes.append(f"left out: the state of Lightning's callbacks {counted(content['callbacks'])}")
+    foreign.notes.append("left out: random generators and the order of shuffled data, which Lightning does not save")
+    foreign.user, dropped = _keepable({key: value for key, value in content.items() if key not in _KNOWN})
+    foreign.notes += [f"left out: {name!r}, which a checkpoint cannot hold" for name in dropped]
+    return foreign
+
+
+def progress_of(content: Mapping[str, Any], notes: list[str]) -> ForeignProgress:
+    """Return where the run stood, from the states of Lightning's loops."""
+    progress = ForeignProgress(int(content.get("epoch", 0)), int(content.get("global_step", 0)))
+    try:
+        loop = content["loops"]["fit_loop"]
+        epochs = loop["epoch_progress"]["current"]
+        batches = loop["epoch_loop.batch_progress"]
+        done, under_way = batches["current"]["processed"], epochs["ready"] > epochs["completed"]
+        progress.global_batch = int(batches["total"]["processed"])
+        progress.epoch = int(epochs["completed"])
+        last = bool(batches["is_last_batch"])
+    except (KeyError, TypeError):
+        progress.batch_in_epoch = None
+        notes.append("where in the epoch the run stood is not in this file: training goes on at the epoch's start")
+        return progress
+    progress.epoch_ended = under_way and last and done >= batches["current"]["ready"] > 0
+    progress.batch_in_epoch = int(done) if under_way else 0
+    if progress.batch_in_epoch and not progress.epoch_ended:
+        notes.append(
+            f"the run stood in epoch {progress.epoch} after {done} batches of each rank; training goes on after as "
+            "many, which are the same samples where the loader does not shuffle and ranks and batch size stay as they were"
+        )
+    return progress
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _bare_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with bare names, where it is kept by name."""
+    groups = [
+        {**group, "params": [bare(p) if isinstance(p, str) else p for p in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    kept = {bare(key) if isinstance(key, str) else key: slots for key, slots in state["state"].items()}
+    return {"state": kept, "param_groups": groups}
+
+
+def _keepable(values: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return what a checkpoint can hold of values by name, and the names of the others."""
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for name, value in values.items():
+        try:
+            encode({str(name): value})
+            kept[str(name)] = value
+        except ConfigurationError:
+            dropped.append(str(name))
+    return kept, dropped

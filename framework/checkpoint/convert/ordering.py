@@ -1,0 +1,256 @@
+"""Which parameter an optimizer calls number 3: torch keeps optimizer state by position, a checkpoint here by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...errors import CheckpointError, ConfigurationError
+from ...optimization import resolve_optimizers
+from .foreign import ForeignOptimizer, Group, SlotState
+from .naming import bare
+
+_ASK = "pass module= (and where it has no configure_optimizers, optimizers=) so that names come from the optimizer"
+# Slots that hold something other than one value for each element.
+_UNSHAPED = ("step",)
+
+
+@dataclass
+class Order:
+    """Names of an optimizer's parameters, group by group, and its class."""
+
+    groups: list[list[str]]
+    kind: str
+
+
+def build_module(given: Any, hparams: Mapping[str, Any]) -> nn.Module | None:
+    """Return the module that ``module=`` stands for; a class is built from the hyperparameters.
+
+    Raises:
+        ConfigurationError: it is neither a module nor a class that can be built.
+    """
+    if given is None or isinstance(given, nn.Module):
+        return given
+    if not (inspect.isclass(given) and issubclass(given, nn.Module)):
+        raise ConfigurationError(f"module={given!r} is no module; give an nn.Module, or a TrainModule class.")
+    try:
+        module: nn.Module = given(**_accepted(given, hparams))
+    except TypeError as error:
+        raise ConfigurationError(
+            f"module={given.__name__} cannot be built from the hyperparameters found ({error}); give an instance."
+        ) from None
+    return module
+
+
+def _accepted(kind: type[nn.Module], hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters that the constructor takes."""
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    known = {parameter.name for parameter in parameters}
+    return {name: value for name, value in hparams.items() if every or name in known}
+
+
+def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) -> list[Order] | None:
+    """Return the order of each optimizer's parameters as the user's objects have it, or None without such objects.
+
+    Raises:
+        ConfigurationError: the optimizers cannot be made, or update what is no parameter of the module.
+    """
+    if module is None:
+        if optimizers:
+            raise ConfigurationError("optimizers= was given without module=; give the module that they update.")
+        return None
+    if optimizers is None:
+        configure = getattr(module, "configure_optimizers", None)
+        if configure is None:
+            return None
+        # Layers that are built under the strategy have no parameters before.
+        build = getattr(module, "configure_model", None)
+        if build is not None:
+            build()
+        try:
+            optimizers, _ = resolve_optimizers(configure())
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise ConfigurationError(
+                f"{type(module).__name__}.configure_optimizers() failed outside a fit ({error}): pass optimizers= as "
+                "well, made of the module's parameters as the foreign run had them."
+            ) from error
+    names = {id(parameter): bare(name) for name, parameter in module.named_parameters()}
+    foreign = [one for one in optimizers for group in one.param_groups for p in group["params"] if id(p) not in names]
+    if foreign:
+        raise ConfigurationError(
+            f"optimizers= holds a {type(foreign[0]).__name__} of what is no parameter of {type(module).__name__}; make it "
+            "of that module's parameters."
+        )
+    return [
+        Order([[names[id(p)] for p in group["params"]] for group in one.param_groups], type(one).__name__)
+        for one in optimizers
+    ]
+
+
+def by_name(
+    states: Sequence[Mapping[str, Any]],
+    weights: Mapping[str, Tensor],
+    orders: Sequence[Order] | None,
+    ordered: bool,
+    notes: list[str],
+) -> list[ForeignOptimizer]:
+    """Return optimizers by name from torch's ``state_dict`` of each.
+
+    ``ordered``: whether ``weights`` are in the module's order. Without ``orders`` names are inferred where there is one
+    way only.
+
+    Raises:
+        CheckpointError: the names are not certain, or do not fit.
+    """
+    if orders is not None and len(orders) != len(states):
+        raise CheckpointError(
+            f"the foreign checkpoint holds {len(states)} optimizers, module and optimizers have {len(orders)}."
+        )
+    return [
+        _named(state, weights, orders[index] if orders is not None else None, ordered, len(states), notes)
+        for index, state in enumerate(states)
+    ]
+
+
+def _named(
+    state: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    order: Order | None,
+    ordered: bool,
+    num_optimizers: int,
+    notes: list[str],
+) -> ForeignOptimizer:
+    groups = [list(group["params"]) for group in state["param_groups"]]
+    positions = [position for group in groups for position in group]
+    if order is not None:
+        if [len(group) for group in order.groups] != [len(group) for group in groups]:
+            raise CheckpointError(
+                f"the foreign optimizer has groups of {[len(group) for group in groups]} parameters, the module's "
+                f"{[len(group) for group in order.groups]}: pass optimizers= with the same groups."
+            )
+        names = dict(zip(positions, [name for group in order.groups for name in group], strict=True))
+    elif all(isinstance(position, str) for position in positions):
+        names = {position: position for position in positions}
+    elif all(len(group.get("param_names") or ()) == len(group["params"]) for group in state["param_groups"]):
+        told = [name for group in state["param_groups"] for name in group["param_names"]]
+        names = dict(zip(positions, told, strict=True))
+    else:
+        names = _inferred(state, positions, weights, ordered, len(groups), num_optimizers)
+        notes.append(
+            "optimizer state was given to parameters in the order of the module, which is where their shapes fit; if "
+            "configure_optimizers orders them otherwise, convert again with module="
+        )
+    found: SlotState = {names[position]: dict(slots) for position, slots in state["state"].items()}
+    _check_shapes(found, weights)
+    named = [
+        Group(
+            [names[p] for p in group["params"]], {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        )
+        for group in state["param_groups"]
+    ]
+    return ForeignOptimizer(named, found, order.kind if order is not None else "")
+
+
+def _check_shapes(found: SlotState, weights: Mapping[str, Tensor]) -> None:
+    for name, slots in found.items():
+        for slot, value in slots.items():
+            if name not in weights:
+                raise CheckpointError(f"the optimizer has state for {name}, which the foreign model does not hold.")
+            shaped = slot not in _UNSHAPED and isinstance(value, Tensor) and value.dim() > 0
+            # Adafactor and its like keep rows and columns.
+            if shaped and value.numel() == weights[name].numel() and value.shape != weights[name].shape:
+                raise CheckpointError(
+                    f"{slot} of {name} has shape {list(value.shape)}, but the parameter {list(weights[name].shape)}: "
+                    f"the optimizer orders parameters otherwise; {_ASK}."
+                )
+
+
+def _inferred(
+    state: Mapping[str, Any],
+    positions: list[Any],
+    weights: Mapping[str, Tensor],
+    ordered: bool,
+    num_groups: int,
+    num_optimizers: int,
+) -> dict[Any, str]:
+    """Return the name of each position where there is one way to give them in the module's order."""
+    if num_optimizers > 1 or num_groups > 1:
+        what = f"{num_optimizers} optimizers" if num_optimizers > 1 else f"{num_groups} parameter groups"
+        raise CheckpointError(f"the foreign checkpoint has {what} and keeps their state by position: {_ASK}.")
+    candidates = _candidates(weights)
+    wanted = [_shape(state["state"].get(position, {})) for position in positions]
+    names = list(candidates)
+    if not ordered:
+        chosen = _by_shape_alone(wanted, candidates)
+    elif len(names) == len(wanted):
+        fits = all(shape is None or shape == candidates[name] for name, shape in zip(names, wanted, strict=True))
+        chosen = names if fits else None
+    else:
+        chosen = _only_embedding(wanted, [candidates[name] for name in names], names)
+    if chosen is None:
+        raise CheckpointError(
+            f"the optimizer keeps the state of {len(positions)} parameters by position, and which of the model's "
+            f"{len(names)} tensors they belong to is not certain: {_ASK}."
+        )
+    return dict(zip(positions, chosen, strict=True))
+
+
+def _candidates(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of what may be parameters: tied ones once, no integers, no statistics of batch norms."""
+    seen: set[tuple[int, ...]] = set()
+    found = {}
+    for name, tensor in weights.items():
+        where = (tensor.data_ptr(), *tensor.shape)
+        stem, _, last = name.rpartition(".")
+        statistic = last in ("running_mean", "running_var") and f"{stem}.num_batches_tracked".lstrip(".") in weights
+        if tensor.is_floating_point() and not statistic and (where not in seen or not tensor.numel()):
+            seen.add(where)
+            found[name] = tuple(tensor.shape)
+    return found
+
+
+def _shape(slots: Mapping[str, Any]) -> tuple[int, ...] | None:
+    shapes = {tuple(v.shape) for k, v in slots.items() if k not in _UNSHAPED and isinstance(v, Tensor) and v.dim()}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _by_shape_alone(
+    wanted: list[tuple[int, ...] | None], candidates: Mapping[str, tuple[int, ...]]
+) -> list[str] | None:
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    for name, shape in candidates.items():
+        by_shape.setdefault(shape, []).append(name)
+    found = [by_shape.get(shape, []) if shape is not None else [] for shape in wanted]
+    return [names[0] for names in found] if all(len(names) == 1 for names in found) else None
+
+
+def _only_embedding(
+    wanted: list[tuple[int, ...] | None], shapes: list[tuple[int, ...]], names: list[str]
+) -> list[str] | None:
+    """Return the names of the one subsequence of ``shapes`` that equals ``wanted``; None where there is no one."""
+    first = _greedy(wanted, shapes)
+    last = _greedy(wanted[::-1], shapes[::-1])
+    if first is None or last is None:
+        return None
+    # Where the leftmost and the rightmost way agree, there is no other.
+    if first != [len(shapes) - 1 - place for place in reversed(last)]:
+        return None
+    return [names[place] for place in first]
+
+
+def _greedy(wanted: list[tuple[int, ...] | None], shapes: list[tuple[int, ...]]) -> list[int] | None:
+    places, place = [], 0
+    for shape in wanted:
+        while place < len(shapes) and shape is not None and shapes[place] != shape:
+            place += 1
+        if place == len(shapes):
+            return None
+        places.append(place)
+        place += 1
+    return places
