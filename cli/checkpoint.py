@@ -1,0 +1,149 @@
+"""``phalanx checkpoint inspect | verify | list | diff | consolidate | convert``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .. import checkpoint as library
+from ..framework.errors import CheckpointError
+from .checkpoint_text import show_difference, show_inspection
+from .output import age, counted, say, say_json, size, table
+from .user_module import find_module
+
+_REFUSED = CheckpointError.exit_code
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``checkpoint`` and what it can do to the subparsers of a parser."""
+    own = commands.add_parser("checkpoint", help="look into, check, compare and convert checkpoints")
+    verbs = own.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
+    _inspect(verbs)
+    _verify(verbs)
+    _list(verbs)
+    _diff(verbs)
+    _consolidate(verbs)
+    _convert(verbs)
+
+
+def _verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    description = f"{text[0].upper()}{text[1:]}."
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=description)
+    parser.set_defaults(run=run, parser=parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _inspect(verbs: Any) -> None:
+    def run(given: argparse.Namespace) -> int:
+        found = library.inspect(given.path)
+        say_json(found) if given.json else show_inspection(found)
+        return 0
+
+    _verb(verbs, "inspect", run, "show what a checkpoint holds").add_argument("path", help="a checkpoint")
+
+
+def _verify(verbs: Any) -> None:
+    def run(given: argparse.Namespace) -> int:
+        problems = library.verify(given.path)
+        if given.json:
+            say_json({"path": given.path, "good": not problems, "problems": problems})
+        if problems:
+            more = f" That is the first of {len(problems)} problems." if len(problems) > 1 else ""
+            raise CheckpointError(problems[0] + more)
+        if not given.json:
+            told = library.inspect(given.path)
+            say(f"{given.path} is good: {counted(len(told.files), 'tensor file')}, {size(told.bytes)}, all read.")
+        return 0
+
+    text = "read every byte of a checkpoint and compare it with the checksums"
+    _verb(verbs, "verify", run, text).add_argument("path", help="a checkpoint")
+
+
+def _list(verbs: Any) -> None:
+    def run(given: argparse.Namespace) -> int:
+        found = library.checkpoints(given.path, verify=given.verify)
+        if given.json:
+            say_json(found)
+        elif found:
+            _show_list(found)
+        else:
+            say(f"{given.path} holds no checkpoints.")
+        return _REFUSED if given.verify and any(one.status == "damaged" for one in found) else 0
+
+    parser = _verb(verbs, "list", run, "list the checkpoints of a directory, the furthest last")
+    parser.add_argument("path", help="a directory that holds checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every byte; the exit code is 65 if one is damaged")
+
+
+def _show_list(found: list[Any]) -> None:
+    now = time.time()
+    rows = []
+    for one in found:
+        metric = f"{one.metric[0]}={one.metric[1]:.6g}" if one.metric is not None else "-"
+        step, epoch = ("-" if value is None else str(value) for value in (one.step, one.epoch))
+        what = {"weights": ", weights alone", "fabric": ", Fabric"}.get(one.kind or "", "")
+        held = "-" if one.bytes is None else size(one.bytes)
+        old = "-" if one.saved_at is None else age(now - one.saved_at)
+        rows.append([one.path.name, step, epoch, metric, held, old, one.status + what])
+    table(["name", "step", "epoch", "metric", "size", "age", "state"], rows)
+    for one in found:
+        if one.problem is not None:
+            say(f"{one.path.name}: {one.problem}")
+
+
+def _diff(verbs: Any) -> None:
+    def run(given: argparse.Namespace) -> int:
+        found = library.diff(given.path, given.other)
+        if given.json:
+            say_json({"equal": found.equal, "sections": found.sections, "documents": found.documents})
+        else:
+            show_difference(found)
+        return 0 if found.equal else _REFUSED
+
+    parser = _verb(verbs, "diff", run, "compare two checkpoints; the exit code is 65 if they differ")
+    parser.add_argument("path", help="a checkpoint")
+    parser.add_argument("other", help="another one")
+
+
+def _consolidate(verbs: Any) -> None:
+    def run(given: argparse.Namespace) -> int:
+        out = library.consolidate(given.path, given.out, given.max_shard_size, given.dtype, given.section)
+        say_json({"path": str(out)}) if given.json else say(f"wrote {out}")
+        return 0
+
+    parser = _verb(verbs, "consolidate", run, "write the weights of a checkpoint as plain safetensors")
+    parser.add_argument("path", help="a checkpoint")
+    parser.add_argument("out", help="a file, or with --max-shard-size a directory, that does not exist yet")
+    parser.add_argument("--dtype", help="write floating point tensors as bf16, float16, float32, ...")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="several files of at most so much, such as 5GB")
+    parser.add_argument("--section", default="model", help="what to write: model, averages/<key>, optimizer, ...")
+
+
+def _convert(verbs: Any) -> None:
+    def run(given: argparse.Namespace) -> int:
+        notes: list[str] = []
+        module = None if given.module is None else find_module(given.module)
+        out = library.convert(
+            given.path,
+            given.out,
+            given.format,
+            module=module,
+            prefix=given.prefix,
+            leave_out=given.leave_out,
+            note=notes.append if given.json else say,
+        )
+        say_json({"path": str(out), "notes": notes}) if given.json else say(f"wrote {out}")
+        return 0
+
+    parser = _verb(verbs, "convert", run, "make a checkpoint from one of Lightning, Accelerate or DeepSpeed")
+    parser.add_argument("path", help="the foreign file or folder")
+    parser.add_argument("out", help="the checkpoint to make; nothing may be there")
+    parser.add_argument("--format", help="what it is, where that cannot be told: lightning, accelerate, deepspeed, ...")
+    parser.add_argument("--module", metavar="MODULE:CLASS", help="the module's class, where names are not certain")
+    parser.add_argument("--prefix", default="", help="what the names of weights get before them, such as net.")
+    parser.add_argument(
+        "--leave-out", metavar="CLASS", action="append", default=[], help="a class whose objects are left out"
+    )
