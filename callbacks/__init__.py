@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from .progress import ProgressBar as ProgressBar
     from .progress import RichProgressBar as RichProgressBar
+    from .stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from .summary import ModelSummary as ModelSummary
     from .timer import Timer as Timer
+    from .weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from .weight_averaging import WeightAveraging as WeightAveraging
 
 _HOMES = {
     "Callback": "..framework.callback",
+    "EMAWeightAveraging": ".weight_averaging",
     "EarlyStopping": ".early_stopping",
     "GradientAccumulationScheduler": ".accumulation",
     "GradientNormMonitor": ".gradient_norm",
@@ -30,7 +34,9 @@ _HOMES = {
     "ModelSummary": ".summary",
     "ProgressBar": ".progress",
     "RichProgressBar": ".progress",
+    "StochasticWeightAveraging": ".stochastic_weight_averaging",
     "Timer": ".timer",
+    "WeightAveraging": ".weight_averaging",
 }
 
 __all__ = sorted(_HOMES)

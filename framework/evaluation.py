@@ -203,9 +203,16 @@ def _of_loader(reduced: dict[Entry, float], index: int) -> dict[str, float]:
 
 @contextmanager
 def evaluating(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
+    """Have the module evaluated: with the buffers of one rank, and with averaged weights where there are any."""
+    run.fabric.strategy.sync_buffers(run.module)
+    with run.averages.evaluated(), in_evaluation_mode(run, plan):
+        yield
+
+
+@contextmanager
+def in_evaluation_mode(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
     """Put the module in evaluation mode without gradients; afterwards each part is in the mode it was in."""
     modes = {part: part.training for part in run.module.modules()}
-    run.fabric.strategy.sync_buffers(run.module)
     own_eval = run.module_hook(f"on_{plan.prefix}_model_eval")
     for hook in own_eval:
         hook()

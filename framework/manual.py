@@ -190,6 +190,8 @@ class ManualStep(TrainingStep):
             self.run.fabric.updater.settle()
             self.advance(consumed)
             self.progress.global_step += self.stepped
+            if self.stepped and self.averages is not None:
+                self.averages.after_step(self.progress.global_step - 1)
             for hook in self.batch_end:
                 hook(output, batch, index)
         return True

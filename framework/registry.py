@@ -117,6 +117,8 @@ CALLBACKS = Registry(
         "model_summary": ".callbacks.summary:ModelSummary",
         "progress_bar": ".callbacks.progress:ProgressBar",
         "rich_progress_bar": ".callbacks.progress:RichProgressBar",
+        "ema": ".callbacks.weight_averaging:EMAWeightAveraging",
+        "stochastic_weight_averaging": ".callbacks.stochastic_weight_averaging:StochasticWeightAveraging",
         "lambda": ".callbacks.lambda_callback:LambdaCallback",
     },
 )

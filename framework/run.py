@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .accumulation import AccumulationSchedule
+from .averages import Averages
 from .callback import Callback, in_call_order, wanted
 from .errors import MetricError, NonFiniteError, did_you_mean
 from .fabric.fabric import Fabric
@@ -57,6 +58,9 @@ class Run:
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
         self.schedulers: list[SchedulerConfig] = []
+        self.schedulers_rest = False
+        """Whether learning rates are somebody else's to set for now."""
+        self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
         self.logs: list[MetricLog] = [self.train_log]
         self.latest_loss: Any = None
@@ -189,7 +193,7 @@ class Run:
 
     def update_learning_rates(self, interval: str) -> None:
         """Advance the schedulers of an interval that are due; under manual optimization the user advances them."""
-        if not self.module.automatic_optimization:
+        if not self.module.automatic_optimization or self.schedulers_rest:
             return
         progress = self.progress
         count = progress.global_step if interval == "step" else progress.epoch + 1

@@ -46,6 +46,7 @@ class TrainingStep:
         self.before_backward = run.hooks("on_before_backward")
         self.after_backward = run.hooks("on_after_backward")
         self.before_update = run.hooks("on_before_optimizer_step")
+        self.averages = run.averages if len(run.averages) else None
         self.forward: StepFunction
         self.raises = nonfinite == "raise"
         self.reads_loss = run.world.device.type == "cpu"
@@ -321,6 +322,8 @@ class AutomaticStep(TrainingStep):
             self.batch_index = index
             if self.apply():
                 self.progress.global_step += 1
+                if self.averages is not None:
+                    self.averages.after_step(self.progress.global_step - 1)
                 if self.step_schedulers:
                     self.run.update_learning_rates("step")
         self.advance(consumed)

@@ -47,6 +47,10 @@ class Traits:
     """Gradients are reduced in the order in which backward passes produce them, so every rank must run real ones."""
     reduces_in_backward: bool = False
     """Gradients leave every backward pass averaged over ranks: there are none of this rank alone to reduce later."""
+    swaps_weights: bool = False
+    """The weights that updates are applied to lie on a disk: canonical state is a copy of them, made when asked for."""
+    gathers_loaded: bool = False
+    """``load_model_state`` shows all ranks what one of them was given, by a collective."""
     supports_several_optimizers: bool = True
     clips_by_value: bool = True
 

@@ -99,6 +99,7 @@ class FitLoop:
             if self._finished():
                 break
             run.progress.next_epoch()
+        run.averages.stay()
         with logging_to(run, NoLog("on_train_end or on_fit_end", "log in on_train_epoch_end instead")):
             run.call("on_train_end")
             run.call("on_fit_end")
@@ -116,6 +117,7 @@ class FitLoop:
         run.call("on_train_epoch_start")
         run.epoch_cut = False
         self.step.refresh()
+        run.averages.begin_epoch()
         if self.reload is not None and begins and progress.epoch and progress.epoch % self.reload_every == 0:
             self.reload()
         self.windows.begin(self.position, self.resumed_end if self.position else self.windows.full)
@@ -177,6 +179,8 @@ class FitLoop:
         """Close an epoch; one that a stop cut short is closed too, but does not count as done."""
         run, plan = self.run, self.plan
         progress = run.progress
+        if whole:
+            run.averages.end_epoch(progress.epoch)
         due = whole and plan.validate_at_epoch_end and self._epoch_validates()
         if due and progress.validated_at != progress.global_batch:
             self._validate()

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .cover import is_flat
+from .plan import Shard
 from .read import Checkpoint
 
 
@@ -97,7 +99,51 @@ class HeldTensor:
         return self._tensor.reshape(-1).narrow(0, start, length)
 
 
+class HeldShard:
+    """A tensor of which this rank has its own piece in memory, and gives out nothing else."""
+
+    __slots__ = ("_shard",)
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self._shard.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self._shard.tensor.dtype
+
+    def read(self) -> Tensor:
+        """Return the whole tensor."""
+        return self.read_slice((0,) * len(self._shard.shape), self._shard.shape)
+
+    def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the box of ``shape`` at ``offsets``, which must be the piece."""
+        piece = self._shard
+        assert piece.tensor.numel() == 0 or (tuple(offsets), tuple(shape)) == (piece.offsets, tuple(piece.tensor.shape))
+        return piece.tensor
+
+    def read_flat(self, start: int, length: int) -> Tensor:
+        """Return a range of the flattened tensor, which must lie within the piece."""
+        piece = self._shard
+        # A box of several dims has no range of the whole tensor in it, unless it is all of it.
+        assert not length or piece.tensor.dim() == 1 or tuple(piece.tensor.shape) == piece.shape
+        begin = piece.offsets[0] if piece.offsets else 0
+        return piece.tensor.reshape(-1).narrow(0, start - begin if length else 0, length)
+
+
 StoredTensors = Mapping[str, StoredTensor]
+
+
+def read_piece(stored: StoredTensor, shard: Shard) -> Tensor:
+    """Return of what is stored the piece that a shard is of."""
+    if is_flat(shard.shape, shard.offsets):
+        return stored.read_flat(shard.offsets[0], shard.tensor.numel())
+    return stored.read_slice(shard.offsets, tuple(shard.tensor.shape))
 
 
 def held(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:

@@ -82,6 +82,8 @@ class DeepSpeedStrategy(Strategy):
             lockstep_forward=options.stage == 3,
             lockstep_backward=True,
             reduces_in_backward=True,
+            swaps_weights=options.offload_optimizer == "nvme",
+            gathers_loaded=options.stage < 3,
             supports_several_optimizers=False,
             clips_by_value=False,
         )

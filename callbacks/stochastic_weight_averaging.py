@@ -1,0 +1,160 @@
+"""``StochasticWeightAveraging``: the equal average of weights at the ends of late epochs, at a steady learning rate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..framework.averages import AverageSettings
+from ..framework.errors import ConfigurationError, unknown
+from .weight_averaging import Elementwise, WeightAveraging
+
+if TYPE_CHECKING:
+    from ..framework.module import TrainModule
+    from ..framework.trainer import Trainer
+
+
+class StochasticWeightAveraging(WeightAveraging):
+    """Average the weights at the end of each epoch from a late one on, while the learning rate goes to a constant.
+
+    Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization". See ``WeightAveraging``
+    for what becomes of the average. The schedulers of the module rest from that epoch on.
+
+    The running statistics of batch norm layers belong to other weights than the average. At the end of each such epoch
+    they are computed anew for it, in a pass of ``training_step`` over the training data, without gradients and with all
+    other layers in evaluation mode; they are part of the average. Generators and the training's own data are as before.
+
+    Args:
+        swa_lrs: the learning rate to go to; one for all parameter groups, or a list.
+        swa_epoch_start: the epoch to begin in, counted from 1; a float is a fraction of ``max_epochs``.
+        annealing_epochs: over how many epochs the learning rate goes there; 0 for at once.
+        annealing_strategy: how: ``"cos"`` or ``"linear"``.
+        avg_fn: ``(average, weights, updates so far) -> new average``; default: all count alike.
+        device: where the average is held; None for where the weights are.
+        statistics_batches: over how many training batches, of all ranks together, batch norm's statistics are computed;
+            None for all of an epoch's, 0 to go on with the module's own statistics.
+        name: under which checkpoints hold the average.
+        evaluate: validate with the average.
+        average_at_end: leave the average in the module when ``fit`` ends; else its weights.
+
+    Raises:
+        ConfigurationError: an argument breaks its rule.
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: Elementwise | None = None,
+        device: torch.device | str | int | None = "cpu",
+        *,
+        statistics_batches: int | None = None,
+        name: str = "swa",
+        evaluate: bool = True,
+        average_at_end: bool = True,
+    ) -> None:
+        super().__init__(
+            device, use_buffers=False, avg_fn=avg_fn, name=name, evaluate=evaluate, average_at_end=average_at_end
+        )
+        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
+        if not rates or any(isinstance(r, bool) or not isinstance(r, (int, float)) or not r > 0 for r in rates):
+            raise ConfigurationError(f"swa_lrs={swa_lrs!r} must be a number above 0, or a list of them.")
+        whole = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool)
+        if not (swa_epoch_start >= 1 if whole else isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1):
+            raise ConfigurationError(
+                f"swa_epoch_start={swa_epoch_start!r} must be an epoch, counted from 1, or a fraction of max_epochs "
+                "from 0.0 to 1.0."
+            )
+        for argument, value in (
+            ("annealing_epochs", annealing_epochs),
+            ("statistics_batches", statistics_batches or 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigurationError(f"{argument}={value!r} must be a whole number of at least 0.")
+        if annealing_strategy not in ("cos", "linear"):
+            raise unknown("annealing_strategy", str(annealing_strategy), ("cos", "linear"))
+        self.swa_lrs = swa_lrs
+        self.swa_epoch_start = swa_epoch_start
+        self.annealing_epochs = annealing_epochs
+        self.annealing_strategy = annealing_strategy
+        self.statistics_batches = statistics_batches
+        self._start = 0
+        self._first_rates: list[float] | None = None
+
+    @property
+    def swa_start(self) -> int:
+        """The first epoch, counted from 0, at whose end weights are averaged; known once a fit has begun."""
+        return self._start
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether an epoch's end is averaged."""
+        return epoch_idx is not None and epoch_idx >= self._start
+
+    # ---- hooks ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first_rates": self._first_rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._first_rates = state["first_rates"]
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        if stage != "fit":
+            return
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                "StochasticWeightAveraging sets learning rates by epoch, which automatic_optimization = False leaves "
+                "to training_step: use WeightAveraging with a should_update of your own."
+            )
+        self._first_rates = None
+        start: float = self.swa_epoch_start
+        if isinstance(start, float):
+            limit = trainer.max_epochs
+            if limit is None or limit < 0:
+                raise ConfigurationError(
+                    f"swa_epoch_start={start} is a fraction of max_epochs, which has no limit: give "
+                    "Trainer(max_epochs=...), or an epoch as a whole number."
+                )
+            start = int(limit * start)
+        self._start = max(int(start) - 1, 0)
+
+    def _settings(self) -> AverageSettings:
+        return replace(super()._settings(), statistics_batches=self.statistics_batches)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        groups = len(trainer.optimizers[0].param_groups)
+        if isinstance(self.swa_lrs, list) and len(self.swa_lrs) != groups:
+            raise ConfigurationError(
+                f"swa_lrs has {len(self.swa_lrs)} learning rates, but the optimizer has {groups} parameter groups: "
+                "give one for each, or a single number."
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        assert trainer.run is not None
+        since = trainer.current_epoch - self._start
+        if since < 0:
+            return
+        trainer.run.schedulers_rest = True
+        groups = trainer.optimizers[0].param_groups
+        if self._first_rates is None:
+            self._first_rates = [float(group["lr"]) for group in groups]
+        last = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
+        share = self._share(since)
+        for group, begin, end in zip(groups, self._first_rates, last, strict=True):
+            rate = begin + (end - begin) * share
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _share(self, epochs: int) -> float:
+        """Return how far the learning rates have gone after so many epochs, from 0 to 1."""
+        done = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
+        return (1 - math.cos(math.pi * done)) / 2 if self.annealing_strategy == "cos" else done

@@ -1,0 +1,160 @@
+"""Running statistics of batch norm layers computed anew, for weights that are an average: nothing has run with those.
+
+Layers take in all batches alike (momentum None); every other layer is in evaluation mode. Over ranks, statistics are
+averaged by how many batches they are of, which is what one process would have got from all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .averages import Average
+from .batch_norm import is_collective
+from .errors import ConfigurationError
+from .evaluation_loaders import EvaluationSource
+from .loader_parts import is_map_style
+from .loading import Data
+from .metrics import metrics_set_aside
+from .run import Run
+from .seed import capture, restore
+from .user_code import in_context, with_arity
+
+
+def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the layers that keep running statistics of their inputs, by name."""
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and part.running_mean is not None
+    }
+
+
+@dataclass
+class StatisticsPass:
+    """A pass over the training data that computes an average's batch statistics."""
+
+    run: Run
+    source: EvaluationSource
+    transfer: Callable[[Any, int], Any] | None
+    limit: int | None
+    """The training batches of an epoch, of all ranks together."""
+
+    def __call__(self, average: Average) -> None:
+        """Compute the statistics, and hold them in the average. Collective."""
+        run, module = self.run, self.run.module
+        layers = batch_norms(module)
+        wanted = average.settings.statistics_batches
+        limit = min((n for n in (wanted, self.limit) if n is not None), default=None)
+        try:
+            average.put_in(share_buffers=False)
+            with _unseen(run), _gathering(module, layers):
+                count = self._feed(limit, layers)
+                statistics = self._agreed(layers, count)
+        except BaseException:
+            if not average.needs_all_ranks:
+                average.take_out()
+            raise
+        if statistics:
+            average.keep_buffers(statistics)
+        average.take_out()
+
+    def _feed(self, limit: int | None, layers: dict[str, _BatchNorm]) -> int:
+        """Run this rank's batches; return how many. Collective where forward passes are."""
+        run = self.run
+        context = run.fabric.precision.context(run.world.device.type)
+        step = with_arity(run.module.training_step, ("batch", "batch_idx"))
+        step = run.fabric.strategy.route(in_context(step, context), training=False)
+        together = run.fabric.strategy.traits.lockstep_forward or any(map(is_collective, layers.values()))
+        batches: Iterator[Any] = (batch for _, batch in self.source.start(limit=limit))
+        count = 0
+        while True:
+            batch = next(batches, None)
+            if not (self._all_have(batch) if together and run.world.size > 1 else batch is not None):
+                return count
+            step(batch if self.transfer is None else self.transfer(batch, 0), count)
+            count += 1
+
+    def _all_have(self, batch: Any) -> bool:
+        """Whether every rank has a batch: what some have beyond that is left out. Collective."""
+        have = torch.tensor([float(batch is not None)], dtype=torch.float64)
+        self.run.world.control_reduce(have).wait()
+        return have.item() == self.run.world.size
+
+    def _agreed(self, layers: dict[str, _BatchNorm], count: int) -> dict[str, Tensor]:
+        """Return the statistics over all ranks by buffer name; nothing where no rank had a batch. Collective."""
+        total = self.run.world.all_reduce(torch.tensor(float(count), device=self.run.world.device))
+        if not total.item():
+            return {}
+        found: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            for key in ("running_mean", "running_var"):
+                own = getattr(layer, key).double() * (count / total.item())
+                found[f"{name}.{key}" if name else key] = self.run.world.all_reduce(own)
+        return found
+
+
+def statistics_pass(run: Run, data: Data, transfer: Any, batches: int | None) -> StatisticsPass | None:
+    """Return the pass that a run's averages need, or None where the module keeps no batch statistics.
+
+    Raises:
+        ConfigurationError: the training data cannot be read apart from training.
+    """
+    asked = any(average.settings.statistics_batches != 0 for average in run.averages)
+    if not asked or not batch_norms(run.module):
+        return None
+    loaders = data.loaders("train")
+    if not is_map_style(loaders):
+        raise ConfigurationError(
+            "StochasticWeightAveraging computes batch norm's statistics in a pass over the training data, which "
+            f"train_dataloaders ({type(loaders).__name__}) cannot be read for without moving where training stands in "
+            "it: give one DataLoader over a dataset with indices, or statistics_batches=0 to use the module's own."
+        )
+    limit = None if batches is None else batches * run.world.data_size
+    return StatisticsPass(run, data.evaluation("train")[0], transfer, limit)
+
+
+@contextmanager
+def _unseen(run: Run) -> Generator[None, None, None]:
+    """Run steps that no log, metric or random generator notices, without gradients."""
+    log = run.module.log_to(None)
+    random = capture()
+    try:
+        with metrics_set_aside(run.module), torch.no_grad():
+            yield
+    finally:
+        restore(random)
+        run.module.log_to(log)
+
+
+@contextmanager
+def _gathering(module: nn.Module, layers: dict[str, _BatchNorm]) -> Generator[None, None, None]:
+    """Have layers gather statistics from nothing; afterwards all is as it was before."""
+    modes = {part: part.training for part in module.modules()}
+    momenta = {layer: layer.momentum for layer in layers.values()}
+    kept = [
+        (buffer, buffer.clone())
+        for layer in layers.values()
+        for buffer in layer._buffers.values()
+        if buffer is not None
+    ]
+    module.eval()
+    try:
+        for layer in layers.values():
+            layer.reset_running_stats()
+            layer.momentum = None
+            layer.train()
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)
+        for layer, momentum in momenta.items():
+            layer.momentum = momentum
+        for part, mode in modes.items():
+            part.training = mode

@@ -1,0 +1,54 @@
+"""Whole tensors from the shards of all ranks, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from .checkpoint.cover import is_flat
+from .checkpoint.plan import Shard
+from .world import World
+
+
+def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor whole, by its name: on the CPU on rank 0, elsewhere without use. Collective.
+
+    Only one of them is whole on a device at a time.
+    """
+    mine = {name: (shard.shape, shard.offsets, tuple(shard.tensor.shape)) for name, shard in shards.items()}
+    told = world.all_gather_object(mine)
+    for name in dict.fromkeys(name for rank in told for name in rank):
+        boxes = [rank.get(name) for rank in told]
+        shape = next(box[0] for box in boxes if box is not None)
+        if boxes[0] is not None and boxes[0][2] == shape:
+            if world.is_global_zero:
+                yield name, shards[name].tensor.detach().cpu()
+            continue
+        # Of several that hold one piece, the first adds it.
+        shard = shards.get(name) if boxes.index(boxes[world.rank]) == world.rank else None
+        whole = _assembled(shard, shape, shards[name].tensor.dtype if name in shards else torch.float32, world)
+        if world.is_global_zero:
+            yield name, whole.cpu()
+
+
+def _assembled(shard: Shard | None, shape: tuple[int, ...], dtype: torch.dtype, world: World) -> Tensor:
+    kept = torch.promote_types(dtype, torch.float32)
+    whole = torch.zeros(shape, dtype=kept, device=world.device)
+    if shard is not None and shard.tensor.numel():
+        target = whole
+        if is_flat(shape, shard.offsets):
+            target = whole.view(-1).narrow(0, shard.offsets[0], shard.tensor.numel())
+        else:
+            for dim, (start, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
+                target = target.narrow(dim, start, size)
+        target.copy_(shard.tensor)
+    # Each element is 0 on all ranks but one; as integers their sum keeps every bit, those of -0.0 and NaN too.
+    world.all_reduce(_as_integers(whole))
+    return whole.to(dtype)
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(torch.int32 if real.dtype == torch.float32 else torch.int64)
