@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
 from .callback import Callback
+from .checkpoint.inspection import kind_of
+from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
+from .checkpoint.opening import read_manifest
 from .errors import CheckpointError, PhalanxError
 from .rundir import RunDirectory, next_version, versions
 from .world import World
@@ -17,6 +20,19 @@ T = TypeVar("T")
 
 WORDS = ("last", "best", "auto")
 
+Refuse = Callable[[Manifest], str | None]
+_NO_TRAINING = {
+    "weights": "it holds weights alone, so no training can be resumed from it; start from its weights with "
+    "load_from_checkpoint.",
+    "fabric": "it was saved by Fabric, and says nothing of a Trainer's training; load it with fabric.load.",
+    "other": "it was not saved by a Trainer, so no training can be resumed from it.",
+}
+
+
+def not_resumable(manifest: Manifest) -> str | None:
+    """Say why no fit can go on from a checkpoint that may be good otherwise, or None where one can."""
+    return _NO_TRAINING.get(kind_of(manifest))
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -24,6 +40,8 @@ class Origin:
 
     version: int
     checkpoint: Path | None
+    verified: bool = False
+    """Whether rank 0 has read every byte of it, and found it good."""
 
 
 def check_checkpoint_path(given: str | Path | None) -> None:
@@ -60,7 +78,7 @@ def claim_directory(
         directory.version = found.version
         if writes:
             directory.acquire(fresh=found.checkpoint is None or given != "auto")
-        return Origin(directory.version, found.checkpoint)
+        return replace(found, version=directory.version)
 
     origin = on_rank_zero(world, claim)
     directory.version = origin.version
@@ -90,17 +108,26 @@ def _find(
         return Origin(fresh, None)
     if given == "auto":
         for version in reversed(versions(root, name)):
-            checkpoint = newest_good(RunDirectory(root, name, version).checkpoints, note)
+            checkpoint = newest_good(RunDirectory(root, name, version).checkpoints, note, not_resumable)
             if checkpoint is not None:
-                return Origin(version, checkpoint)
+                return Origin(version, checkpoint, verified=True)
         return Origin(fresh, None)
-    return Origin(fresh, find_checkpoint(given, root, name, callbacks, note))
+    found = find_checkpoint(given, root, name, callbacks, note, not_resumable)
+    reason = not_resumable(read_manifest(found))
+    if reason is not None:
+        raise CheckpointError(f"ckpt_path={str(found)!r}: {reason}")
+    return Origin(fresh, found)
 
 
 def find_checkpoint(
-    given: str | Path, root: Path, name: str, callbacks: Sequence[Callback], note: Callable[[str], None]
+    given: str | Path,
+    root: Path,
+    name: str,
+    callbacks: Sequence[Callback],
+    note: Callable[[str], None],
+    refuse: Refuse | None = None,
 ) -> Path:
-    """Return the checkpoint that a path or a word stands for.
+    """Return the checkpoint that a path or a word stands for. One that ``refuse`` has a reason against is passed over.
 
     Raises:
         CheckpointError: there is none.
@@ -118,7 +145,7 @@ def find_checkpoint(
         if own:
             return Path(own)
         for version in reversed(versions(root, name)):
-            checkpoint = newest_good(RunDirectory(root, name, version).checkpoints, note)
+            checkpoint = newest_good(RunDirectory(root, name, version).checkpoints, note, refuse)
             if checkpoint is not None:
                 return checkpoint
         raise CheckpointError(f"ckpt_path={given!r} but there is no good checkpoint under {root / name}.")

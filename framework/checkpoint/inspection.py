@@ -118,7 +118,7 @@ def kind_of(manifest: Manifest) -> str:
         return "fabric"
     if "progress" in document and document.get("weights_only") is True:
         return "weights"
-    needed = ("progress", "optimizers", "state", "position")
+    needed = ("progress", "optimizers", "state")
     return "trainer" if all(name in document for name in needed) else "other"
 
 
