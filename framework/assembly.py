@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .agreement import open_everywhere
 from .batch_norm import share_batch_statistics
 from .callback import Callback
-from .checkpoint.read import Checkpoint, open_checkpoint
+from .checkpoint.read import Checkpoint
 from .datamodule import DataModule
 from .errors import CheckpointError, ConfigurationError
 from .evaluation import EvaluationPlan
@@ -22,12 +23,11 @@ from .evaluation_loaders import EvaluationSource
 from .loading import Data, require_data
 from .log_fanout import LoggerFanout
 from .manual import ManualStep
-from .model_state import check_model
 from .module import TrainModule
 from .optimization import resolve_optimizers
 from .plugins import check_state_keys
 from .randomness import mix_seed, seed_generators
-from .restoring import load_model, rank_state, restore_run
+from .restoring import Resumption, agree_on_resumption, load_model, rank_state, regroup, restore_run
 from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero
 from .run import Run
 from .settings import Settings
@@ -59,7 +59,7 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     origin = claim_directory(
         trainer.directory, request.ckpt_path, trainer.callbacks, run.world, trainer.note, trainer.writes
     )
-    checkpoint = open_checkpoint(origin.checkpoint) if origin.checkpoint is not None else None
+    checkpoint = open_everywhere(run.world, origin.checkpoint) if origin.checkpoint is not None else None
     trainer.seed = _agreed_seed(run, checkpoint)
     for logger in trainer.loggers:
         logger.attach(trainer.directory.root, trainer.directory.name, trainer.directory.version)
@@ -70,6 +70,10 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     trainer.attach_loop(loop)
     _place_model(trainer, run)
     _configure_optimizers(run, settings)
+    resumption = None
+    if checkpoint is not None:
+        resumption = agree_on_resumption(run, checkpoint)
+        regroup(run, resumption)
     run.optimizers = run.fabric.strategy.setup(module, run.optimizers, training=True)
     transfer = batch_transfer(run.fabric, module, request.datamodule)
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
@@ -79,8 +83,8 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
         loop.step = AutomaticStep(run, train_transfer, settings.nonfinite, settings.clipping, loop.windows)
     else:
         loop.step = ManualStep(run, train_transfer, settings.nonfinite)
-    if checkpoint is not None:
-        _restore(loop, checkpoint, origin)
+    if resumption is not None:
+        _restore(loop, resumption, origin)
     elif run.world.data_rank > 0:
         # Ranks draw different numbers from here on (dropout); rank 0 stays where one process would be.
         seed_generators(mix_seed(trainer.seed, run.world.data_rank))
@@ -110,8 +114,7 @@ def assemble_evaluation(trainer: Trainer, request: FitRequest, stage: str) -> tu
                 request.ckpt_path or "", trainer.directory.root, trainer.directory.name, trainer.callbacks, trainer.note
             ),
         )
-        checkpoint = open_checkpoint(found)
-        check_model(type(request.module), run.fabric.strategy.shapes(request.module), checkpoint, strict=True)
+        checkpoint = open_everywhere(run.world, found)
         load_model(run, checkpoint)
     plan = _evaluation_plan(trainer, stage, sources)
     plan.transfer = batch_transfer(run.fabric, request.module, request.datamodule)
@@ -295,10 +298,10 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
     return plan
 
 
-def _restore(loop: FitLoop, checkpoint: Checkpoint, origin: Origin) -> None:
+def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
     """Put the run back to where a checkpoint stands. Collective."""
-    run, source = loop.run, loop.windows.source
-    restore_run(run, checkpoint)
+    run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
+    restore_run(run, resumption)
     mine = rank_state(run, checkpoint)
     progress = run.progress
     if loop.position is not None:

@@ -1,38 +1,68 @@
-"""A module's part of a checkpoint: comparing names and shapes, and its hyperparameters."""
+"""A module's part of a checkpoint, under canonical names: taken, compared, put back; and its hyperparameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from .canonical import canonical_names, canonical_table
 from .checkpoint.codec import encode_inline
 from .checkpoint.manifest import JSON
+from .checkpoint.plan import Shard
 from .checkpoint.read import Checkpoint
-from .errors import CheckpointError, ConfigurationError, did_you_mean
+from .checkpoint.stored import SavedTensor, StoredTensors
+from .errors import ConfigurationError
+from .matching import ModelMatch, SavedModel, match_model, refuse
+from .strategy import Strategy
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+LENIENT = "Load with strict=False to take what fits."
 
-def check_model(kind: type[nn.Module], own: Shapes, checkpoint: Checkpoint, strict: bool) -> list[str]:
-    """Compare names and shapes of a module, ``own``, with a checkpoint's; return what both have.
+
+def shapes_of(strategy: Strategy, module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the whole shape of every tensor in a module's state, by canonical name."""
+    canonical = canonical_names(module)
+    return {canonical(name): tuple(shape) for name, shape in strategy.shapes(module).items()}
+
+
+def model_state(strategy: Strategy, module: nn.Module) -> dict[str, Shard]:
+    """Return this rank's part of a module's state, by canonical name. Collective."""
+    canonical = canonical_names(module)
+    return {canonical(name): shard for name, shard in strategy.model_state(module).items()}
+
+
+def put_model(strategy: Strategy, module: nn.Module, tensors: StoredTensors) -> None:
+    """Put tensors of canonical names into a module; others stay as they are. Collective."""
+    own = canonical_table(module)
+    strategy.load_model_state(module, {own[name]: stored for name, stored in tensors.items()})
+
+
+def stored_of(checkpoint: Checkpoint, match: ModelMatch) -> dict[str, SavedTensor]:
+    """Return the tensors of a checkpoint that a module takes, by the module's canonical names."""
+    return {name: SavedTensor(checkpoint, "model", saved) for name, saved in match.tensors.items()}
+
+
+def check_model(
+    module: nn.Module,
+    own: Shapes,
+    checkpoint: Checkpoint,
+    strict: bool,
+    renames: Mapping[str, str] | None = None,
+    advice: str = LENIENT,
+) -> ModelMatch:
+    """Compare names and shapes of a module, ``own``, with a checkpoint's; return what fits and what does not.
 
     Raises:
-        CheckpointError: they differ; the message lists the names with both sides.
+        CheckpointError: they differ, and ``strict``; the message lists the names with both sides.
     """
-    saved = {name: tuple(checkpoint.shape("model", name)) for name in checkpoint.names("model")}
-    problems = [f"{name}: {saved[name]} in the checkpoint, {own[name]} in the module" for name in own
-                if name in saved and own[name] != saved[name]]  # fmt: skip
+    match = match_model(module, own, SavedModel.of(checkpoint, renames or {}))
     if strict:
-        problems += [
-            f"{name}: missing in the checkpoint.{did_you_mean(name, saved)}" for name in own if name not in saved
-        ]
-        problems += [f"{name}: unknown to the module.{did_you_mean(name, own)}" for name in saved if name not in own]
-    if problems:
-        shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise CheckpointError(f"{checkpoint.path} does not fit {kind.__name__}: {shown}.")
-    return [name for name in own if name in saved]
+        refuse(Path(checkpoint.path), type(module).__name__, match.problems, advice)
+    return match
 
 
 def encode_known(hparams: Mapping[str, Any]) -> tuple[JSON, list[str]]:

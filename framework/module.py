@@ -39,6 +39,10 @@ class TrainModule(HyperparametersMixin, nn.Module):
     """
 
     automatic_optimization: bool = True
+    strict_loading: bool = True
+    """Whether a checkpoint must fit exactly. If not, what fits is loaded, and what does not is told."""
+    checkpoint_renames: Mapping[str, str] = {}
+    """What took the place of the first parts of names since checkpoints were saved: ``{"net": "body.net"}``."""
     example_input_array: Any = None
     _metric_log: MetricLog | NoLog | None
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .canonical import canonical_table
 from .checkpoint.codec import decode
 from .checkpoint.read import Checkpoint
 from .errors import CheckpointError, ConfigurationError, did_you_mean
+from .matching import listed
 from .model_state import check_model
 from .seed import capture, restore
-
-_MAX_SHOWN = 20
 
 
 def rebuild_module(
@@ -142,26 +142,15 @@ class _StateTensors(Mapping[str, Tensor]):
 
 
 def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
-    own = module.state_dict(keep_vars=True)
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    if strict:
-        check_model(type(module), shapes, checkpoint, strict=True)
-    saved = {name: checkpoint.shape("model", name) for name in checkpoint.names("model")}
-    fitting = [name for name, shape in shapes.items() if saved.get(name) == shape]
-    left = [f"{name} is not in the checkpoint" for name in shapes if name not in saved]
-    left += [f"{name} is not in the module" for name in saved if name not in shapes]
-    left += [
-        f"{name} is {list(saved[name])} in the checkpoint and {list(shape)} in the module"
-        for name, shape in shapes.items()
-        if name in saved and saved[name] != shape
-    ]
+    table, own = canonical_table(module), module.state_dict(keep_vars=True)
+    shapes = {name: tuple(own[raw].shape) for name, raw in table.items()}
+    match = check_model(module, shapes, checkpoint, strict, getattr(module, "checkpoint_renames", None))
     with torch.no_grad():
-        for name in fitting:
-            own[name].copy_(checkpoint.read("model", name))
-    if left:
-        more = f"; and {len(left) - _MAX_SHOWN} more" if len(left) > _MAX_SHOWN else ""
+        for name, saved in match.tensors.items():
+            own[table[name]].copy_(checkpoint.read("model", saved))
+    if match.problems:
         warnings.warn(
-            f"{type(module).__name__} took {len(fitting)} of {len(shapes)} tensors from {checkpoint.path}; left as "
-            f"they are: {'; '.join(left[:_MAX_SHOWN])}{more}.",
+            f"{type(module).__name__} took {len(match.tensors)} of {len(shapes)} tensors from {checkpoint.path}; left "
+            f"as they are: {listed(match.problems)}.",
             stacklevel=4,
         )

@@ -1,45 +1,157 @@
-"""A run put back to where a checkpoint stands: weights, optimizers, schedulers, scaler, callbacks and counters."""
+"""A run put back to where a checkpoint stands: weights, optimizers, schedulers, scaler, callbacks and counters.
+
+First every rank compares all of it with what is there, and all ranks agree; only then anything changes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from .agreement import on_all_ranks
+from .canonical import canonical_names, names_of
 from .checkpoint.codec import decode
 from .checkpoint.read import Checkpoint
-from .checkpoint.stored import SavedTensor
 from .errors import CheckpointError
-from .model_state import check_model
-from .optimizer_state import check_optimizers, load_optimizer, names_of
+from .matching import (
+    ModelMatch,
+    OptimizerMatch,
+    SavedModel,
+    group_names,
+    listed,
+    match_model,
+    match_optimizer,
+    match_schedulers,
+    refuse,
+)
+from .model_state import check_model, put_model, shapes_of, stored_of
+from .optimizer_state import load_optimizer
 from .run import Run
+from .strategy import parameters_of
+
+_ADVICE = "Resume with what it was saved with, or set strict_loading = False in the module to take what fits."
 
 
-def restore_run(run: Run, checkpoint: Checkpoint) -> None:
-    """Put weights, optimizers, schedulers, scaler, callbacks and counters back. Collective.
+@dataclass
+class Resumption:
+    """What of a checkpoint a run takes over, found before anything changes."""
+
+    checkpoint: Checkpoint
+    model: ModelMatch
+    state: dict[str, Any]
+    optimizers: dict[int, OptimizerMatch] = field(default_factory=dict)
+    added_groups: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Groups that joined an optimizer after its start, as the checkpoint describes them."""
+    schedulers: int = 0
+    left: list[str] = field(default_factory=list)
+
+
+def agree_on_resumption(run: Run, checkpoint: Checkpoint) -> Resumption:
+    """Compare a checkpoint with a run's module, optimizers and schedulers; nothing has changed then. Collective.
 
     Raises:
-        CheckpointError: the checkpoint is of another model or of other optimizers; nothing has been changed then.
+        CheckpointError: on all ranks; it holds weights alone, or does not fit. The message lists all that does not,
+            unless the module's ``strict_loading`` is False.
     """
-    document = checkpoint.document
+    return on_all_ranks(run.world, lambda: _compared(run, checkpoint))
+
+
+def _compared(run: Run, checkpoint: Checkpoint) -> Resumption:
+    module, document = run.module, checkpoint.document
     if document.get("weights_only"):
         raise CheckpointError(
             f"{checkpoint.path} holds weights alone, so no training can be resumed from it. "
             "Start from its weights with load_from_checkpoint, or give a full checkpoint."
         )
-    saved = document["optimizers"]
-    names = names_of(run.module)
-    strategy = run.fabric.strategy
-    check_model(type(run.module), strategy.shapes(run.module), checkpoint, strict=True)
-    check_optimizers(run.optimizers, saved, names)
-    load_model(run, checkpoint)
-    for index, optimizer in enumerate(run.optimizers):
-        load_optimizer(strategy, optimizer, saved[index], names, checkpoint, index)
+    renames = module.checkpoint_renames
+    match = match_model(module, shapes_of(run.fabric.strategy, module), SavedModel.of(checkpoint, renames))
+    # Read and checked now: what is damaged is to be found before anything changes.
     state = decode(document["state"], checkpoint.read_section("state"))
-    if len(state["schedulers"]) != len(run.schedulers):
-        raise CheckpointError(
-            f"{checkpoint.path} holds {len(state['schedulers'])} schedulers, configure_optimizers returned "
-            f"{len(run.schedulers)}: they must be the same."
+    plan = Resumption(checkpoint, match, state)
+    problems = [*match.problems, *_match_optimizers(run, document["optimizers"], renames, plan)]
+    kinds = document.get("schedulers", [""] * len(state["schedulers"]))
+    different = match_schedulers([config.scheduler for config in run.schedulers], kinds)
+    plan.schedulers = 0 if different else len(run.schedulers)
+    problems += different
+    if module.strict_loading:
+        refuse(checkpoint.path, type(module).__name__, problems, _ADVICE)
+    plan.left = problems
+    return plan
+
+
+def _match_optimizers(run: Run, saved: list[dict[str, Any]], renames: Mapping[str, str], plan: Resumption) -> list[str]:
+    """Match each optimizer with the one at its place; return what does not fit."""
+    names, problems = names_of(run.module), list[str]()
+    if len(saved) != len(run.optimizers):
+        held = ", ".join(described["class"] for described in saved) or "none"
+        given = ", ".join(type(one).__name__ for one in run.optimizers) or "none"
+        problems.append(f"optimizers: {held} in the checkpoint, {given} here")
+    for index, (optimizer, described) in enumerate(zip(run.optimizers, saved, strict=False)):
+        own = group_names(optimizer, names)
+        joined = _joined_groups(own, described, set(names.values()) - {name for group in own for name in group})
+        plan.added_groups += [(index, group) for group in joined]
+        own += [group["params"] for group in joined]
+        match = match_optimizer(
+            f"optimizer {index}", type(optimizer).__name__, own, described, renames, plan.model.misshapen
         )
-    for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
+        plan.optimizers[index] = match
+        problems += match.problems
+    return problems
+
+
+def _joined_groups(own: list[list[str]], described: Mapping[str, Any], free: set[str]) -> list[dict[str, Any]]:
+    """Return the groups of a checkpoint that joined its optimizer later, where what they hold is free to join here."""
+    groups: list[dict[str, Any]] = described["groups"]
+    first, later = groups[: len(own)], groups[len(own) :]
+    same = [sorted(group["params"]) for group in first] == [sorted(names) for names in own]
+    return later if same and all(name in free for group in later for name in group["params"]) else []
+
+
+# ---- before the strategy takes over ------------------------------------------------------------------------------
+
+
+def regroup(run: Run, plan: Resumption) -> None:
+    """Give optimizers the groups that joined them later, and freeze and unfreeze what they hold as it was saved."""
+    canonical = canonical_names(run.module)
+    parameters = {canonical(name): parameter for name, parameter in run.module.named_parameters()}
+    for index, group in plan.added_groups:
+        members = [parameters[name] for name in group["params"]]
+        for parameter in members:
+            parameter.requires_grad_(True)
+        run.optimizers[index].add_param_group({**decode(group["hyper"]), "params": members})
+    changed = [
+        f"{name} is {'trained' if trains else 'frozen'}"
+        for index, match in plan.optimizers.items()
+        for name, trains in _thawed(run, index, plan.checkpoint.document["optimizers"][index], match)
+    ]
+    if changed:
+        run.trainer.note(f"As when {plan.checkpoint.path.name} was saved: {listed(changed)}")
+
+
+def _thawed(run: Run, index: int, described: Mapping[str, Any], match: OptimizerMatch) -> Iterator[tuple[str, bool]]:
+    """Freeze and unfreeze parameters of an optimizer; yield the saved name of each that was otherwise."""
+    frozen = {name for group in described["groups"] for name in group.get("frozen", ())}
+    told = {name for group in described["groups"] if "frozen" in group for name in group["params"]}
+    parameters = parameters_of(run.optimizers[index])
+    for position, name in match.parameters.items():
+        trains = name not in frozen
+        if name in told and parameters[position].requires_grad is not trains:
+            parameters[position].requires_grad_(trains)
+            yield name, trains
+
+
+# ---- after it ----------------------------------------------------------------------------------------------------
+
+
+def restore_run(run: Run, plan: Resumption) -> None:
+    """Put weights, optimizers, schedulers, scaler, callbacks and counters back. Collective."""
+    checkpoint, strategy, state = plan.checkpoint, run.fabric.strategy, plan.state
+    put_model(strategy, run.module, stored_of(checkpoint, plan.model))
+    for index, match in plan.optimizers.items():
+        described = checkpoint.document["optimizers"][index]
+        load_optimizer(strategy, run.optimizers[index], described, match, checkpoint, index)
+    for config, scheduler_state in zip(run.schedulers[: plan.schedulers], state["schedulers"], strict=False):
         config.scheduler.load_state_dict(scheduler_state)
     if run.fabric.scaler is not None and state["scaler"] is not None:
         run.fabric.scaler.load_state_dict(state["scaler"])
@@ -47,8 +159,28 @@ def restore_run(run: Run, checkpoint: Checkpoint) -> None:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
     run.metrics["callback"].update(state["metrics"])
-    run.progress.load_state_dict(document["progress"])
+    run.progress.load_state_dict(checkpoint.document["progress"])
     run.call("on_load_checkpoint", state["user"])
+    if plan.left:
+        run.trainer.note(f"Of {checkpoint.path} this was left, as strict_loading is False: {listed(plan.left)}")
+
+
+def load_model(run: Run, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights into a module that is to be evaluated. Collective.
+
+    Raises:
+        CheckpointError: on all ranks; they are another module's, and nothing has changed.
+    """
+    module, strategy = run.module, run.fabric.strategy
+
+    def compared() -> ModelMatch:
+        own, strict = shapes_of(strategy, module), module.strict_loading
+        return check_model(module, own, checkpoint, strict, module.checkpoint_renames, _ADVICE)
+
+    match = on_all_ranks(run.world, compared)
+    put_model(strategy, module, stored_of(checkpoint, match))
+    if match.problems:
+        run.trainer.note(f"Of {checkpoint.path} this was left, as strict_loading is False: {listed(match.problems)}")
 
 
 def rank_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -59,9 +191,3 @@ def rank_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any] | None:
         return None
     decoded: dict[str, Any] = decode(documents[world.data_rank * (len(documents) // parts)])
     return decoded
-
-
-def load_model(run: Run, checkpoint: Checkpoint) -> None:
-    """Put the weights back. Collective."""
-    tensors = {name: SavedTensor(checkpoint, "model", name) for name in checkpoint.names("model")}
-    run.fabric.strategy.load_model_state(run.module, tensors)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .canonical import canonical_names, names_of
 from .checkpoint.codec import encode, encode_inline
 from .checkpoint.plan import Shard, Snapshot
 from .checkpoint.write import has_nonfinite, save
 from .errors import ConfigurationError, NonFiniteError
-from .model_state import encode_known
-from .optimizer_state import names_of, optimizer_state, whole
+from .model_state import encode_known, model_state
+from .optimizer_state import optimizer_state, whole
 from .run import Run
 from .seed import capture
 from .windows import Windows
@@ -35,8 +36,9 @@ def save_run(run: Run, path: Path, windows: Windows | None, seed: int, weights_o
             "call it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
         )
     # Each rank looks at what it holds; what one finds, all hear. Buffers may be infinite by design, as masks are.
-    trained = {name for name, _ in run.module.named_parameters(remove_duplicate=False)}
-    held = {name: shard.tensor for name, shard in strategy.model_state(run.module).items() if name in trained}
+    canonical = canonical_names(run.module)
+    trained = {canonical(name) for name, _ in run.module.named_parameters(remove_duplicate=False)}
+    held = {name: shard.tensor for name, shard in model_state(strategy, run.module).items() if name in trained}
     found = run.world.all_gather_object(has_nonfinite(held))
     name = next((name for name in found if name is not None), None)
     if name is not None:
@@ -49,7 +51,7 @@ def save_run(run: Run, path: Path, windows: Windows | None, seed: int, weights_o
 
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
     """Return what a checkpoint keeps of a run; with ``weights_only`` the model and its hyperparameters. Collective."""
-    sections: dict[str, dict[str, Shard]] = {"model": run.fabric.strategy.model_state(run.module)}
+    sections: dict[str, dict[str, Shard]] = {"model": model_state(run.fabric.strategy, run.module)}
     hparams, unsaved = encode_known(dict(run.module.hparams))
     document: dict[str, Any] = {
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
@@ -58,7 +60,8 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
     }
-    buffers = {name for name, _ in run.module.named_buffers(remove_duplicate=False)}
+    canonical = canonical_names(run.module)
+    buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
     if weights_only:
         return Snapshot(sections=sections, document=document, rank_document=None, buffers=buffers)
     names = names_of(run.module)
@@ -77,6 +80,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     encoded, state_tensors = encode(state)
     sections["state"] = whole(state_tensors)
     document["optimizers"] = [described for described, _ in states]
+    document["schedulers"] = [type(config.scheduler).__name__ for config in run.schedulers]
     document["state"] = encoded
     document["seed"] = seed
     document["data_ranks"] = run.world.data_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,34 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..agreement import on_all_ranks, open_everywhere
 from ..atomic import remove_tree
+from ..canonical import renamed
 from ..checkpoint.codec import decode
 from ..checkpoint.consolidation import consolidate
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.read import open_checkpoint
 from ..checkpoint.store import weights
 from ..checkpoint.stored import held
 from ..checkpoint.write import save
 from ..errors import CheckpointError, ConfigurationError
+from ..matching import ModelMatch, SavedModel, listed, match_model, refuse
+from ..model_state import LENIENT, put_model, shapes_of
 from ..resume import on_rank_zero
 from ..seed import capture
 from ..seed import restore as restore_generators
 from .module import engine_of, unwrap
-from .state import Contents, Filter, Saved, contents_of, is_stateful, parameter_names, restore, snapshot_of
+from .state import (
+    Contents,
+    Filter,
+    Fits,
+    Saved,
+    compare,
+    contents_of,
+    is_stateful,
+    parameter_names,
+    restore,
+    snapshot_of,
+)
 from .training import TrainingVerbs
 
 Location = str | os.PathLike[str]
@@ -59,53 +74,83 @@ class CheckpointVerbs(TrainingVerbs):
         save(path, snapshot, self.world, sharded=not self.strategy.traits.replicates)
 
     def load(
-        self, path: Location, state: dict[str, Any] | nn.Module | Optimizer | None = None, strict: bool = True
+        self,
+        path: Location,
+        state: dict[str, Any] | nn.Module | Optimizer | None = None,
+        strict: bool = True,
+        rename: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Put a checkpoint's contents back in place and return the rest; without ``state``, all of it. Collective.
 
         Modules, optimizers and other objects in ``state`` take over what was saved under their key; other values are
         replaced by it. A module or an optimizer alone takes over the only one there is. Checkpoints of a Trainer can be
-        read too. With ``strict=False``, what is missing on either side is left as it is.
+        read too. With ``strict=False`` what fits is loaded, and a warning names what was left. ``rename`` says what
+        took the place of the first parts of tensors' names since they were saved: ``{"net": "body.net"}``.
 
         Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or does not fit; nothing has changed then.
+            CheckpointError: on all ranks; there is no checkpoint, it is damaged, or does not fit. The message lists all
+                that does not, and nothing has changed then.
         """
-        checkpoint = open_checkpoint(path)
+        checkpoint, renames = open_everywhere(self.world, path), rename or {}
         if state is None:
-            return Saved.read(checkpoint, None).remainder(())
-        if not isinstance(state, dict):
-            state = {_only_key(Saved.read(checkpoint, None), state): state}
-        contents = contents_of(state, self.strategy)
-        saved = Saved.read(checkpoint, contents)
-        restore(saved, contents, self._names(contents), state, strict)
+            return on_all_ranks(self.world, lambda: Saved.read(checkpoint, None, renames).remainder(()))
+        objects = state if isinstance(state, dict) else None
+
+        def compared() -> tuple[dict[str, Any], Contents, Saved, Fits]:
+            given = {_only_key(Saved.read(checkpoint, None, renames), state): state} if objects is None else objects
+            contents = contents_of(given, self.strategy)
+            saved = Saved.read(checkpoint, contents, renames)
+            return given, contents, saved, compare(saved, contents, self._names(contents), strict)
+
+        given, contents, saved, fits = on_all_ranks(self.world, compared)
+        restore(saved, contents, fits, given)
         if contents.optimizers:
             self._load_own_state(saved.own)
-        return saved.remainder(state)
+        self._tell_left(checkpoint.path, fits.problems)
+        return saved.remainder(given)
+
+    def _tell_left(self, path: Path, problems: list[str]) -> None:
+        if problems and self.world.is_global_zero:
+            warnings.warn(f"of {path} this was left: {listed(problems)}.", stacklevel=3)
 
     def load_raw(
-        self, path: Location, obj: nn.Module | Optimizer | None = None, strict: bool = True
+        self,
+        path: Location,
+        obj: nn.Module | Optimizer | None = None,
+        strict: bool = True,
+        rename: Mapping[str, str] | None = None,
     ) -> dict[str, Tensor]:
         """Return the weights in a checkpoint or in safetensors files, by name, and put them into ``obj`` if given.
 
-        ``path`` is a checkpoint, a ``.safetensors`` file, or a directory that ``save_model`` or Hugging Face wrote.
+        Collective where there is an ``obj``. ``path`` is a checkpoint, a ``.safetensors`` file, or a directory that
+        ``save_model`` or Hugging Face wrote. ``strict`` and ``rename`` are as in ``load``.
 
         Raises:
-            CheckpointError: nothing readable is there, or it does not fit the module.
+            CheckpointError: nothing readable is there, or it does not fit the module; on all ranks, where there is one.
         """
-        tensors = _read_weights(Path(path))
+
+        def read() -> dict[str, Tensor]:
+            found = _read_weights(Path(path))
+            return {new: found[old] for new, old in renamed(found, rename or {}).items()}
+
         if obj is None:
-            return tensors
+            return read()
         if not isinstance(obj, nn.Module):
             raise ConfigurationError("load_raw puts weights into a module; load an optimizer with fabric.load.")
         module = unwrap(obj)
         engine = engine_of(obj)
         strategy = self.strategy if engine is None else engine.strategy
-        own = strategy.shapes(module)
-        different = sorted(set(own) ^ set(tensors)) if strict else []
-        different += [name for name in own if name in tensors and own[name] != tuple(tensors[name].shape)]
-        if different:
-            raise CheckpointError(f"{path} does not fit {type(module).__name__}: {', '.join(different[:20])}.")
-        strategy.load_model_state(module, held({name: tensors[name] for name in own if name in tensors}))
+
+        def compared() -> tuple[dict[str, Tensor], ModelMatch]:
+            tensors = read()
+            match = match_model(module, shapes_of(strategy, module), SavedModel.held(tensors))
+            if strict:
+                refuse(Path(path), type(module).__name__, match.problems, LENIENT)
+            return tensors, match
+
+        tensors, match = on_all_ranks(self.world, compared)
+        put_model(strategy, module, held({name: tensors[name] for name in match.tensors}))
+        self._tell_left(Path(path), match.problems)
         return tensors
 
     # ---- everything at once ---------------------------------------------------------------------------------------
@@ -136,7 +181,7 @@ class CheckpointVerbs(TrainingVerbs):
         """
         state = self._everything()
         self.load(input_dir, state)
-        documents = open_checkpoint(input_dir).rank_documents
+        documents = open_everywhere(self.world, input_dir).rank_documents
         if len(documents) == self.world.size and documents[self.world.rank] is not None:
             restore_generators(decode(documents[self.world.rank])["random"])
 

@@ -9,13 +9,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..canonical import names_of
 from ..checkpoint.codec import decode, encode, encode_inline
 from ..checkpoint.plan import Shard, Snapshot
 from ..checkpoint.read import Checkpoint
-from ..checkpoint.stored import SavedTensor
 from ..errors import CheckpointError, ConfigurationError, did_you_mean, unknown
-from ..model_state import check_model, encode_known
-from ..optimizer_state import check_optimizers, load_optimizer, names_of, optimizer_state, whole
+from ..matching import (
+    ModelMatch,
+    OptimizerMatch,
+    SavedModel,
+    group_names,
+    match_model,
+    match_optimizer,
+    refuse,
+)
+from ..model_state import LENIENT, encode_known, model_state, put_model, shapes_of, stored_of
+from ..optimizer_state import load_optimizer, optimizer_state, whole
 from ..strategy import Strategy
 from .module import engine_of, unwrap
 from .objects import FabricOptimizer, FabricScheduler
@@ -105,7 +114,7 @@ def snapshot_of(
     shards: dict[str, Shard] = {}
     for key, module in contents.modules.items():
         prefix = contents.prefix(key)
-        held = contents.strategies[key].model_state(module)
+        held = model_state(contents.strategies[key], module)
         found = _filtered({name: shard.tensor for name, shard in held.items()}, kept.get(key))
         shards.update({prefix + name: held[name] for name in found})
     states = [
@@ -146,33 +155,16 @@ def _filtered(state: Mapping[str, Any], keep: Callable[[str, Any], bool] | None)
 
 
 class ModulePart:
-    """The part of a checkpoint that is one module's, as ``check_model`` reads it."""
+    """The part of a checkpoint that is one module's: the tensors whose names begin with ``prefix``, by what follows."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self.path = checkpoint.path
+    def __init__(self, checkpoint: Checkpoint, prefix: str, renames: Mapping[str, str]) -> None:
+        self.prefix = prefix
+        self.saved = SavedModel.of(checkpoint, renames, prefix)
         self._checkpoint = checkpoint
-        self._prefix = prefix
-
-    def names(self, section: str) -> list[str]:
-        """Return the module's own names."""
-        size = len(self._prefix)
-        return [name[size:] for name in self._checkpoint.names(section) if name.startswith(self._prefix)]
-
-    def shape(self, section: str, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor by the module's own name."""
-        return self._checkpoint.shape(section, self._prefix + name)
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor by the module's own name."""
-        return self._checkpoint.read("model", self._prefix + name)
-
-    def stored(self, name: str) -> SavedTensor:
-        """Return a tensor by the module's own name, yet to be read."""
-        return SavedTensor(self._checkpoint, "model", self._prefix + name)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by the module's own names."""
-        return {name: self.read(name) for name in self.names("model")}
+        return {name: self._checkpoint.read("model", saved) for name, saved in self.saved.names.items()}
 
 
 @dataclass
@@ -185,10 +177,11 @@ class Saved:
     stateful: dict[str, Any]
     values: dict[str, Any]
     own: dict[str, Any]
+    renames: Mapping[str, str]
 
     @classmethod
-    def read(cls, checkpoint: Checkpoint, contents: Contents | None) -> Saved:
-        """Read all but the tensors of modules and optimizers.
+    def read(cls, checkpoint: Checkpoint, contents: Contents | None, renames: Mapping[str, str]) -> Saved:
+        """Read all but the tensors of modules and optimizers. ``renames`` are those of ``canonical.renamed``.
 
         A Trainer's checkpoint has no keys: its model and optimizers get those of ``contents``, in order.
         """
@@ -196,8 +189,9 @@ class Saved:
         table = document.get(_OWN)
         if table is not None:
             state = decode(document["state"], checkpoint.read_section("state"))
-            parts = {key: ModulePart(checkpoint, prefix) for key, prefix in table["modules"].items()}
-            return cls(checkpoint, parts, table["optimizers"], state["stateful"], state["values"], state["own"])
+            parts = {key: ModulePart(checkpoint, prefix, renames) for key, prefix in table["modules"].items()}
+            rest = (state["stateful"], state["values"], state["own"])
+            return cls(checkpoint, parts, table["optimizers"], *rest, renames)
         modules = list(contents.modules) if contents is not None else ["model"]
         optimizers = list(contents.optimizers) if contents is not None else []
         held = len(document.get("optimizers", ()))
@@ -206,7 +200,8 @@ class Saved:
                 f"{checkpoint.path} holds one model and {held} optimizer(s) without keys; "
                 f"{len(modules)} modules and {len(optimizers)} optimizers are to be loaded from it."
             )
-        return cls(checkpoint, {key: ModulePart(checkpoint, "") for key in modules}, optimizers, {}, {}, {})
+        parts = {key: ModulePart(checkpoint, "", renames) for key in modules}
+        return cls(checkpoint, parts, optimizers, {}, {}, {}, renames)
 
     def remainder(self, taken: Iterable[str]) -> dict[str, Any]:
         """Return everything but what was ``taken``: tensors of modules by name, states as they were saved."""
@@ -215,9 +210,13 @@ class Saved:
         rest.update({key: value for key, value in {**self.stateful, **self.values}.items() if key not in taken})
         return rest
 
+    def described(self, key: str) -> dict[str, Any]:
+        """Return what the checkpoint says of an optimizer."""
+        found: dict[str, Any] = self.checkpoint.document["optimizers"][self.optimizers.index(key)]
+        return found
+
     def _optimizer(self, key: str) -> dict[str, Any]:
-        index = self.optimizers.index(key)
-        saved = self.checkpoint.document["optimizers"][index]
+        index, saved = self.optimizers.index(key), self.described(key)
         state: dict[str, dict[str, Any]] = {name: dict(slots) for name, slots in decode(saved["scalars"]).items()}
         for path in self.checkpoint.names("optimizer"):
             owner, slot, name = path.split("/", 2)
@@ -227,29 +226,44 @@ class Saved:
         return {"state": state, "param_groups": groups}
 
 
-def restore(saved: Saved, contents: Contents, names: Mapping[int, str], state: dict[str, Any], strict: bool) -> None:
-    """Put everything back in place; values that are no objects are replaced in ``state``. Collective.
+@dataclass
+class Fits:
+    """What of a checkpoint is put where, and what does not fit, found before anything changes."""
+
+    modules: dict[str, ModelMatch] = field(default_factory=dict)
+    optimizers: dict[str, OptimizerMatch] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def compare(saved: Saved, contents: Contents, names: Mapping[int, str], strict: bool) -> Fits:
+    """Compare all that is to be loaded with what a checkpoint holds.
 
     Raises:
-        CheckpointError: the checkpoint lacks something, or is of other modules or optimizers; nothing has changed then.
+        CheckpointError: they differ, and ``strict``; the message lists everything that does.
     """
-    fits = _check(saved, contents, names, strict)
-    checkpoint = saved.checkpoint
-    for key, own in fits.items():
-        part = saved.modules[key]
-        contents.strategies[key].load_model_state(contents.modules[key], {name: part.stored(name) for name in own})
-    for key, optimizer in contents.optimizers.items():
+    fits = Fits(problems=_missing(saved, contents))
+    for key, module in contents.modules.items():
+        if key in saved.modules:
+            part, own = saved.modules[key], shapes_of(contents.strategies[key], module)
+            match = fits.modules[key] = match_model(module, own, part.saved)
+            label = f"{key}: " if len(contents.modules) > 1 else ""
+            fits.problems += [label + problem for problem in match.problems]
+    misshapen = {saved.modules[key].prefix + name for key, match in fits.modules.items() for name in match.misshapen}
+    for number, (key, optimizer) in enumerate(contents.optimizers.items()):
         if key in saved.optimizers:
-            index = saved.optimizers.index(key)
-            described = checkpoint.document["optimizers"][index]
-            load_optimizer(contents.keepers[key], optimizer, described, names, checkpoint, index)
-    for key, value in contents.stateful.items():
-        if key in saved.stateful:
-            value.load_state_dict(saved.stateful[key])
-    state.update({key: saved.values[key] for key in contents.values if key in saved.values})
+            described = saved.described(key)
+            label = f"optimizer {number}" if key == "optimizer" else key
+            groups, kind = group_names(optimizer, names), type(optimizer).__name__
+            fits.optimizers[key] = match_optimizer(label, kind, groups, described, saved.renames, misshapen)
+            fits.problems += fits.optimizers[key].problems
+    if strict:
+        kinds = {type(module).__name__ for module in contents.modules.values()}
+        what = kinds.pop() if len(kinds) == 1 else "the state"
+        refuse(saved.checkpoint.path, what, fits.problems, LENIENT)
+    return fits
 
 
-def _check(saved: Saved, contents: Contents, names: Mapping[int, str], strict: bool) -> dict[str, list[str]]:
+def _missing(saved: Saved, contents: Contents) -> list[str]:
     held = (
         (contents.modules, saved.modules),
         (contents.optimizers, saved.optimizers),
@@ -257,20 +271,23 @@ def _check(saved: Saved, contents: Contents, names: Mapping[int, str], strict: b
         (contents.values, saved.values),
     )
     known = [key for _, theirs in held for key in theirs]
-    missing = [key for mine, theirs in held for key in mine if key not in theirs]
-    if missing and strict:
-        raise CheckpointError(
-            f"{saved.checkpoint.path} holds no {missing[0]!r} of that kind.{did_you_mean(missing[0], known)} It holds: "
-            f"{', '.join(known) or 'nothing'}. Leave it out of the state, or load with strict=False."
-        )
-    part: Any
-    fits = {}
-    for key, module in contents.modules.items():
-        if key in saved.modules:
-            part = saved.modules[key]
-            fits[key] = check_model(type(module), contents.strategies[key].shapes(module), part, strict)
-    for key, optimizer in contents.optimizers.items():
-        if key in saved.optimizers:
-            described = saved.checkpoint.document["optimizers"][saved.optimizers.index(key)]
-            check_optimizers([optimizer], [described], names)
-    return fits
+    return [
+        f"it holds no {key!r} of that kind.{did_you_mean(key, known)} It holds: {', '.join(known) or 'nothing'}"
+        for mine, theirs in held
+        for key in mine
+        if key not in theirs
+    ]
+
+
+def restore(saved: Saved, contents: Contents, fits: Fits, state: dict[str, Any]) -> None:
+    """Put everything that fits back in place; values that are no objects are replaced in ``state``. Collective."""
+    checkpoint = saved.checkpoint
+    for key, match in fits.modules.items():
+        put_model(contents.strategies[key], contents.modules[key], stored_of(checkpoint, match))
+    for key, fit in fits.optimizers.items():
+        described, index = saved.described(key), saved.optimizers.index(key)
+        load_optimizer(contents.keepers[key], contents.optimizers[key], described, fit, checkpoint, index)
+    for key, value in contents.stateful.items():
+        if key in saved.stateful:
+            value.load_state_dict(saved.stateful[key])
+    state.update({key: saved.values[key] for key in contents.values if key in saved.values})

@@ -175,9 +175,11 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed(tmp_path: Path) ->
     assert torch.equal(other.weight, before)
     with pytest.raises(CheckpointError, match=r"holds no 'modle' of that kind\. Did you mean 'model'"):
         fabric.load(tmp_path / "a.ckpt", {"modle": model})
-    with pytest.raises(CheckpointError, match="optimizer 0 is SGD"):
+    with pytest.raises(CheckpointError, match="optimizer 0: AdamW in the checkpoint, SGD here"):
         fabric.load(tmp_path / "a.ckpt", {"optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
-    assert set(fabric.load(tmp_path / "a.ckpt", {"epoch": 1}, strict=False)) == {"model", "optimizer", "step"}
+    with pytest.warns(UserWarning, match="holds no 'epoch' of that kind"):
+        rest = fabric.load(tmp_path / "a.ckpt", {"epoch": 1}, strict=False)
+    assert set(rest) == {"model", "optimizer", "step"}
     with pytest.raises(ConfigurationError, match="nothing in it is pickled"):
         fabric.save(tmp_path / "b.ckpt", {"thing": object()})
     assert not (tmp_path / "b.ckpt").exists()
@@ -191,7 +193,8 @@ def test_part_of_a_module_is_saved_through_a_filter(tmp_path: Path) -> None:
     weight = fresh.weight.clone()
     with pytest.raises(CheckpointError, match="weight: missing in the checkpoint"):
         fabric.load(tmp_path / "a.ckpt", fresh)
-    fabric.load(tmp_path / "a.ckpt", fresh, strict=False)
+    with pytest.warns(UserWarning, match="weight: missing in the checkpoint"):
+        fabric.load(tmp_path / "a.ckpt", fresh, strict=False)
     assert torch.equal(fresh.bias, model.bias)  # type: ignore[arg-type]
     assert torch.equal(fresh.weight, weight)
     with pytest.raises(ConfigurationError, match="Did you mean 'model'"):

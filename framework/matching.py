@@ -1,0 +1,168 @@
+"""What of a checkpoint fits what is there now, and what does not: one list with both sides, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .canonical import renamed, tied_names
+from .checkpoint.read import Checkpoint
+from .errors import CheckpointError, did_you_mean
+from .strategy import parameters_of
+
+Shape = tuple[int, ...]
+
+_MAX_SHOWN = 20
+
+
+@dataclass
+class SavedModel:
+    """A model in a checkpoint, by the new names of its tensors: shapes, the names saved by, and who holds tied ones."""
+
+    shapes: dict[str, Shape]
+    names: dict[str, str]
+    owners: dict[str, str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, renames: Mapping[str, str], prefix: str = "") -> SavedModel:
+        """Describe the tensors whose new names begin with ``prefix``, by what follows it."""
+        every = renamed(checkpoint.names("model"), renames)
+        names = {name[len(prefix) :]: old for name, old in every.items() if name.startswith(prefix)}
+        aliases = checkpoint.aliases("model")
+        new = {old: name for name, old in names.items()}
+        owners = {name: new.get(aliases.get(old, old), name) for name, old in names.items()}
+        shapes = {name: tuple(checkpoint.shape("model", old)) for name, old in names.items()}
+        return cls(shapes, names, owners)
+
+    @classmethod
+    def held(cls, tensors: Mapping[str, Tensor]) -> SavedModel:
+        """Describe tensors in memory."""
+        names = {name: name for name in tensors}
+        return cls({name: tuple(tensor.shape) for name, tensor in tensors.items()}, names, names)
+
+
+@dataclass
+class ModelMatch:
+    """What a checkpoint and a module share: the saved name of each own tensor; and what they do not."""
+
+    tensors: dict[str, str] = field(default_factory=dict)
+    misshapen: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def match_model(module: nn.Module, own: Mapping[str, Shape], saved: SavedModel) -> ModelMatch:
+    """Compare names and shapes of a module, ``own``, with those of a checkpoint.
+
+    A name that is missing on one side is no problem where its tensor comes by another name that it is tied to.
+    """
+    match, tied, shapes = ModelMatch(), tied_names(module), saved.shapes
+    for name, shape in own.items():
+        if shapes.get(name) == shape:
+            match.tensors[name] = saved.names[name]
+        elif name in shapes:
+            match.misshapen.add(name)
+            match.problems.append(f"{name}: {shapes[name]} in the checkpoint, {shape} in the module")
+    arrives = {tied[name] for name in own if name in shapes}
+    missing = [name for name in own if name not in shapes and tied[name] not in arrives]
+    taken = {saved.owners[name] for name in own if name in shapes}
+    extra = [name for name in shapes if name not in own and saved.owners[name] not in taken]
+    match.problems += [f"{name}: missing in the checkpoint{_guess(name, extra or shapes)}" for name in missing]
+    match.problems += [f"{name}: unknown to the module{_guess(name, missing or own)}" for name in extra]
+    return match
+
+
+@dataclass
+class OptimizerMatch:
+    """The saved name of each of an optimizer's parameters, by position; and what does not fit.
+
+    ``carries_groups`` says whether the groups on both sides belong together, so that hyperparameters do.
+    """
+
+    parameters: dict[int, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    carries_groups: bool = True
+
+
+def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names of the parameters of each group; those of no known module are numbered."""
+    positions = {id(parameter): position for position, parameter in enumerate(parameters_of(optimizer))}
+    return [
+        [names.get(id(parameter), f"unnamed.{positions[id(parameter)]}") for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
+def match_optimizer(
+    label: str,
+    kind: str,
+    own: Sequence[Sequence[str]],
+    saved: Mapping[str, Any],
+    renames: Mapping[str, str],
+    misshapen: Container[str] = (),
+) -> OptimizerMatch:
+    """Compare an optimizer of the class ``kind`` and the groups ``own`` with one that a checkpoint describes.
+
+    Of parameters that are ``misshapen``, the state does not fit either.
+    """
+    if kind != saved["class"]:
+        return OptimizerMatch({}, [f"{label}: {saved['class']} in the checkpoint, {kind} here"], carries_groups=False)
+    match = OptimizerMatch()
+    if len(own) != len(saved["groups"]):
+        match.problems.append(f"{label}: {len(saved['groups'])} parameter groups in the checkpoint, {len(own)} here")
+        match.carries_groups = False
+    old = renamed((name for group in saved["groups"] for name in group["params"]), renames)
+    groups = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
+    here = {name: number for number, group in enumerate(own) for name in group}
+    for position, name in enumerate(here):
+        if name not in old:
+            match.problems.append(f"{label}: {name} is in its groups here, not in the checkpoint{_guess(name, old)}")
+        elif name not in misshapen:
+            match.parameters[position] = old[name]
+    for name, saved_name in old.items():
+        if name not in here:
+            match.problems.append(f"{label}: {name} is in its groups in the checkpoint, not here{_guess(name, here)}")
+        elif match.carries_groups and here[name] != groups[saved_name]:
+            places = f"group {groups[saved_name]} in the checkpoint, group {here[name]} here"
+            match.problems.append(f"{label}: {name} is in {places}")
+    return match
+
+
+def match_schedulers(schedulers: Sequence[Any], saved: Sequence[str]) -> list[str]:
+    """Compare schedulers with the classes of a checkpoint's; an empty name is that of a class which is not known."""
+    own = [type(one).__name__ for one in schedulers]
+    if len(own) != len(saved):
+        held = ", ".join(name for name in saved if name) or str(len(saved))
+        return [f"schedulers: {held} in the checkpoint, {', '.join(own) or 'none'} here"]
+    pairs = enumerate(zip(own, saved, strict=True))
+    return [
+        f"scheduler {number}: {theirs} in the checkpoint, {mine} here"
+        for number, (mine, theirs) in pairs
+        if theirs and mine != theirs
+    ]
+
+
+def refuse(path: Path, what: str, problems: Sequence[str], advice: str) -> None:
+    """Raise the list of what does not fit, if there is any.
+
+    Raises:
+        CheckpointError: there is.
+    """
+    if problems:
+        raise CheckpointError(f"{path} does not fit {what}: {listed(problems)}. {advice}")
+
+
+def listed(problems: Iterable[str]) -> str:
+    """Return problems in one line, the first of them where there are many."""
+    every = list(problems)
+    more = f"; and {len(every) - _MAX_SHOWN} more" if len(every) > _MAX_SHOWN else ""
+    return "; ".join(every[:_MAX_SHOWN]) + more
+
+
+def _guess(name: str, known: Iterable[str]) -> str:
+    guess = did_you_mean(name, known).strip()
+    return f" ({guess[0].lower()}{guess[1:]})" if guess else ""
