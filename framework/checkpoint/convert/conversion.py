@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,11 +15,21 @@ from ...atomic import hidden_sibling, make_directory, storage_error
 from ...errors import ConfigurationError
 from ...world import World
 from ..write import save
+from . import accelerate, deepspeed, lightning
 from .foreign import Foreign, snapshot_of
 from .handover import Content, Job, read_foreign
 from .layout import detect
-from .lightning import convert_file
 from .request import Request
+
+_CONVERTERS: dict[str, Callable[[Request], Foreign]] = {
+    "lightning": lightning.convert_file,
+    "lightning-sharded": lightning.convert_sharded,
+    "lightning-deepspeed": lightning.convert_deepspeed,
+    "accelerate": accelerate.convert_folder,
+    "accelerate-sharded": accelerate.convert_sharded,
+    "accelerate-deepspeed": accelerate.convert_deepspeed,
+    "deepspeed": deepspeed.convert_folder,
+}
 
 
 def convert(
@@ -74,7 +83,7 @@ def convert(
     try:
         make_directory(target.parent)
         workplace.mkdir(mode=0o700)
-        foreign = _convert(kind, Request(origin, read, module, given, prefix))
+        foreign = _CONVERTERS[kind](Request(origin, read, module, given, prefix))
         save(target, snapshot_of(foreign, str(source)), World.single())
     except OSError as error:
         raise storage_error("converting to", target, error) from error
@@ -83,12 +92,3 @@ def convert(
     for line in foreign.notes:
         note(line)
     return target
-
-
-def _convert(kind: str, request: Request) -> Foreign:
-    if kind == "lightning":
-        return convert_file(request.read([Job(request.source)])[0], request)
-    raise ConfigurationError(f"format={kind!r} is known, but not converted yet.")
-
-
-__all__: list[Any] = ["convert"]

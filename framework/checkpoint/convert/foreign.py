@@ -83,8 +83,8 @@ def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
         document["optimizers"].append(described)
         sections["optimizer"].update(tensors)
     state = {
-        "schedulers": foreign.schedulers,
-        "scaler": foreign.scaler,
+        "schedulers": foreign.schedulers or [],
+        "scaler": _scaler(foreign.scaler),
         "callbacks": {},
         "metrics": {},
         "user": foreign.user,
@@ -94,6 +94,14 @@ def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
     batches = foreign.progress.batch_in_epoch
     document["position"] = {"global_batches": batches} if batches and not foreign.progress.epoch_ended else None
     return Snapshot(sections=sections, document=document, buffers=buffers)
+
+
+def _scaler(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a loss scaler's state from one of torch's, or from one in the form here."""
+    if state is None or "scale" not in state:
+        return None
+    good = state.get("good_updates", state.get("_growth_tracker", 0))
+    return {"scale": float(state["scale"]), "good_updates": int(good)}
 
 
 def _progress(progress: ForeignProgress) -> dict[str, Any]:

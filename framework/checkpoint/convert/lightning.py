@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from ...errors import CheckpointError, ConfigurationError
 from ..codec import encode
+from .deepspeed import OWN, from_engine, read_engine
 from .foreign import Foreign, ForeignProgress, counted
-from .handover import Content
+from .handover import Content, Job
+from .layout import file_of
 from .naming import all_bare, bare
 from .ordering import build_module, by_name, orders_of
 from .request import Request
+from .sharded import named_optimizer, nested, tensors_of
 
+_SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
 _KNOWN = {
     *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states"),
     *("lr_schedulers", "hparams_name", "hyper_parameters", "hparams_type"),
     *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
-    *("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state"),
+    *_SCALERS,
 }
 
 
-def convert_file(content: Content, request: Request) -> Foreign:
+def convert_file(request: Request) -> Foreign:
     """Return what a ``.ckpt`` file holds.
 
     Raises:
         CheckpointError: it is none of Lightning's, or names are not certain.
     """
+    content = request.read([Job(request.source)])[0]
     if not isinstance(content.get("state_dict"), dict) or "pytorch-lightning_version" not in content:
         raise CheckpointError(
             f"{request.source} is no checkpoint of Lightning: it holds {counted([str(key) for key in content])}, where "
@@ -49,6 +55,35 @@ def convert_file(content: Content, request: Request) -> Foreign:
     return foreign
 
 
+def convert_sharded(request: Request) -> Foreign:
+    """Return what the strategies FSDP and ModelParallel wrote: a folder of torch.distributed.checkpoint and meta.pt."""
+    source = request.source
+    meta, content = request.read([Job(file_of(source, "meta.pt")), Job(source, sharded=True)])
+    tree = nested(content, source)
+    weights = all_bare(tensors_of(tree.get("state_dict", tree.get("model")), source))
+    foreign = from_trainer(meta, weights, "lightning-sharded", request)
+    places = sorted((name for name in tree if name.startswith("optimizer_")), key=lambda name: int(name[10:]))
+    foreign.optimizers = [named_optimizer(tree[place], source) for place in places] or None
+    orders = orders_of(build_module(request.module, foreign.hparams), request.optimizers) or []
+    for optimizer, order in zip(foreign.optimizers or [], orders, strict=False):
+        optimizer.kind = order.kind
+    return foreign
+
+
+def convert_deepspeed(request: Request) -> Foreign:
+    """Return what the strategy DeepSpeed wrote: an engine's folder, with all else as its client state."""
+    engine = read_engine(request.source / "checkpoint", request)
+    hparams, _ = _keepable(engine.first.get("hyper_parameters") or {})
+    built = build_module(request.module, hparams)
+    model = from_engine(engine, "lightning-deepspeed", replace(request, module=built), "")
+    client = Content({key: value for key, value in engine.first.items() if key not in OWN}, engine.first.left)
+    foreign = from_trainer(client, model.weights, model.format, request)
+    foreign.optimizers, foreign.buffers = model.optimizers, model.buffers
+    foreign.schedulers = foreign.schedulers or model.schedulers
+    foreign.scaler = foreign.scaler or model.scaler
+    return foreign
+
+
 def from_trainer(content: Content, weights: dict[str, Tensor], format: str, request: Request) -> Foreign:
     """Return all but the optimizers: progress, schedulers, loss scaler, hyperparameters, what the user added."""
     foreign = Foreign(format, weights, notes=[f"left out: {place}" for place in content.left])
@@ -57,8 +92,7 @@ def from_trainer(content: Content, weights: dict[str, Tensor], format: str, requ
     foreign.schedulers = list(schedulers) if schedulers is not None else None
     if any("num_bad_epochs" in state for state in foreign.schedulers or []) and foreign.progress.epoch_ended:
         foreign.notes.append("Lightning saves before ReduceLROnPlateau has seen the epoch's metric; it misses that one")
-    scaler = next((content[key] for key in ("MixedPrecision", "MixedPrecisionPlugin") if key in content), None)
-    foreign.scaler = scaler or content.get("native_amp_scaling_state")
+    foreign.scaler = next((content[key] for key in _SCALERS if content.get(key)), None)
     foreign.hparams, foreign.unsaved_hparams = _keepable(content.get("hyper_parameters") or {})
     foreign.notes += [
         f"left out: hyper_parameters[{name!r}], which JSON cannot hold" for name in foreign.unsaved_hparams
