@@ -32,6 +32,9 @@ from .sampling import TrainingSampler, ceil_div, length_of
 Position = dict[str, Any]
 """How much of an epoch is consumed, in JSON values."""
 
+CONVERTED = "global_batches"
+"""The key of a position that a foreign checkpoint told: batches of each rank, of as many samples as they have here."""
+
 
 @final
 class NoBatch:
@@ -109,6 +112,8 @@ class CountedSource(TrainingSource):
         """
         if position is None:
             return 0
+        if CONVERTED in position:
+            return int(position[CONVERTED]) * self.span
         if self.unit not in position:
             raise CheckpointError(
                 f"{self.name} was checkpointed at {position}, but the loader given now counts {self.unit}: "

@@ -109,7 +109,8 @@ def match_optimizer(
 
     Of parameters that are ``misshapen``, the state does not fit either.
     """
-    if kind != saved["class"]:
+    # A converted checkpoint may not know the class: it is an empty name then.
+    if saved["class"] and kind != saved["class"]:
         return OptimizerMatch({}, [f"{label}: {saved['class']} in the checkpoint, {kind} here"], carries_groups=False)
     match = OptimizerMatch()
     if len(own) != len(saved["groups"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from .combined import CombinedLoader, Rows, combined_length, cycle_parts, is_collection, merge, separate, side_by_side
 from .errors import CheckpointError, ConfigurationError
 from .evaluation_loaders import EvaluationSource, NumberedBatches, evaluation_source
-from .loaders import NO_BATCH, Position, TrainingSource, training_source
+from .loaders import CONVERTED, NO_BATCH, Position, TrainingSource, training_source
 
 _EPOCHS_APART = 1 << 20
 
@@ -114,6 +115,8 @@ class CombinedTraining(TrainingSource):
     def batches_before(self, position: Position | None) -> int:
         if position is None:
             return 0
+        if CONVERTED in position:
+            return int(position[CONVERTED])
         rows = []
         for part, (cycle, place) in zip(self._parts, self._places(position), strict=True):
             length = part.len_batches() if cycle else 0
@@ -159,6 +162,9 @@ class CombinedTraining(TrainingSource):
     def _places(self, position: Position | None) -> list[tuple[int, Position | None]]:
         if position is None:
             return [(0, None)] * len(self._parts)
+        if CONVERTED in position:
+            turns = [divmod(int(position[CONVERTED]), part.len_batches() or sys.maxsize) for part in self._parts]
+            return [(cycle, {CONVERTED: rest}) for cycle, rest in turns]
         places = position.get("parts", ())
         if len(places) != len(self._parts):
             raise CheckpointError(

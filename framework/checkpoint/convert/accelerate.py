@@ -116,8 +116,8 @@ def _refuse_several(request: Request) -> None:
     several = [name for name in names_in(request.source).files if re.fullmatch(r"(pytorch_)?model_\d+\.\w+", name)]
     if several:
         raise CheckpointError(
-            f"{request.source} holds several models ({counted(sorted(several))} beside the first); one can be converted: "
-            "train each by itself, or put them into one module before save_state."
+            f"{request.source} holds several models ({counted(sorted(several))} beside the first); one can be "
+            "converted: train each by itself, or put them into one module before save_state."
         )
 
 

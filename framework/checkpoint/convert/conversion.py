@@ -71,6 +71,8 @@ def convert(
     """
     origin, target = Path(os.path.realpath(source)), Path(os.path.abspath(out))
     kind = detect(origin, format)
+    if prefix and kind.startswith("lightning"):
+        raise ConfigurationError(f"prefix={prefix!r} was given, but a checkpoint of Lightning has its module's names.")
     if os.path.lexists(target):
         raise ConfigurationError(f"out={str(target)!r} exists; choose another name or remove it first.")
     given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers

@@ -16,7 +16,7 @@ from ...errors import CheckpointError, did_you_mean
 from .foreign import Foreign, ForeignOptimizer, ForeignProgress, Group, counted
 from .handover import Content, Job
 from .layout import file_of, has_states, names_in
-from .naming import bare
+from .naming import bare, prefix_in
 from .ordering import Order, build_module, by_name, orders_of
 from .request import Request
 
@@ -52,7 +52,9 @@ class Engine:
 def convert_folder(request: Request) -> Foreign:
     """Return what ``save_checkpoint`` wrote."""
     engine = read_engine(state_folder(request.source), request)
-    foreign = from_engine(engine, "deepspeed", request, request.prefix)
+    names = {bare(name): None for name in engine.first["module"]}
+    built = build_module(request.module, {})
+    foreign = from_engine(engine, "deepspeed", request, prefix_in(built, names, request.prefix))
     client = {key: value for key, value in engine.first.items() if key not in OWN}
     foreign.user = {str(key): value for key, value in client.items()}
     foreign.notes.append("left out: epoch, random generators and position in the data, which DeepSpeed does not save")
@@ -100,7 +102,7 @@ def read_engine(folder: Path, request: Request) -> Engine:
     for kind, found in (("model", models), ("optim", parts)):
         if sorted(found) != list(range(len(found))):
             raise CheckpointError(
-                f"{folder} lacks the {kind} states of a rank: it holds those of {counted([str(rank) for rank in found])}."
+                f"{folder} lacks the {kind} states of a rank: there are {counted([str(rank) for rank in found])}."
             )
     ranks = [models[rank] for rank in sorted(models)] + [parts[rank] for rank in sorted(parts)]
     contents = request.read([Job(file_of(folder, match.string)) for match in ranks])
@@ -162,8 +164,8 @@ def _plain_optimizer(
         return None
     if not (isinstance(state, dict) and "param_groups" in state and "state" in state):
         raise CheckpointError(
-            f"{engine.folder} holds an optimizer of 16-bit training without ZeRO, which is not converted: save it under "
-            "stage 1, 2 or 3."
+            f"{engine.folder} holds an optimizer of 16-bit training without ZeRO, which is not converted: save it "
+            "under stage 1, 2 or 3."
         )
     return by_name([state], weights, orders, True, notes)
 
@@ -240,8 +242,8 @@ def _partitioned(engine: Engine, names: _Naming) -> tuple[dict[str, Tensor], For
     bases = [partition.get(inner) for partition in engine.partitions]
     if not all(isinstance(base, dict) and "state" in base for base in bases) or key not in engine.partitions[0]:
         raise CheckpointError(
-            f"{engine.folder} holds ZeRO states in a form that is not converted (elastic or universal checkpoints): save "
-            "once more without load_from_fp32_weights and elastic_checkpoint."
+            f"{engine.folder} holds ZeRO states in a form that is not converted (elastic or universal checkpoints): "
+            "save once more without load_from_fp32_weights and elastic_checkpoint."
         )
     flats = [_Flat.of(engine, partition[key], base) for partition, base in zip(engine.partitions, bases, strict=True)]
     masters: dict[str, Tensor] = {}

@@ -125,7 +125,7 @@ def progress_of(content: Mapping[str, Any], notes: list[str]) -> ForeignProgress
     if progress.batch_in_epoch and not progress.epoch_ended:
         notes.append(
             f"the run stood in epoch {progress.epoch} after {done} batches of each rank; training goes on after as "
-            "many, which are the same samples where the loader does not shuffle and ranks and batch size stay as they were"
+            "many: the same samples where the loader does not shuffle and ranks and batch size stay as they were"
         )
     return progress
 

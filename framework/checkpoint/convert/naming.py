@@ -38,16 +38,11 @@ def all_bare(tensors: Mapping[str, V], prefixes: tuple[str, ...] = ()) -> dict[s
     return inner
 
 
-def renamed(tensors: Mapping[str, V], module: nn.Module | None, prefix: str) -> dict[str, V]:
-    """Return tensors with ``prefix`` before their names; without one, with what ``module`` has before them.
+def prefix_in(module: nn.Module | None, names: Mapping[str, object], given: str) -> str:
+    """Return what ``module`` has before all ``names``: ``given``, nothing, or the name of an attribute and a dot.
 
     A model that was trained alone is often an attribute of the module it is trained as here, such as ``net``.
     """
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def prefix_in(module: nn.Module | None, names: Mapping[str, object], given: str) -> str:
-    """Return what ``module`` has before all ``names``: ``given``, nothing, or the name of an attribute and a dot."""
     if given or module is None:
         return given
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)} | {

@@ -84,8 +84,8 @@ def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) 
     foreign = [one for one in optimizers for group in one.param_groups for p in group["params"] if id(p) not in names]
     if foreign:
         raise ConfigurationError(
-            f"optimizers= holds a {type(foreign[0]).__name__} of what is no parameter of {type(module).__name__}; make it "
-            "of that module's parameters."
+            f"optimizers= holds a {type(foreign[0]).__name__} of what is no parameter of {type(module).__name__}; make "
+            "it of that module's parameters."
         )
     return [
         Order([[names[id(p)] for p in group["params"]] for group in one.param_groups], type(one).__name__)
