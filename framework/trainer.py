@@ -14,6 +14,7 @@ from .assembly import FitRequest
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .datamodule import DataModule
 from .errors import ConfigurationError
+from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
 from .launch import can_rerun_script, launch_script
 from .memory.plan import MemoryPlan
@@ -392,6 +393,34 @@ class Trainer(TrainerView):
             raise ConfigurationError("save_checkpoint works while a run is under way: call it in a hook or a callback.")
         windows = self.loop.windows if self.loop is not None else None
         save_run(run, Path(filepath), windows, self.seed, weights_only)
+
+    def export(
+        self,
+        path: str | Path,
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: int | str | None = None,
+    ) -> Path:
+        """Write the weights alone, as plain safetensors; return the path. Collective while a run is under way.
+
+        In a hook they are those after the last optimizer step, under any strategy, in the dtype of its updates. After a
+        fit they are what the module holds, and rank 0 alone writes.
+
+        Args:
+            path: a file that does not exist yet, or a directory, which gets ``model.safetensors``.
+            dtype: write floating point tensors in it, such as ``"bf16"``.
+            max_shard_size: make ``path`` a directory of files of at most so much (``"5GB"``) and an index.
+
+        Raises:
+            ConfigurationError: there is no module, ``path`` exists, or a number does not fit into ``dtype``.
+            StorageError: it cannot be written.
+        """
+        target = Path(path)
+        if self.run is not None:
+            return export_run(self.run, target, dtype, max_shard_size)
+        if self.last_module is None:
+            raise ConfigurationError("export writes the weights of a module that was fitted or evaluated: fit first.")
+        check_export(dtype, max_shard_size)
+        return export_module(self.last_module, target, dtype, max_shard_size) if self.is_global_zero else target
 
     def note(self, text: str) -> None:
         """Show a person one line, on rank 0."""

@@ -152,6 +152,18 @@ def write_plain(
     return target
 
 
+def check_target(target: Path, as_directory: bool) -> None:
+    """Refuse to write over what is there. A directory may be there where a file is to be made in it.
+
+    Raises:
+        ConfigurationError: something is there.
+    """
+    if as_directory and os.path.lexists(target):
+        raise ConfigurationError(f"out={str(target)!r} exists; with max_shard_size it is made as a new directory.")
+    if os.path.lexists(target) and not target.is_dir():
+        raise ConfigurationError(f"out={str(target)!r} exists; choose another name or remove it first.")
+
+
 def _write_file(tensors: PlainTensors, path: Path, names: Sequence[str]) -> None:
     names = sorted(names, key=lambda name: -tensors.dtype(name).itemsize)
     header, _ = header_of([(name, code_of(tensors.dtype(name), name), tensors.shape(name)) for name in names])
@@ -166,8 +178,7 @@ def _write_file(tensors: PlainTensors, path: Path, names: Sequence[str]) -> None
 
 
 def _write_shards(tensors: PlainTensors, target: Path, limit: int, stem: str) -> Path:
-    if os.path.lexists(target):
-        raise ConfigurationError(f"out={str(target)!r} exists; with max_shard_size it is made as a new directory.")
+    check_target(target, True)
     temporary = hidden_sibling(target, "tmp")
     groups = _groups(tensors, limit)
     files = {f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": names for number, names in enumerate(groups, 1)}

@@ -1,0 +1,98 @@
+"""Weights alone, as plain safetensors: during a fit from what the ranks hold, afterwards from the module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .atomic import hidden_sibling, remove_tree
+from .canonical import canonical_table
+from .checkpoint.consolidation import MODEL, section_tensors
+from .checkpoint.plain_files import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
+from .checkpoint.plan import Snapshot
+from .checkpoint.read import open_checkpoint
+from .checkpoint.stored import held
+from .checkpoint.write import save
+from .errors import ConfigurationError, StorageError
+from .resume import on_rank_zero
+from .run import Run
+from .saving import live_weights
+
+Dtype = str | torch.dtype | None
+Size = int | str | None
+
+
+def check_export(dtype: Dtype, max_shard_size: Size) -> None:
+    """Refuse a dtype or a size that is none.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    target_dtype(dtype)
+    if max_shard_size is not None:
+        size_in_bytes(max_shard_size)
+
+
+def export_run(run: Run, path: Path, dtype: Dtype, max_shard_size: Size) -> Path:
+    """Write the weights of a run under way. Collective.
+
+    Where they are split, each rank first writes its part beside ``path``, so that no rank ever holds all of them.
+
+    Raises:
+        ConfigurationError: on all ranks; ``path`` exists, or a number does not fit into ``dtype``.
+        StorageError: on all ranks; it cannot be written.
+    """
+    check_export(dtype, max_shard_size)
+    world, shards = run.world, live_weights(run)
+    if world.size == 1 or run.fabric.strategy.traits.replicates:
+        tensors = {name: shard.tensor for name, shard in shards.items()}
+        return on_rank_zero(world, lambda: _write_held(tensors, path, dtype, max_shard_size))
+
+    def draft_name() -> Path:
+        check_target(path, max_shard_size is not None)
+        return hidden_sibling(path, "tmp")
+
+    draft = on_rank_zero(world, draft_name)
+    save(draft, Snapshot({MODEL: shards}), world, sharded=True)
+
+    def gather() -> Path:
+        try:
+            tensors = section_tensors(open_checkpoint(draft), MODEL)
+            return write_plain(PlainTensors(tensors, target_dtype(dtype)), path, max_shard_size)
+        finally:
+            # Left behind, it has the name of a leftover.
+            with contextlib.suppress(StorageError):
+                remove_tree(draft)
+
+    return on_rank_zero(world, gather)
+
+
+def export_module(module: nn.Module, path: Path, dtype: Dtype, max_shard_size: Size) -> Path:
+    """Write the weights that a module holds in this process.
+
+    Raises:
+        ConfigurationError: it holds none here, ``path`` exists, or a number does not fit into ``dtype``.
+        StorageError: it cannot be written.
+    """
+    check_export(dtype, max_shard_size)
+    state = module.state_dict()
+    tensors = {name: state[raw] for name, raw in canonical_table(module).items() if isinstance(state[raw], Tensor)}
+    nowhere = next((name for name, tensor in tensors.items() if tensor.is_meta or not _is_whole(tensor)), None)
+    if nowhere is not None:
+        raise ConfigurationError(
+            f"export: this process does not hold {nowhere!r}: call export in a hook of the fit, such as on_train_end, "
+            "or consolidate a checkpoint."
+        )
+    return _write_held(tensors, path, dtype, max_shard_size)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def _write_held(tensors: Mapping[str, Tensor], path: Path, dtype: Dtype, max_shard_size: Size) -> Path:
+    return write_plain(PlainTensors(held(tensors), target_dtype(dtype)), path, max_shard_size)
