@@ -1,40 +1,47 @@
-"""``ModelCheckpoint``: save the run while it trains, and keep the best and the newest."""
+"""``ModelCheckpoint``: save the run while it trains, and keep the best, the newest and every nth."""
 
 from __future__ import annotations
 
-import math
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from ..framework.callback import Callback
+from ..framework.checkpoint.leftovers import clean_shared
 from ..framework.checkpoint.name import NameTemplate
-from ..framework.checkpoint.retention import BestK, clone
+from ..framework.checkpoint.probe import NAME as PROBE
+from ..framework.checkpoint.probe import free_bytes, probe
+from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.schedule import SaveSchedule
-from ..framework.checkpoint.store import remove
-from ..framework.errors import ConfigurationError, MetricError, NonFiniteError, StorageError
+from ..framework.errors import ConfigurationError, MetricError, PhalanxError
 from ..framework.logger import Logger
 from ..framework.monitor import acts_at_epoch_end, check_mode, missing_metric
+from ..framework.saver import SaveOrder
+from .checkpoint_records import CheckpointRecords
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule
     from ..framework.trainer import Trainer
 
 
-class ModelCheckpoint(Callback):
-    """Save checkpoints by epochs, steps or time; keep the best ``save_top_k`` by a metric, and the newest.
+class ModelCheckpoint(CheckpointRecords):
+    """Save checkpoints by epochs, steps or time; keep the best by a metric, the newest, and every nth for ever.
 
-    "Best" and "last" are separate: ``last.ckpt`` is written whenever a checkpoint is due and once more at the end,
-    whether or not the metric was among the best. It is a checkpoint of its own, sharing bytes with the best one where
-    both are the same. Without ``monitor`` the newest checkpoint is the best (``save_top_k=1``), or all are kept (-1).
+    A checkpoint stays as long as one of the rules wants it: it is among the best ``save_top_k``, among the newest
+    ``keep_last``, or a ``keep_every_nth``. An older one is deleted only when the new one is on the disk, so there are
+    never fewer than the rules promise. Without ``monitor`` the newest is the best (``save_top_k=1``), or all are kept
+    (-1). ``last.ckpt`` is separate: it is written whenever a checkpoint is due and once more at the end, whether or not
+    the metric was among the best; it shares its bytes with the checkpoint that was saved with it.
 
     A checkpoint whose weights are not finite is never written, and one whose metric is NaN never among the best. What
     decides is what rank 0 logged and rank 0's clock, so that all ranks save together.
+
+    A save that fails (a full disk, a directory that was removed) is told of, with the bytes that were needed and are
+    free; all older checkpoints are as they were, and training goes on. The third in a row raises ``StorageError``. The
+    directory is tried before the first step, and what killed runs left half written in it is deleted.
 
     Args:
         dirpath: where checkpoints go; default: ``checkpoints`` in the run's directory.
@@ -52,7 +59,11 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: save at the end of training epochs (True) or after validations (False); default: after
             validations where a run validates other than once per epoch.
         enable_version_counter: append ``-v1`` and so on to a name that is taken; otherwise replace what has it.
-        asynchronous: not available yet.
+        asynchronous: write behind the training, which is held up only while the state is copied to memory. The next
+            save, and the end of the fit, wait until it is written. Until then ``best_model_path`` and the like name a
+            checkpoint that is still to come.
+        keep_last: how many of the newest to keep, whatever their metric.
+        keep_every_nth: of the checkpoints that are due, counted over the whole run, keep every so many-th for ever.
 
     Raises:
         ConfigurationError: an argument breaks its rule, or two contradict one another.
@@ -83,8 +94,10 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         asynchronous: bool = False,
+        keep_last: int = 0,
+        keep_every_nth: int = 0,
     ) -> None:
-        _check(save_last, save_top_k, monitor, asynchronous)
+        _check(save_last, save_top_k, monitor, keep_last=keep_last, keep_every_nth=keep_every_nth)
         check_mode("ModelCheckpoint", mode)
         self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.dirpath = self._given_dirpath
@@ -102,7 +115,9 @@ class ModelCheckpoint(Callback):
         self._template = NameTemplate(filename or "{epoch}-{step}", auto_insert_metric_name)
         self.last_model_path = ""
         self._newest = ""
-        self._best = BestK(save_top_k, mode)
+        self.asynchronous = asynchronous
+        self._kept = Retention(save_top_k, mode, monitor is not None, keep_last, keep_every_nth)
+        self._giving_way = []
         self._current: float | None = None
         self._begin(0)
 
@@ -113,39 +128,6 @@ class ModelCheckpoint(Callback):
         # A save that was due before its metric was known waits for the next validation or epoch's end.
         self._deferred = False
         self._schedule.restart_clock()
-
-    # ---- what it has saved ------------------------------------------------------------------------------------------
-
-    @property
-    def best_model_path(self) -> str:
-        """The checkpoint with the best metric; without ``monitor`` the newest. Empty while there is none."""
-        return self._best.best if self.monitor is not None else self._newest
-
-    @property
-    def best_model_score(self) -> Tensor | None:
-        """The best metric, a 0-d float64 tensor; None while there is none, or without ``monitor``."""
-        return _as_tensor(self._best.scores.get(self._best.best))
-
-    @property
-    def best_k_models(self) -> dict[str, Tensor]:
-        """The kept checkpoints and their metrics."""
-        return {path: torch.tensor(score, dtype=torch.float64) for path, score in self._best.scores.items()}
-
-    @property
-    def kth_best_model_path(self) -> str:
-        """The checkpoint that the next better one replaces; empty while there is room."""
-        return self._best.worst
-
-    @property
-    def kth_value(self) -> Tensor:
-        """The metric that the next checkpoint has to beat."""
-        room = math.inf if self.mode == "min" else -math.inf
-        return torch.tensor(self._best.scores.get(self._best.worst, room), dtype=torch.float64)
-
-    @property
-    def current_score(self) -> Tensor | None:
-        """The metric of the newest checkpoint; None before the first, or without ``monitor``."""
-        return _as_tensor(self._current)
 
     @property
     def every_n_epochs(self) -> int:
@@ -165,31 +147,6 @@ class ModelCheckpoint(Callback):
         }
         return f"ModelCheckpoint({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "dirpath": self.dirpath,
-            "best_k_models": dict(self._best.scores),
-            "newest": self._newest,
-            "last_model_path": self.last_model_path,
-            "current_score": self._current,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Checkpoints that were moved with their directory are found where they are now.
-        def here(path: str) -> str:
-            before = state["dirpath"]
-            if not path or not before or self.dirpath is None or not Path(path).is_relative_to(before):
-                return path
-            moved = os.path.join(self.dirpath, os.path.relpath(path, before))
-            return moved if os.path.exists(moved) else path
-
-        self._best.scores = {here(path): float(score) for path, score in state["best_k_models"].items()}
-        self._newest = here(state["newest"])
-        self.last_model_path = here(state["last_model_path"])
-        self._current = state["current_score"]
-        if self.dirpath is None:
-            self.dirpath = state["dirpath"]
-
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def wants(self, hook: str) -> bool:
@@ -201,15 +158,34 @@ class ModelCheckpoint(Callback):
         if self._given_dirpath is None and (stage == "fit" or self.dirpath is None):
             self.dirpath = os.path.abspath(trainer.checkpoint_dir)
 
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.fast_dev_run or trainer.run is None or not (self._kept.saves or self.save_last):
+            return
+        assert self.dirpath is not None
+        directory, saver = Path(self.dirpath), trainer.run.saver
+        # The run's own directory was cleaned when its lock was taken.
+        if trainer.is_global_zero and directory != Path(os.path.abspath(trainer.checkpoint_dir)):
+            clean_shared(directory, self._writes, trainer.note)
+        probe(directory, trainer.world, saver.sharded)
+        size = saver.estimate(self.save_weights_only)
+        free = free_bytes(directory)
+        if free is not None and free < size:
+            trainer.note(f"A checkpoint takes about {size:,} bytes, and {free:,} are free in {directory}: make room.")
+        if self.asynchronous:
+            saver.prepare(size // trainer.world_size if saver.sharded else size)
+
+    def _writes(self, name: str) -> bool:
+        """Whether this run may have written a checkpoint of a name."""
+        stem = name.removesuffix(self.FILE_EXTENSION)
+        last = NameTemplate(self.CHECKPOINT_NAME_LAST, self.auto_insert_metric_name)
+        return name == PROBE or (
+            stem != name
+            and any(re.fullmatch(f"(?:{one.pattern()})(?:-v\\d+)?", stem) for one in (self._template, last))
+        )
+
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._begin(trainer.global_step)
-        # Resumed from an older checkpoint, it may remember ones that were deleted since.
-        known = {*self._best.scores, self._newest, self.last_model_path} - {""}
-        gone = trainer.world.broadcast_object([p for p in known if not os.path.exists(p)]) if known else []
-        for path in gone:
-            self._best.scores.pop(path, None)
-        self._newest = "" if self._newest in gone else self._newest
-        self.last_model_path = "" if self.last_model_path in gone else self.last_model_path
+        self._forget_missing(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -241,16 +217,17 @@ class ModelCheckpoint(Callback):
     def _leave_out_cut_epoch(self, trainer: Trainer) -> None:
         """An epoch that a stop cut short has no figures of its own to rank a checkpoint by."""
         self._deferred = False
-        if not self._best.scores and not self.save_last:
+        if not self._kept.paths and not self.save_last:
             trainer.note(
                 f"No checkpoint was saved: the run ends at step {trainer.global_step}, before {self.monitor!r} was "
                 "known. ModelCheckpoint(save_last=True) saves the end in any case."
             )
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._settle(trainer)
         step = trainer.global_step
         if self.save_last and step not in (self._saved_step, self._first_step) and not trainer.fast_dev_run:
-            self._save(trainer, {**self._plan(trainer), "accepted": False})
+            self._save(trainer, {**self._plan(trainer), "accepted": False, "counts": False})
 
     def _its_time(self, trainer: Trainer) -> bool:
         """Whether the time is up by rank 0's clock, of which all learn at the next step."""
@@ -282,6 +259,7 @@ class ModelCheckpoint(Callback):
     def _save_or_defer(self, trainer: Trainer, last_chance: bool = False) -> None:
         if trainer.fast_dev_run or (trainer.global_step == self._saved_step and not self._deferred):
             return
+        self._settle(trainer)
         self._schedule.restart_clock()
         plan = self._plan(trainer)
         missing = plan["missing"]
@@ -300,23 +278,24 @@ class ModelCheckpoint(Callback):
     def _own_plan(self, trainer: Trainer) -> dict[str, Any]:
         logged = trainer.callback_metrics
         metrics: dict[str, Any] = {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        plan: dict[str, Any] = {"missing": None, "accepted": False, "score": None}
+        plan: dict[str, Any] = {"missing": None, "accepted": False, "counts": False, "score": None}
         if self.save_last:
             plan["last"] = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST)
-        if not self.save_top_k:
+        if not self._kept.saves:
             return plan
         for name in [*self._template.metrics, *([self.monitor] if self.monitor else [])]:
             if name not in metrics:
                 return {**plan, "missing": str(missing_metric("ModelCheckpoint", name, logged))}
         plan["score"] = float(metrics[self.monitor]) if self.monitor is not None else None
-        plan["accepted"] = plan["score"] is None or self._best.accepts(plan["score"])
+        plan["counts"] = True
+        plan["accepted"] = self._kept.accepts(plan["score"])
         if plan["accepted"]:
             plan["path"] = self._free_path(metrics)
         return plan
 
     def _free_path(self, metrics: Mapping[str, Any]) -> str:
         """Return a path that is free, or that of the checkpoint which gives way."""
-        gives_way = self._best.worst if self.monitor is not None else self._newest if self.save_top_k == 1 else ""
+        gives_way = self._kept.gives_way
         path = self.format_checkpoint_name(metrics)
         version = self.STARTING_VERSION
         while self.enable_version_counter and os.path.lexists(path) and path != gives_way:
@@ -324,56 +303,59 @@ class ModelCheckpoint(Callback):
             version += 1
         return path
 
+    def _settle(self, trainer: Trainer) -> None:
+        """Wait for the save before: what is decided next rests on what came of it. Collective."""
+        if trainer.run is not None:
+            trainer.run.saver.settle()
+
     def _save(self, trainer: Trainer, plan: dict[str, Any]) -> None:
         """Save what a plan says; the records are made first, since they are part of what is saved. Collective."""
-        before = self.state_dict()
-        gives_way = self._record(plan)
+        assert trainer.run is not None
+        before, previous = self.state_dict(), {*self._kept.paths, self.last_model_path}
+        self._record(plan)
         targets = [plan["path"]] if plan["accepted"] else []
         if self.save_last:
             targets.append(self.last_model_path)
-        if targets:
-            try:
-                trainer.save_checkpoint(targets[0], self.save_weights_only)
-            except NonFiniteError as error:
-                self._restore(before)
-                trainer.note(f"No checkpoint was saved at step {trainer.global_step}: {error}")
-                return
-            self._saved_step = trainer.global_step
-        if targets and trainer.is_global_zero:
-            if targets[0] != targets[-1]:
-                clone(targets[0], targets[-1])
-            for path in {gives_way, before["last_model_path"]} - {"", *targets, *self._best.scores}:
-                self._remove(trainer, path)
-            self._tell_loggers(trainer)
-        if self.verbose:
+        if not targets:
             self._tell(trainer, plan)
+            return
+        self._giving_way = sorted(previous - {"", *targets, *self._kept.paths, self.last_model_path})
+        self._saved_step = trainer.global_step
+        trainer.run.saver.save(
+            SaveOrder(
+                Path(targets[0]),
+                self.save_weights_only,
+                self.asynchronous,
+                also=Path(targets[-1]) if len(targets) > 1 else None,
+                owner=self.state_key,
+                prune=partial(self._remove, set(self._giving_way)),
+                settled=partial(self._settled, trainer, plan, before),
+            )
+        )
 
-    def _record(self, plan: dict[str, Any]) -> str:
-        """Note a checkpoint that is about to be saved; return the path of the one that gives way."""
+    def _settled(
+        self, trainer: Trainer, plan: dict[str, Any], before: dict[str, Any], error: PhalanxError | None
+    ) -> None:
+        """Take note of what came of a save, on every rank."""
+        if error is not None:
+            self._restore(before)
+            self._saved_step = -1
+            return
+        if trainer.is_global_zero:
+            self._tell_loggers(trainer)
+        self._tell(trainer, plan)
+
+    def _record(self, plan: dict[str, Any]) -> None:
+        """Note a checkpoint that is about to be saved."""
         if plan["score"] is not None:
             self._current = plan["score"]
         if self.save_last:
             self.last_model_path = plan["last"]
-        if not plan["accepted"]:
-            return ""
-        previous, self._newest = self._newest, plan["path"]
-        if self.monitor is not None:
-            return self._best.add(plan["path"], plan["score"])
-        return previous if self.save_top_k == 1 else ""
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._best.scores = dict(state["best_k_models"])
-        self._newest, self.last_model_path = state["newest"], state["last_model_path"]
-        self._current = state["current_score"]
-
-    def _remove(self, trainer: Trainer, path: str) -> None:
-        # What lies elsewhere is not this callback's to delete.
-        if self.dirpath is None or not Path(path).is_relative_to(self.dirpath) or not os.path.lexists(path):
-            return
-        try:
-            remove(path)
-        except StorageError as error:
-            trainer.note(f"An old checkpoint stays: {error}")
+        if plan["counts"]:
+            self._kept.count()
+        if plan["accepted"]:
+            self._newest = plan["path"]
+            self._kept.add(plan["path"], plan["score"])
 
     def _tell_loggers(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:
@@ -385,6 +367,8 @@ class ModelCheckpoint(Callback):
                 trainer.note(f"{type(logger).__name__} failed after a checkpoint ({type(error).__name__}: {error}).")
 
     def _tell(self, trainer: Trainer, plan: dict[str, Any]) -> None:
+        if not self.verbose:
+            return
         score = f", {self.monitor} = {plan['score']:.6g}" if plan["score"] is not None else ""
         what = (
             f"saved {os.path.basename(plan['path'])}" if plan["accepted"] else f"not among the best {self.save_top_k}"
@@ -392,23 +376,21 @@ class ModelCheckpoint(Callback):
         trainer.note(f"Epoch {trainer.current_epoch}, step {trainer.global_step}{score}: {what}.")
 
 
-def _check(save_last: bool | str | None, save_top_k: int, monitor: str | None, asynchronous: bool) -> None:
+def _check(save_last: bool | str | None, save_top_k: int, monitor: str | None, **counts: int) -> None:
     """Refuse arguments that break a rule.
 
     Raises:
         ConfigurationError: one does.
     """
-    if asynchronous:
-        raise ConfigurationError("ModelCheckpoint(asynchronous=True) is not available yet: leave it out.")
     if save_last not in (None, True, False, "link"):
         raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
         raise ConfigurationError(f"ModelCheckpoint(save_top_k={save_top_k!r}): give a number, 0 for none, -1 for all.")
     if monitor is None and save_top_k not in (-1, 0, 1):
         raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k}) without monitor: name the metric that ranks, or give 1, 0, -1."
+            f"ModelCheckpoint(save_top_k={save_top_k}) without monitor: name the metric that ranks, or keep the newest "
+            f"with keep_last={save_top_k}."
         )
-
-
-def _as_tensor(value: float | None) -> Tensor | None:
-    return None if value is None else torch.tensor(value, dtype=torch.float64)
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ConfigurationError(f"ModelCheckpoint({name}={count!r}): give a number, 0 for none.")

@@ -30,6 +30,7 @@ from .randomness import mix_seed, seed_generators
 from .restoring import Resumption, agree_on_resumption, load_model, rank_state, regroup, restore_run
 from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero
 from .run import Run
+from .saver import Saver
 from .settings import Settings
 from .steps import AutomaticStep
 from .training import FitLoop, FitPlan
@@ -132,6 +133,7 @@ def _begin(trainer: Trainer, request: FitRequest, stage: str) -> Run:
     trainer.callbacks = callbacks
     fanout = LoggerFanout(trainer.loggers if world.is_global_zero else [], trainer.note)
     run = Run(trainer, trainer.fabric, request.module, callbacks, fanout, stage)
+    run.saver = Saver(run)
     request.module.__dict__["_run"] = run
     request.module.log_to(run.train_log)
     trainer.attach_run(run)

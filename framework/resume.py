@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 from .callback import Callback
 from .checkpoint.inspection import kind_of
+from .checkpoint.leftovers import clean_own
 from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
@@ -78,6 +79,8 @@ def claim_directory(
         directory.version = found.version
         if writes:
             directory.acquire(fresh=found.checkpoint is None or given != "auto")
+            if _clean(directory, note) and given == "auto":
+                found = _find(given, directory.root, directory.name, callbacks, note)
         return replace(found, version=directory.version)
 
     origin = on_rank_zero(world, claim)
@@ -98,6 +101,14 @@ def on_rank_zero(world: World, function: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return cast(T, result)
+
+
+def _clean(directory: RunDirectory, note: Callable[[str], None]) -> bool:
+    """Delete what a killed process left in a directory whose lock is held; say whether a checkpoint was put back."""
+    interrupted = any(directory.checkpoints.glob(".*.old"))
+    for folder in (directory.path, directory.checkpoints):
+        clean_own(folder, note)
+    return interrupted
 
 
 def _find(

@@ -26,9 +26,12 @@ from .world import World
 
 if TYPE_CHECKING:
     from .manual import ManualOptimizer
+    from .saver import Saver
     from .trainer import Trainer
 
 Hook = Callable[..., Any]
+SAVED = "saved"
+"""The trigger of a save behind the training that is over; its payload is the save's number."""
 # Which entries of a log are for whom.
 _WANTED = {"progress_bar": "prog_bar", "logged": "logger"}
 
@@ -73,6 +76,8 @@ class Run:
         self.in_window = False
         self.manual_backward: Callable[..., None] = _no_loop
         self.restore_layers: Callable[[], None] | None = None
+        self.saver: Saver
+        """Set as the run is made."""
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
@@ -179,10 +184,13 @@ class Run:
 
         Raises:
             NonFiniteError: a rank met a loss that is NaN or infinite.
+            StorageError: saves behind the training failed again and again.
         """
         fired = self.triggers.fired
         if "nonfinite" in fired:
             raise NonFiniteError(next(iter(fired["nonfinite"].values())))
+        if SAVED in fired:
+            self.saver.settle(next(iter(fired[SAVED].values())))
         if "end_epoch" in fired:
             self.epoch_cut = True
         if "go_on" in fired:

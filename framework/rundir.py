@@ -8,7 +8,7 @@ import re
 import socket
 from pathlib import Path
 
-from .atomic import lock
+from .atomic import lock, write_text
 from .errors import StorageError
 
 _VERSION = re.compile(r"version_(\d+)$")
@@ -73,8 +73,12 @@ class RunDirectory:
             self._lock = None
 
     def write_json(self, name: str, document: object) -> None:
-        """Write a small document into the directory."""
-        (self.path / name).write_text(json.dumps(document, indent=2, default=str) + "\n")
+        """Write a small document into the directory, which is made again if somebody removed it.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        write_text(self.path / name, json.dumps(document, indent=2, default=str) + "\n")
 
 
 def versions(root: Path, name: str) -> list[int]:

@@ -6,47 +6,16 @@ What differs from rank to rank (random generators, what has been logged in the e
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from .canonical import canonical_names, names_of
 from .checkpoint.codec import encode, encode_inline
 from .checkpoint.plan import Shard, Snapshot
-from .checkpoint.write import has_nonfinite, save
-from .errors import ConfigurationError, NonFiniteError
 from .model_state import encode_known, model_state
 from .optimizer_state import optimizer_state, whole
 from .run import Run
 from .seed import capture
 from .windows import Windows
-
-
-def save_run(run: Run, path: Path, windows: Windows | None, seed: int, weights_only: bool = False) -> None:
-    """Save a run as it stands after its last optimizer step. Collective.
-
-    Raises:
-        NonFiniteError: on all ranks; a weight is NaN or infinite, and nothing was written.
-        StorageError: on all ranks; it could not be written, and what was there is untouched.
-        ConfigurationError: an accumulation window is under way.
-    """
-    strategy = run.fabric.strategy
-    if run.in_window:
-        raise ConfigurationError(
-            "save_checkpoint was called in the middle of an accumulation window, where gradients are half gathered: "
-            "call it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
-        )
-    # Each rank looks at what it holds; what one finds, all hear. Buffers may be infinite by design, as masks are.
-    canonical = canonical_names(run.module)
-    trained = {canonical(name) for name, _ in run.module.named_parameters(remove_duplicate=False)}
-    held = {name: shard.tensor for name, shard in model_state(strategy, run.module).items() if name in trained}
-    found = run.world.all_gather_object(has_nonfinite(held))
-    name = next((name for name in found if name is not None), None)
-    if name is not None:
-        raise NonFiniteError(
-            f"{name} is not finite at optimizer step {run.progress.global_step}, so {path.name} was not saved: "
-            "resume from the last good checkpoint with a lower learning rate or with gradient clipping."
-        )
-    save(path, capture_run(run, windows, seed, weights_only), run.world, sharded=not strategy.traits.replicates)
 
 
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:

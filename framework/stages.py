@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
+from .errors import StorageError
 from .evaluation import evaluate, predict
 from .launch import install_rank_hooks
 from .model_state import encode_known
@@ -61,6 +62,7 @@ def _fit(trainer: Trainer, request: FitRequest) -> None:
     _begin(trainer, loop)
     with torch.autograd.set_detect_anomaly(True) if trainer.settings.detect_anomaly else nullcontext():
         loop()
+    loop.run.saver.settle()
     _end(trainer, loop)
 
 
@@ -73,7 +75,7 @@ def _begin(trainer: Trainer, loop: FitLoop) -> None:
         return
     run.loggers.log_graph(run.module)
     if trainer.writes:
-        trainer.directory.write_json("config.json", trainer.configuration())
+        _keep(trainer, "config.json", trainer.configuration())
     _, unsaved = encode_known(dict(run.module.hparams))
     if unsaved and trainer.checkpoint_callback is not None:
         trainer.note(
@@ -94,9 +96,17 @@ def _end(trainer: Trainer, loop: FitLoop) -> None:
     if not run.world.is_global_zero:
         return
     if trainer.writes:
-        trainer.directory.write_json("report.json", report(run, trainer.callbacks))
+        _keep(trainer, "report.json", report(run, trainer.callbacks))
     if not trainer.settings.barebones:
         trainer.note(box("done", end_lines(run, trainer.callbacks, trainer.log_dir, trainer.checkpoint_dir)))
+
+
+def _keep(trainer: Trainer, name: str, document: Any) -> None:
+    """Write a document into the run's directory; a run goes on without it."""
+    try:
+        trainer.directory.write_json(name, document)
+    except StorageError as error:
+        trainer.note(f"{name} is missing: {error}")
 
 
 def _fail(trainer: Trainer, error: BaseException) -> None:
@@ -127,6 +137,7 @@ def _let_go(trainer: Trainer, request: FitRequest) -> None:
     if run is not None:
         trainer.last_progress = run.progress
         trainer.last_metrics = {kind: run.metric_view(kind) for kind in trainer.last_metrics}
+        run.saver.close()
         run.fabric.strategy.teardown()
         if run.restore_layers is not None:
             run.restore_layers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .report import say
 from .resume import check_checkpoint_path
 from .run import Run
 from .rundir import RunDirectory
-from .saving import save_run
+from .saver import SaveOrder
 from .settings import Settings, resolve_settings
 from .stages import run_stage
 from .strategy import Strategy
@@ -381,8 +382,15 @@ class Trainer(TrainerView):
             self.run.loggers.log_metrics(dict(metrics), self.run.log_step)
             self.run.metrics["callback"].update(metrics)
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
         """Save the run as it stands after the last optimizer step. Collective.
+
+        Args:
+            filepath: the checkpoint's directory.
+            weights_only: save the model alone; no run can be resumed from that.
+            asynchronous: return once the state is copied, and write it behind the training. One save is under way at a
+                time: the next one waits, and so does the end of the fit. A failure is told of at the step after it is
+                known, and training goes on; the third in a row ends the run.
 
         Raises:
             NonFiniteError: a weight is NaN or infinite; nothing was written.
@@ -391,8 +399,8 @@ class Trainer(TrainerView):
         run = self.run
         if run is None:
             raise ConfigurationError("save_checkpoint works while a run is under way: call it in a hook or a callback.")
-        windows = self.loop.windows if self.loop is not None else None
-        save_run(run, Path(filepath), windows, self.seed, weights_only)
+        path = Path(os.path.abspath(filepath))
+        run.saver.save(SaveOrder(path, weights_only, asynchronous, tolerant=asynchronous))
 
     def export(
         self,

@@ -102,6 +102,8 @@ class FitLoop:
         run.averages.stay()
         with logging_to(run, NoLog("on_train_end or on_fit_end", "log in on_train_epoch_end instead")):
             run.call("on_train_end")
+            # What is told at the end is on the disk by then.
+            run.saver.settle()
             run.call("on_fit_end")
         if run.progress.epoch_ended:
             run.progress.next_epoch()
@@ -149,7 +151,7 @@ class FitLoop:
                 if progress.global_step % log_every == 0 and progress.global_step != published:
                     published = progress.global_step
                     run.publish_step()
-                if one_rank and (triggers.raised or triggers.fired):
+                if one_rank and (triggers.raised or triggers.fired or triggers.posted):
                     triggers.take()
                 if triggers.fired:
                     run.heed_triggers()

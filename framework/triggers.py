@@ -8,6 +8,7 @@ there a second exchange, of the names. In one process nothing is exchanged at al
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,19 +37,33 @@ class Triggers:
         self.fired: dict[str, dict[int, Any]] = {}
         self.raised: dict[str, Any] = {}
         """What this rank has raised and no boundary has seen. The loop looks whether it is empty in every step."""
+        self.posted: deque[tuple[str, Any]] = deque()
+        """What other threads of this rank have raised. The loop looks here as well."""
         self._launched: tuple[torch.Tensor, Any, dict[str, Any]] | None = None
 
     def set(self, name: str, payload: Any = None) -> None:
         """Raise a trigger on this rank. Safe in a signal handler; raising it twice before it fires keeps the first."""
         self.raised.setdefault(name, payload)
 
+    def post(self, name: str, payload: Any = None) -> None:
+        """Raise a trigger from another thread than the one that trains; the last payload counts."""
+        self.posted.append((name, payload))
+
+    def _accept(self) -> None:
+        while self.posted:
+            name, payload = self.posted.popleft()
+            self.raised[name] = payload
+
     def take(self) -> None:
         """One process: make what was raised fire now."""
+        self._accept()
         raised, self.raised = self.raised, {}
         self.fired = {name: {0: payload} for name, payload in raised.items()}
 
     def launch(self, step: int, weight: float, batches: int) -> None:
         """Start the control reduction of optimizer step ``step``. Collective."""
+        if self.posted:
+            self._accept()
         # The swap comes first: what a signal handler raises between the lines goes into the old dict and is counted.
         raised, self.raised = self.raised, {}
         vector = torch.tensor(
@@ -83,6 +98,7 @@ class Triggers:
         if self.world.size == 1:
             self.take()
             return self.fired
+        self._accept()
         raised, self.raised = self.raised, {}
         anywhere = torch.tensor([bool(raised)], dtype=torch.float64)
         self.world.control_reduce(anywhere).wait()

@@ -306,6 +306,17 @@ class World:
         _close_board(self._board)
         _destroy_group(self._control)
 
+    def apart(self) -> World:
+        """Return a world of the same ranks whose objects and barriers travel on a group of their own. Collective.
+
+        For a thread of its own: nothing that it exchanges meets what other threads exchange. Close it, or let go of it.
+        """
+        world = World(self.placement, self.device)
+        world.data_rank, world.data_size = self.data_rank, self.data_size
+        if self.size > 1:
+            world._control.append(dist.new_group(backend="gloo"))
+        return world
+
     def control_reduce(self, vector: Tensor) -> Pending:
         """Start summing a float64 CPU tensor over all ranks, in place; wait for what is returned. Collective."""
         if self.size == 1:

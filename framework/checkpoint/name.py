@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from string import Formatter
 
@@ -40,6 +41,15 @@ class NameTemplate:
     def metrics(self) -> list[str]:
         """The metrics that a name needs."""
         return [field for _, field, _, _ in self._parts if field is not None and field not in COUNTERS]
+
+    def pattern(self) -> re.Pattern[str]:
+        """Return what the names that this template gives look like, its last part alone, without a suffix."""
+        text = ""
+        for literal, field, _, _ in self._parts:
+            text += re.escape(literal)
+            if field is not None:
+                text += (re.escape(f"{field.replace('/', '_')}=") if self._insert_names else "") + "[^/]+"
+        return re.compile(text.rpartition("/")[2])
 
     def fill(self, epoch: int, step: int, metrics: Mapping[str, float]) -> str:
         """Return the name, without a suffix.

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: the best k by a score, and a second name for the newest one."""
+"""Which checkpoints to keep: the best k by a score, the newest n, every nth for ever; each that one of them wants."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
-from ..atomic import HiddenDirectory, replace_directory, storage_error, sync_directory
+from ..atomic import storage_error, sync_directory
 from ..monitor import is_better
 
 
@@ -56,6 +57,91 @@ class BestK:
         return found
 
 
+class Retention:
+    """The checkpoints that are kept, by path, in the order saved.
+
+    Pure bookkeeping, as ``BestK`` is. ``ranked`` says whether scores count; without them the best one is the newest.
+    """
+
+    def __init__(self, k: int, mode: str, ranked: bool, newest: int = 0, every_nth: int = 0) -> None:
+        self.best = BestK(k, mode)
+        self.ranked = ranked
+        self.every_nth = every_nth
+        self.depth = max(newest, 0 if ranked else k, 1 if not ranked and k == -1 else 0)
+        self.newest: list[str] = []
+        self.forever: list[str] = []
+        self.due = 0
+        """How many checkpoints have been due, written or not."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether any checkpoint may be kept at all."""
+        return bool(self.best.k or self.depth or self.every_nth)
+
+    @property
+    def paths(self) -> set[str]:
+        """All that are kept."""
+        return {*self.best.scores, *self.newest, *self.forever}
+
+    @property
+    def gives_way(self) -> str:
+        """The checkpoint that the next one may replace under the same name; empty where none does."""
+        leaving = self.best.worst if self.ranked else self._oldest
+        return "" if leaving in {*self.forever, *(self.newest[1:] if self.ranked else ())} else leaving
+
+    @property
+    def _oldest(self) -> str:
+        full = self.best.k != -1 and 0 < self.depth <= len(self.newest)
+        return self.newest[0] if full else ""
+
+    def accepts(self, score: float | None) -> bool:
+        """Whether a checkpoint that is due now, with this score, is to be written."""
+        return self._ranks(score) or self.depth > 0 or self._is_nth(self.due + 1)
+
+    def count(self) -> None:
+        """Note that a checkpoint was due."""
+        self.due += 1
+
+    def add(self, path: str, score: float | None) -> None:
+        """Take in an accepted checkpoint, after ``count``."""
+        if self.ranked and score is not None and self._ranks(score):
+            self.best.add(path, score)
+        if self.depth:
+            self.newest = [*(one for one in self.newest if one != path), path][-self.depth :]
+        if self._is_nth(self.due) or (not self.ranked and self.best.k == -1):
+            self.forever = [*(one for one in self.forever if one != path), path]
+
+    def forget(self, path: str) -> None:
+        """Drop a checkpoint that is no longer there."""
+        self.best.scores.pop(path, None)
+        self.newest = [one for one in self.newest if one != path]
+        self.forever = [one for one in self.forever if one != path]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept."""
+        return {
+            "best_k_models": dict(self.best.scores),
+            "newest_models": list(self.newest),
+            "kept_for_ever": list(self.forever),
+            "due": self.due,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned; what an older checkpoint lacks is empty."""
+        self.best.scores = {path: float(score) for path, score in state["best_k_models"].items()}
+        newest = state.get("newest_models", [state["newest"]] if state.get("newest") else [])
+        # Fewer may be asked for than before.
+        self.newest = list(newest)[-self.depth :] if self.depth else []
+        self.forever = list(state.get("kept_for_ever", []))
+        self.due = state.get("due", 0)
+
+    def _ranks(self, score: float | None) -> bool:
+        return self.best.accepts(score) if self.ranked and score is not None else False
+
+    def _is_nth(self, number: int) -> bool:
+        return self.every_nth > 0 and number % self.every_nth == 0
+
+
 def link_files(source: Path, target: Path) -> None:
     """Fill the empty directory ``target`` with the files of ``source``, and sync it.
 
@@ -80,14 +166,3 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
         with target.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def clone(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Publish a finished checkpoint under a second name, atomically, replacing what has that name."""
-    goal = Path(target)
-    held = HiddenDirectory(goal)
-    try:
-        link_files(Path(source), held.path)
-        replace_directory(held.path, goal)
-    finally:
-        held.release()

@@ -23,7 +23,6 @@ from torch import Tensor
 from ..atomic import HiddenDirectory, remove_tree, replace_directory, storage_error, write_synced
 from ..errors import ConfigurationError, NonFiniteError, StorageError
 from ..world import World
-from .finite import has_nonfinite as has_nonfinite
 from .finite import is_finite
 from .manifest import JSON, MANIFEST, Manifest, Part, TensorRecord, dump, parse
 from .opening import is_ours

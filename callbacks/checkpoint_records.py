@@ -1,0 +1,134 @@
+"""What ``ModelCheckpoint`` has saved and keeps: its records, as the user reads them and as a checkpoint holds them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..framework.callback import Callback
+from ..framework.checkpoint.retention import Retention
+from ..framework.checkpoint.store import remove
+from ..framework.errors import StorageError
+
+if TYPE_CHECKING:
+    from ..framework.trainer import Trainer
+
+
+class CheckpointRecords(Callback):
+    """The paths of checkpoints and their scores, and which of them are kept."""
+
+    monitor: str | None
+    mode: str
+    dirpath: str | None
+    last_model_path: str
+    """The newest ``last.ckpt``; empty while there is none."""
+    _kept: Retention
+    _newest: str
+    _current: float | None
+    _giving_way: list[str]
+    """What the checkpoint being saved takes the place of: a run killed before that was deleted does it later."""
+
+    @property
+    def best_model_path(self) -> str:
+        """The checkpoint with the best metric; without ``monitor`` the newest. Empty while there is none."""
+        return self._kept.best.best if self.monitor is not None else self._newest
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """The best metric, a 0-d float64 tensor; None while there is none, or without ``monitor``."""
+        return _as_tensor(self._kept.best.scores.get(self._kept.best.best))
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """The best checkpoints and their metrics."""
+        return {path: torch.tensor(score, dtype=torch.float64) for path, score in self._kept.best.scores.items()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The checkpoint that the next better one replaces; empty while there is room."""
+        return self._kept.best.worst
+
+    @property
+    def kth_value(self) -> Tensor:
+        """The metric that the next checkpoint has to beat."""
+        room = math.inf if self.mode == "min" else -math.inf
+        return torch.tensor(self._kept.best.scores.get(self._kept.best.worst, room), dtype=torch.float64)
+
+    @property
+    def current_score(self) -> Tensor | None:
+        """The metric of the newest checkpoint; None before the first, or without ``monitor``."""
+        return _as_tensor(self._current)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "dirpath": self.dirpath,
+            **self._kept.state_dict(),
+            "newest": self._newest,
+            "last_model_path": self.last_model_path,
+            "current_score": self._current,
+            "giving_way": list(self._giving_way),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Checkpoints that were moved with their directory are found where they are now.
+        def here(path: str) -> str:
+            before = state["dirpath"]
+            if not path or not before or self.dirpath is None or not Path(path).is_relative_to(before):
+                return path
+            moved = os.path.join(self.dirpath, os.path.relpath(path, before))
+            return moved if os.path.exists(moved) else path
+
+        moved = {**state, "best_k_models": {here(path): score for path, score in state["best_k_models"].items()}}
+        for name in ("newest_models", "kept_for_ever", "giving_way"):
+            if name in state:
+                moved[name] = [here(path) for path in state[name]]
+        moved.update({name: here(state[name]) for name in ("newest", "last_model_path")})
+        self._restore(moved)
+        if self.dirpath is None:
+            self.dirpath = state["dirpath"]
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Make the records what they were."""
+        self._kept.load_state_dict(state)
+        self._newest, self.last_model_path = state["newest"], state["last_model_path"]
+        self._current = state["current_score"]
+        self._giving_way = list(state.get("giving_way", []))
+
+    def _forget_missing(self, trainer: Trainer) -> None:
+        """Drop what was deleted since the checkpoint that the run was resumed from, and delete what had given way.
+
+        Collective.
+        """
+        known = {*self._kept.paths, self._newest, self.last_model_path} - {""}
+        if not known:
+            return
+        missing = trainer.world.broadcast_object([path for path in known if not os.path.exists(path)])
+        for path in missing:
+            self._kept.forget(path)
+        self._newest = "" if self._newest in missing else self._newest
+        self.last_model_path = "" if self.last_model_path in missing else self.last_model_path
+        if trainer.is_global_zero:
+            for text in self._remove(set(self._giving_way) - self._kept.paths - {self.last_model_path}):
+                trainer.note(text)
+        self._giving_way = []
+
+    def _remove(self, paths: set[str]) -> list[str]:
+        """Delete checkpoints; return a sentence for each that stays. What lies elsewhere is not ours to delete."""
+        notes = []
+        for path in sorted(paths):
+            if self.dirpath is None or not Path(path).is_relative_to(self.dirpath) or not os.path.lexists(path):
+                continue
+            try:
+                remove(path)
+            except StorageError as error:
+                notes.append(f"An old checkpoint stays: {error}")
+        return notes
+
+
+def _as_tensor(value: float | None) -> Tensor | None:
+    return None if value is None else torch.tensor(value, dtype=torch.float64)

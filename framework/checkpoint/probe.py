@@ -1,0 +1,78 @@
+"""A directory tried before the first step: all that a save will do in it is done once, with a few bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ..atomic import HiddenDirectory, hidden_sibling, make_directory, remove_tree, sync_directory, write_synced
+from ..errors import StorageError
+from ..world import World
+from .outcome import agree, error_of, tell
+
+NAME = "probe"
+"""What the hidden directory is named after, so that one left by a killed process is known."""
+
+
+def probe(directory: Path, world: World, sharded: bool) -> None:
+    """Make a directory where it is missing, and create, write, sync, rename and delete in it. Collective.
+
+    With ``sharded`` every rank writes, as every rank's part will be.
+
+    Raises:
+        StorageError: on all ranks; something of it failed on one.
+    """
+    what = f"checkpoints cannot be saved in {str(directory)!r}"
+    held: list[HiddenDirectory] = []
+    try:
+        failure = _attempt(lambda: _open(directory, held)) if world.is_global_zero else None
+        place: Path = agree(world, failure, directory, what, held[0].path if held else None)[0]
+        writes = sharded or world.is_global_zero
+        failure = _attempt(lambda: write_synced(place / _part(world.rank), b"phalanx")) if writes else None
+        agree(world, failure, directory, what)
+        failure = _attempt(lambda: _rename(place)) if world.is_global_zero else None
+        told = world.broadcast_object(tell(failure, directory))
+        error = error_of([told], what, world.size)
+        if error is not None:
+            raise error from failure
+    finally:
+        for one in held:
+            with contextlib.suppress(StorageError):
+                if one.path.is_dir():
+                    remove_tree(one.path)
+            one.release()
+
+
+def _attempt(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
+def _open(directory: Path, held: list[HiddenDirectory]) -> None:
+    make_directory(directory)
+    held.append(HiddenDirectory(directory / NAME))
+
+
+def _part(rank: int) -> str:
+    return f"probe-{rank:05d}.safetensors"
+
+
+def _rename(place: Path) -> None:
+    goal = hidden_sibling(place.parent / NAME, "gone")
+    os.rename(place, goal)
+    sync_directory(goal.parent)
+    remove_tree(goal)
+
+
+def free_bytes(directory: Path) -> int | None:
+    """Return the bytes that this user may still write where a directory is or will be; None where nobody can tell."""
+    for place in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            found = os.statvfs(place)
+            return found.f_bavail * found.f_frsize
+    return None

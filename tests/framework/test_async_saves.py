@@ -1,0 +1,94 @@
+"""Saves behind the training: what they hold, who hears of them, and what is left when they fail or are killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Regressor, loader
+from parity_table import strategy_named
+from ranks import run_on_ranks
+
+from phalanx import Trainer, checkpoint
+from phalanx.callbacks import Callback
+
+
+class Noting(Regressor):
+    """Changes its weights right after each save, as the next step would."""
+
+
+def sections(path: str | Path) -> dict[str, dict[str, torch.Tensor]]:
+    found = checkpoint.open_checkpoint(path)
+    return {name: found.read_section(name) for name in found.sections}
+
+
+def same(first: str | Path, second: str | Path) -> bool:
+    """Whether two checkpoints hold the same, byte for byte, but for when and as what they were saved."""
+    one, other = sections(first), sections(second)
+    mine, theirs = (dict(checkpoint.open_checkpoint(path).document) for path in (first, second))
+    mine.pop("state"), theirs.pop("state")
+    return mine == theirs and all(
+        one[section].keys() == other[section].keys()
+        and all(torch.equal(tensor, other[section][name]) for name, tensor in one[section].items())
+        for section in one
+    )
+
+
+class SaveBoth(Callback):
+    """Saves at step 3 behind the training, and at the same step here."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint("here.ckpt")
+            trainer.save_checkpoint("behind.ckpt", asynchronous=True)
+
+
+def trainer_of(strategy: str, ranks: int, root: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": ranks,
+        "strategy": strategy_named(strategy, root),
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": any(callback.runs_last for callback in callbacks),
+        "default_root_dir": root,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(callbacks=list(callbacks), **{**defaults, **settings})
+
+
+def fit_and_resume(strategy: str, root: Path) -> tuple[list[float], list[float], list[float]]:
+    """Return the losses after step 3: of a run that saves behind its training, and of those resumed from both saves."""
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    os.chdir(root)
+    whole = Regressor(dropout=0.1)
+    trainer_of(strategy, size, root, SaveBoth()).fit(whole, loader(48))
+    resumed = []
+    for name in ("behind.ckpt", "here.ckpt"):
+        module = Regressor(dropout=0.1)
+        trainer_of(strategy, size, root).fit(module, loader(48), ckpt_path=root / name)
+        resumed.append(module.losses)
+    return whole.losses[3:], resumed[0], resumed[1]
+
+
+def test_one_process(tmp_path: Path) -> None:
+    whole, behind, here = fit_and_resume("single", tmp_path)
+    assert whole == behind == here
+    assert len(whole) == 9
+    assert same(tmp_path / "behind.ckpt", tmp_path / "here.ckpt")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_a_run_resumed_from_a_save_behind_the_training_is_the_one_that_never_stopped(
+    tmp_path: Path, strategy: str
+) -> None:
+    for whole, behind, here in run_on_ranks(2, fit_and_resume, strategy, tmp_path, timeout=120.0):
+        assert whole == behind == here
+        assert len(whole) == 3
+    assert checkpoint.verify(tmp_path / "behind.ckpt") == []
+    assert same(tmp_path / "behind.ckpt", tmp_path / "here.ckpt")
