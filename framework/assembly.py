@@ -27,7 +27,8 @@ from .module import TrainModule
 from .optimization import resolve_optimizers
 from .plugins import check_state_keys
 from .randomness import mix_seed, seed_generators
-from .restoring import Resumption, agree_on_resumption, load_model, rank_state, regroup, restore_run
+from .rank_state import restore_rank
+from .restoring import Resumption, agree_on_resumption, load_model, regroup, restore_run
 from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero
 from .run import Run
 from .saver import Saver
@@ -85,7 +86,7 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     else:
         loop.step = ManualStep(run, train_transfer, settings.nonfinite)
     if resumption is not None:
-        _restore(loop, resumption, origin)
+        _restore(loop, resumption, origin, request.ckpt_path)
     elif run.world.data_rank > 0:
         # Ranks draw different numbers from here on (dropout); rank 0 stays where one process would be.
         seed_generators(mix_seed(trainer.seed, run.world.data_rank))
@@ -216,6 +217,7 @@ def _loop(trainer: Trainer, run: Run, data: Data, request: FitRequest, checkpoin
 
     def sources() -> tuple[Any, int | None, int | None]:
         source = data.training(settings)
+        source.announce_by(trainer.note)
         full = settings.limit_batches("train", data.agreed_length(source, None))
         resumed = settings.limit_batches("train", data.agreed_length(source, position)) if position else full
         return source, full, resumed
@@ -225,6 +227,8 @@ def _loop(trainer: Trainer, run: Run, data: Data, request: FitRequest, checkpoin
     validation = None
     if is_overridden("validation_step", run.module):
         validation = _evaluation_plan(trainer, "validate", data.evaluation("validate"))
+        if validation is not None:
+            validation.seen = run.evaluated_batches
     elif request.given.get("validate") is not None:
         raise ConfigurationError(f"val_dataloaders was given, but {type(run.module).__name__} has no validation_step.")
     plan = _fit_plan(settings, validation, full)
@@ -300,20 +304,16 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
     return plan
 
 
-def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
-    """Put the run back to where a checkpoint stands. Collective."""
+def _restore(loop: FitLoop, resumption: Resumption, origin: Origin, given: str | Path | None) -> None:
+    """Put the run back to where a checkpoint stands; ``given`` is how that was asked for. Collective."""
     run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
     restore_run(run, resumption)
-    mine = rank_state(run, checkpoint)
     progress = run.progress
     if loop.position is not None:
         progress.batch_in_epoch = source.batches_before(loop.position)
-    if mine is not None:
-        run.train_log.load_state_dict(mine["log"])
-        loop.random = mine["random"]
-    else:
-        # Another number of ranks: their generators follow from where the run stands.
-        seed_generators(mix_seed(run.trainer.seed, progress.attempts, run.world.data_rank))
+    loop.random = restore_rank(run, checkpoint, loop.windows)
+    if given == "auto":
+        run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
     loop.resumed_from = origin.checkpoint
     if loop.plan.max_epochs is not None and 0 <= loop.plan.max_epochs < progress.epoch:
         raise CheckpointError(

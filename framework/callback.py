@@ -18,7 +18,7 @@ class Callback:
 
     A hook that is not overridden costs nothing. Callbacks run in the order of the user's list, before the module's own
     hook of the same name; those with ``monitors`` run after it in ``on_train_epoch_end`` and ``on_validation_end``,
-    when metrics are reduced; those with ``runs_last`` run after all others.
+    when metrics are reduced; those with ``runs_last`` run after all others and after the module's own hook.
 
     Callbacks run on every rank. In an optimizer step to which a rank brings no data, ``on_train_batch_end`` is called
     there too, with a loss of 0 and the last batch it had (None before the first), so that ranks can save together.

@@ -53,8 +53,11 @@ class EvaluationPlan:
         return _PREFIX[self.stage]
 
 
-def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
-    """Evaluate all loaders; return one dict of metrics for each. Collective."""
+def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | None = None) -> list[dict[str, float]]:
+    """Evaluate all loaders; return one dict of metrics for each. Collective.
+
+    ``evaluated`` is called once the metrics are known, before the hooks of the end.
+    """
     log = MetricLog(plan.stage, run.world)
     several = len(plan.sources) > 1
     with evaluating(run, plan):
@@ -67,6 +70,8 @@ def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
                 log.in_step = False
             log.loader = None
             reduced = run.publish_epoch(log, run.hooks(f"on_{plan.prefix}_epoch_end"))
+        if evaluated is not None:
+            evaluated()
         with logging_to(run, NoLog(f"on_{plan.prefix}_end", f"use on_{plan.prefix}_epoch_end")):
             before, after = run.hooks_around(f"on_{plan.prefix}_end")
             for hook in (*before, *after):

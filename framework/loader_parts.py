@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,11 +24,21 @@ from .errors import ConfigurationError, DataError
 from .randomness import SeededDataset
 from .sampling import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
 
+# When the first line about a long reading comes, and how long after it each further one.
+_PATIENCE_SECONDS = 3.0
+_REPEAT_SECONDS = 30.0
 
-def skip(batches: Iterator[Any], count: int) -> None:
-    """Read ``count`` batches and let go of each."""
-    for _ in itertools.islice(batches, count):
-        pass
+
+def skip(batches: Iterator[Any], count: int, name: str, announce: Callable[[str], None]) -> None:
+    """Read ``count`` batches and let go of each; tell how far that is, where it takes long."""
+    due = time.monotonic() + _PATIENCE_SECONDS
+    for number, _ in enumerate(itertools.islice(batches, count), 1):
+        if time.monotonic() >= due:
+            due = time.monotonic() + _REPEAT_SECONDS
+            announce(
+                f"Reading forward in {name} to where the run stands: {number:,} of {count:,} batches. A loader or "
+                "dataset with state_dict and load_state_dict would go on from there at once."
+            )
 
 
 class Passes:

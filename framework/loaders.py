@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 from torch.utils.data import DataLoader
@@ -56,7 +56,16 @@ class TrainingSource(ABC):
     """
 
     name: str
+    keeps_state: bool = False
+    """Whether the user's loader or dataset tells where it stands, so that what was read need not be read again."""
     _began_at: Position | None = None
+
+    def __init__(self) -> None:
+        self.announce: Callable[[str], None] = _say_nothing
+
+    def announce_by(self, announce: Callable[[str], None]) -> None:
+        """Have ``announce`` tell a person of what takes long."""
+        self.announce = announce
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -75,6 +84,13 @@ class TrainingSource(ABC):
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
         """Do what ``start`` says."""
 
+    def state_after(self, batches: int) -> Any:
+        """Return the state of the user's loader or dataset once ``batches`` of the epoch are consumed, if it tells."""
+        return None
+
+    def restore(self, states: Sequence[Any], own: bool) -> None:
+        """Take over, for the next ``start``, what ``state_after`` returned: here, or else on all the ranks of then."""
+
     @abstractmethod
     def position_from(self, began_at: Position | None, batches: int) -> Position:
         """Return the position at ``batches`` of an epoch that was started at ``began_at``."""
@@ -87,6 +103,10 @@ class TrainingSource(ABC):
         self._began_at = position
         return self.open(epoch, position)
 
+    def len_batches_now(self) -> int | None:
+        """Return the batches of the epoch that was started last, or None where it is unknown."""
+        return self.len_batches(self._began_at)
+
     def position_after(self, batches: int) -> Position:
         """Return the position once ``batches`` of the epoch that was started last are consumed."""
         return self.position_from(self._began_at, batches)
@@ -97,6 +117,7 @@ class CountedSource(TrainingSource):
 
     def __init__(self, name: str, unit: str, span: int) -> None:
         """``unit``: what an item is, "samples" or "batches"; ``span``: items of a global micro-batch."""
+        super().__init__()
         self.name = name
         self.unit = unit
         self.span = span
@@ -182,6 +203,12 @@ class IterableSource(CountedSource):
         self._shares = size // self._size
         self._loader = private_copy(loader, None, name) if isinstance(loader, DataLoader) else loader
         self._passes = Passes(self._loader, name)
+        self._stateful = stateful_part(self._loader)
+        self.keeps_state = self._stateful is not None
+        # Batches of the one-process order that were read in this epoch, and what to begin the next one from.
+        self._read = 0
+        self._finished = False
+        self._kept: dict[str, Any] | None = None
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -200,9 +227,62 @@ class IterableSource(CountedSource):
         tell_epoch(self._given, epoch)
         if isinstance(self._loader, DataLoader) and self._loader.generator is not None:
             self._loader.generator.manual_seed(mix_seed(self._seed, epoch))
-        batches = self._passes.begin()
-        skip(batches, self.items_before(position) // self._shares)
+        first = self.items_before(position) // self._shares
+        batches = self._begin(first, position is None)
+        if self._stateful is not None:
+            batches = self._counted(batches)
+        skip(batches, first - self._read, self.name, self.announce)
         return batches if self._size == 1 else every(batches, self._rank, self._size)
+
+    def _begin(self, first: int, anew: bool) -> Iterator[Any]:
+        """Return the batches from where the loader stands: at its start, or within the first ``first`` of them."""
+        kept, self._kept = self._kept, None
+        self._read, self._finished = 0, False
+        if kept is None or self._stateful is None or (kept["read"] > first and not anew):
+            return self._passes.begin()
+        self._stateful.load_state_dict(kept["state"])
+        if not anew:
+            self._read = kept["read"]
+        elif self._stateful is self._loader and not kept["finished"]:
+            # What was left of the epoch before, which the loader would go on with.
+            self._passes.begin()
+        return self._passes.begin()
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._read += 1
+            yield batch
+        self._finished = True
+
+    def state_after(self, batches: int) -> Any:
+        consumed = int(self.position_after(batches)["batches"]) // self._shares
+        if self._stateful is None or not self.keeps_state or self._read > consumed:
+            return None
+        return {"read": self._read, "finished": self._finished, "state": self._stateful.state_dict()}
+
+    def restore(self, states: Sequence[Any], own: bool) -> None:
+        if own or self._shares == 1:
+            # Ranks of then read the same stream, each up to its own part; the one that got furthest spares most.
+            told = [state for state in states if state is not None]
+            self._kept = max(told, key=lambda state: int(state["read"]), default=None)
+
+
+def _say_nothing(text: str) -> None:
+    """Take the place of whoever shows lines."""
+
+
+def stateful_part(loader: Any) -> Any:
+    """Return what tells where a loader stands: itself, or its dataset if that is read in this process; else None."""
+    if tells_state(loader):
+        return loader
+    if isinstance(loader, DataLoader) and loader.num_workers == 0 and tells_state(loader.dataset):
+        return loader.dataset
+    return None
+
+
+def tells_state(thing: Any) -> bool:
+    """Whether this has ``state_dict`` and ``load_state_dict``."""
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def every(batches: Iterator[Any], rank: int, size: int) -> Iterator[Any]:

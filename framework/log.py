@@ -7,7 +7,8 @@ result. In a step there is neither a collective nor a synchronisation with a dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ class MetricLog:
         self._training = stage == "train"
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
+        self._reducing: dict[str, Any] | None = None
 
     @property
     def in_step(self) -> bool:
@@ -258,8 +260,10 @@ class MetricLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has gathered in the epoch so far, the metrics of the module included."""
-        entries = [entry for entry in self._scopes[True].values() if entry.on_epoch and entry.metric is None]
-        settle(entries)
+        if self._reducing is not None:
+            return self._reducing
+        settle(self)
+        places = {id(part): name for name, part in self._module.named_modules()} if self._module is not None else {}
         return {
             "batches": self.batches,
             "entries": [
@@ -268,22 +272,48 @@ class MetricLog:
                     "flags": [*entry.flags[:4], entry.fx, entry.flags[5]],
                     "when": [entry.on_step, entry.on_epoch],
                     "local": list(entry.local()[1:]),
+                    "in_step": in_step,
+                    "last": None if entry.last is None else float(entry.last),
+                    "metric": None if entry.metric is None else places[id(entry.metric)],
                 }
-                for entry in entries
+                for in_step, scope in self._scopes.items()
+                for entry in scope.values()
+                # A metric that is no part of the module holds what nobody else knows of.
+                if entry.metric is None or id(entry.metric) in places
             ],
             "metrics": metric_states(self._module) if self._module is not None else {},
         }
 
+    @contextmanager
+    def reducing(self) -> Generator[None, None, None]:
+        """Have ``state_dict`` tell in this context what it told at its start: a run resumed there reduces it anew."""
+        self._reducing = self.state_dict()
+        try:
+            yield
+        finally:
+            self._reducing = None
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue an epoch from what ``state_dict`` returned."""
-        self.batches = state["batches"]
-        for item in state["entries"]:
-            flags = tuple(item["flags"])
-            entry = Entry(item["name"], flags, flags[4], *item["when"])
-            entry.restore(*item["local"])
-            self._scopes[True][entry.name] = entry
+        self.load_state_dicts([state])
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue an epoch from what ``state_dict`` returned on one rank or several, whose part is this one's now."""
+        self.batches = sum(state["batches"] for state in states)
+        for state in states:
+            for item in state["entries"]:
+                self._restore_entry(item)
         if self._module is not None:
-            load_metric_states(self._module, state["metrics"])
+            load_metric_states(self._module, *[state["metrics"] for state in states])
+
+    def _restore_entry(self, item: Mapping[str, Any]) -> None:
+        flags = tuple(item["flags"])
+        scope = self._scopes[item.get("in_step", True)]
+        entry = scope.setdefault(item["name"], Entry(item["name"], flags, flags[4], *item["when"]))
+        entry.restore(*item["local"])
+        entry.last = item.get("last") if entry.last is None else entry.last
+        if item.get("metric") is not None and self._module is not None:
+            entry.metric = self._module.get_submodule(item["metric"])
 
 
 class NoLog:

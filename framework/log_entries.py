@@ -128,11 +128,12 @@ class Entry:
         return self.fx, [] if self.extreme is None else [self.extreme], []
 
     def restore(self, values: list[float], weights: list[float]) -> None:
-        """Take over what ``local`` returned."""
+        """Add what ``local`` returned to what is there."""
         if self.fx in ("mean", "sum"):
-            self.values, self.weights = [*values], [*weights]
+            self.values, self.weights = [*self.values, *values], [*self.weights, *weights]
         else:
-            self.extreme = values[0] if values else None
+            for value in values:
+                self.add(value, 1.0)
 
 
 def settle(entries: Iterable[Entry]) -> None:

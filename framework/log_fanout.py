@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ _CAPACITY = 100_000
 # How long the end of a run waits for a logger that hangs, and when it says so.
 _FINALIZE_SECONDS = 30.0
 _PATIENCE_SECONDS = 3.0
+# How long a checkpoint waits, once, for a logger to write what belongs before it.
+_FLUSH_SECONDS = 2.0
 
 
 class LoggerFanout:
@@ -59,12 +62,29 @@ class LoggerFanout:
         """Record the model's graph; in the calling thread, since it may run the model."""
         for writer in self._writers:
             if type(writer.logger).log_graph is not Logger.log_graph:
-                writer.call("log_graph", model)
+                writer.call(partial(writer.logger.log_graph, model))
         self._leave_out_failed()
 
     def save(self) -> None:
         """Have every logger write what it keeps, soon."""
         self._send("save")
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Have what was logged so far written, and return where each logger stands, for a checkpoint.
+
+        A logger that takes too long is not waited for again, and its state is unknown from then on.
+        """
+        states = [{"kind": writer.name, "state": writer.state_dict(_FLUSH_SECONDS)} for writer in self._writers]
+        self._leave_out_failed()
+        return states
+
+    def resume(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have loggers drop what they recorded after a checkpoint, whose ``state_dicts`` these are."""
+        alike = [writer.name for writer in self._writers] == [state["kind"] for state in states]
+        for number, writer in enumerate(self._writers):
+            state = states[number]["state"] if alike else {}
+            writer.call(partial(writer.logger.resume, step, state))
+        self._leave_out_failed()
 
     def finalize(self, status: str) -> None:
         """Write everything, end every logger and the threads; what comes later starts them again."""
@@ -119,31 +139,52 @@ class _Writer:
         self.name = type(logger).__name__
         self.error: BaseException | None = None
         self.lost = 0
-        self._calls: deque[tuple[str, tuple[Any, ...]]] = deque()
-        self._finishing = Event()
+        self._calls: deque[Callable[[], Any]] = deque()
+        self._finishing = False
+        # Set where somebody waits for the thread, which else looks only now and then.
+        self._wanted = Event()
+        self._written: Event | None = None
+        self._keeps_up = True
         self._thread: Thread | None = None
 
     def put(self, method: str, *arguments: Any) -> None:
         if len(self._calls) >= _CAPACITY:
             self.lost += 1
             return
-        self._calls.append((method, arguments))
+        self._calls.append(partial(getattr(self.logger, method), *arguments))
         if self._thread is None:
             self._start()
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(self, function: Callable[[], Any]) -> None:
         """Make a call in this thread."""
         if self.error is None:
             try:
-                getattr(self.logger, method)(*arguments)
+                function()
             except Exception as error:
                 self.error = error
                 # It is not called again, so whatever it holds open goes now.
                 with contextlib.suppress(Exception):
                     self.logger.finalize("failed")
 
+    def state_dict(self, seconds: float) -> dict[str, Any]:
+        """Return the logger's state once it has written all; empty where it does not within ``seconds``."""
+        state: dict[str, Any] = {}
+        calls = [self.logger.save, lambda: state.update(self.logger.state_dict())]
+        if not self._keeps_up:
+            return {}
+        if self._thread is None:
+            self.call(calls[1])
+            return state
+        written = self._written = Event()
+        self._calls += [*calls, written.set]
+        self._wanted.set()
+        self._keeps_up = written.wait(seconds)
+        self._written = None
+        return state if self._keeps_up else {}
+
     def finish(self) -> None:
-        self._finishing.set()
+        self._finishing = True
+        self._wanted.set()
 
     def join(self, seconds: float) -> None:
         if self._thread is None:
@@ -156,17 +197,21 @@ class _Writer:
         return self._thread is not None
 
     def _start(self) -> None:
-        self._finishing.clear()
+        self._finishing = False
+        self._wanted.clear()
         # A daemon: one that hangs for ever must not keep the process from ending.
         self._thread = Thread(target=self._run, name=f"phalanx-{self.name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while self.error is None:
-            finishing = self._finishing.wait(_PERIOD_SECONDS)
+            self._wanted.wait(_PERIOD_SECONDS)
+            self._wanted.clear()
+            finishing = self._finishing
             while self._calls and self.error is None:
-                method, arguments = self._calls.popleft()
-                self.call(method, *arguments)
+                self.call(self._calls.popleft())
             if finishing:
                 return
         self._calls.clear()
+        if (written := self._written) is not None:
+            written.set()

@@ -65,5 +65,16 @@ class Logger(ABC):
         """Write what is buffered and close; ``status`` is ``"success"``, ``"failed"`` or ``"interrupted"``."""
         self.save()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the figures stand, in JSON values, for a checkpoint; all that came so far is written by then."""
+        return {}
+
+    def resume(self, step: int, state: Mapping[str, Any]) -> None:
+        """Called before the first figure of a run that goes on from a checkpoint in the directory it was saved from.
+
+        What was recorded after the checkpoint is dropped, for it is about to come again. ``step`` is the checkpoint's
+        number of optimizer steps, ``state`` what ``state_dict`` returned then, empty where that is not known.
+        """
+
     def after_save_checkpoint(self, callback: Callback) -> None:
         """Called after a checkpoint was written."""

@@ -174,17 +174,22 @@ class ManualStep(TrainingStep):
 
     def __call__(self, batches: list[Any], consumed: int) -> bool:
         """Run a batch; return False where no rank had one. Collective."""
+        index = self.progress.batch_in_epoch
+        self.refused = False
+        if batches:
+            batches = [self.start_batch(batches[0], index)]
         if self.world_size > 1:
-            self.triggers.launch(self.progress.attempts, float(len(batches)), len(batches))
+            used = 0 if self.refused else len(batches)
+            self.triggers.launch(self.progress.attempts, float(used), used)
             agreement = self.triggers.read()
             if self.triggers.fired:
                 self.run.heed_triggers()
             # Optimizers communicate in the user's step, so a batch counts only where every rank has one.
             if agreement.ranks_with_data < self.world_size:
                 return False
+        elif self.refused:
+            return False
         for batch in batches:
-            index = self.progress.batch_in_epoch
-            batch = self.start_batch(batch, index)
             self.stepped = False
             output = self.forward(batch, index)
             self.run.fabric.updater.settle()

@@ -198,16 +198,20 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def load_metric_states(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Put back what ``metric_states`` returned; metrics that had gathered nothing start anew."""
+def load_metric_states(module: nn.Module, *saved: Mapping[str, Any]) -> None:
+    """Put back what ``metric_states`` returned, on one rank or put together over several; others start anew."""
     for name, part in module.named_modules():
         if not is_metric(part):
             continue
-        if name not in saved:
+        found = [each[name] for each in saved if name in each]
+        if not found:
             part.reset()
-            continue
-        states = {
-            key: [item.to(part.device) for item in state] if isinstance(state, list) else state.to(part.device)
-            for key, state in saved[name]["states"].items()
-        }
-        _set(part, states, saved[name]["updates"])
+        elif len(found) == 1:
+            states = {
+                key: [item.to(part.device) for item in state] if isinstance(state, list) else state.to(part.device)
+                for key, state in found[0]["states"].items()
+            }
+            _set(part, states, found[0]["updates"])
+        else:
+            packed = [({key: _pack(state) for key, state in each["states"].items()}, each["updates"]) for each in found]
+            _put_together(part, [(updates, states) for states, updates in packed])

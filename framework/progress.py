@@ -25,10 +25,16 @@ class Progress:
     validated_at: int = -1
     """``global_batch`` of the last validation, so that a run resumed after it does not validate again."""
 
+    published: int = 0
+    """``global_step`` at which step values went to the loggers last."""
+    hooks_started: int = 0
+    """How many of the hooks ``on_train_epoch_start`` have begun in this epoch, that of the present moment included."""
+
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
         self.epoch += 1
         self.batch_in_epoch = 0
+        self.hooks_started = 0
         self.epoch_ended = False
 
     def state_dict(self) -> dict[str, Any]:

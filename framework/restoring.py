@@ -159,6 +159,8 @@ def restore_run(run: Run, plan: Resumption) -> None:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
     run.metrics["callback"].update(state["metrics"])
+    for kind, values in state.get("shown", {}).items():
+        run.metrics[kind].update(values)
     run.progress.load_state_dict(checkpoint.document["progress"])
     run.call("on_load_checkpoint", state["user"])
     if plan.left:
@@ -181,13 +183,3 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
     put_model(strategy, module, stored_of(checkpoint, match))
     if match.problems:
         run.trainer.note(f"Of {checkpoint.path} this was left, as strict_loading is False: {listed(match.problems)}")
-
-
-def rank_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return this rank's own state, or None where the data was shared out otherwise when the checkpoint was written."""
-    documents, world = checkpoint.rank_documents, run.world
-    parts = checkpoint.document.get("data_ranks", len(documents))
-    if parts != world.data_size or not documents:
-        return None
-    decoded: dict[str, Any] = decode(documents[world.data_rank * (len(documents) // parts)])
-    return decoded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ class Run:
         self.train_log = MetricLog("train", self.world, module)
         self.logs: list[MetricLog] = [self.train_log]
         self.latest_loss: Any = None
+        self.evaluated_batches: dict[int, int] = {}
+        """Of each validation loader, the batches that this rank has seen in the whole fit."""
         self.metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
         self.sanity_checking = False
         self.evaluating = False
@@ -82,8 +85,17 @@ class Run:
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
     def hooks(self, name: str) -> tuple[Hook, ...]:
-        """Return everything to call for a hook, bound to its leading arguments: callbacks, then the module's own."""
-        return (*self._callback_hooks(name, self.callbacks), *self.module_hook(name))
+        """Return everything to call for a hook, bound to its leading arguments: callbacks, then the module's own.
+
+        Callbacks that run last come after the module's: what a checkpoint holds is then all of the step.
+        """
+        last = [callback for callback in self.callbacks if callback.runs_last]
+        others = [callback for callback in self.callbacks if not callback.runs_last]
+        return (
+            *self._callback_hooks(name, others),
+            *self.module_hook(name),
+            *self._callback_hooks(name, last),
+        )
 
     def hooks_around(self, name: str) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
         """Return the hooks before and after an epoch's metrics are reduced: those that monitor metrics come after."""
@@ -132,11 +144,12 @@ class Run:
         self.metrics["callback"].update(log.current())
         for kind, flag in _WANTED.items():
             self.metrics[kind].update(log.step_values(flag))
-        reduced, more = log.reduce(more=bool(hooks))
-        self._keep(reduced)
-        if more:
+        with log.reducing() if hooks else nullcontext():
+            reduced, more = log.reduce(more=bool(hooks))
+            self._keep(reduced)
             for hook in hooks:
                 hook()
+        if more:
             later, _ = log.reduce()
             self._keep(later)
             reduced |= later

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from .canonical import canonical_names, names_of
-from .checkpoint.codec import encode, encode_inline
+from .checkpoint.codec import encode
 from .checkpoint.plan import Shard, Snapshot
 from .model_state import encode_known, model_state
 from .optimizer_state import optimizer_state, whole
+from .rank_state import capture_rank
 from .run import Run
-from .seed import capture
 from .windows import Windows
 
 
@@ -44,6 +44,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         "scaler": run.fabric.scaler.state_dict() if run.fabric.scaler is not None else None,
         "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
         "metrics": run.metrics["callback"],
+        "shown": {kind: run.metrics[kind] for kind in ("logged", "progress_bar")},
         "user": user,
     }
     encoded, state_tensors = encode(state)
@@ -54,5 +55,6 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     document["seed"] = seed
     document["data_ranks"] = run.world.data_size
     document["position"] = windows.position() if windows is not None else None
-    rank_state = {"random": capture(), "log": run.train_log.state_dict()}
-    return Snapshot(sections=sections, document=document, rank_document=encode_inline(rank_state), buffers=buffers)
+    document["loggers"] = run.loggers.state_dicts()
+    rank_document = capture_rank(run, windows)
+    return Snapshot(sections=sections, document=document, rank_document=rank_document, buffers=buffers)

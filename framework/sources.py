@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils._pytree import TreeSpec, tree_unflatten
@@ -94,7 +94,9 @@ class CombinedTraining(TrainingSource):
     """
 
     def __init__(self, parts: list[TrainingSource], spec: TreeSpec, mode: str, name: str) -> None:
+        super().__init__()
         self.name = name
+        self.keeps_state = any(part.keeps_state for part in parts)
         self._parts = parts
         self._spec = spec
         self._mode = mode
@@ -148,16 +150,35 @@ class CombinedTraining(TrainingSource):
             self._rows_read += 1
             yield NO_BATCH if any(item is NO_BATCH for item in row) else tree_unflatten(row, self._spec)
 
+    def announce_by(self, announce: Callable[[str], None]) -> None:
+        super().announce_by(announce)
+        for part in self._parts:
+            part.announce_by(announce)
+
     def position_from(self, began_at: Position | None, batches: int) -> Position:
         places = []
         for number, part in enumerate(self._parts):
-            begins = self._begins[number]
-            turn = bisect_right(begins, batches) - 1
-            cycle = self._first_cycles[number] + turn
-            began = self._places(began_at)[number][1] if turn == 0 else None
-            place = part.position_from(began, part.batches_before(began) + batches - begins[turn])
-            places.append({"cycle": cycle, "position": place})
+            turn, began, count = self._in_part(number, began_at, batches)
+            places.append({"cycle": self._first_cycles[number] + turn, "position": part.position_from(began, count)})
         return {"batches": batches, "parts": places}
+
+    def _in_part(self, number: int, began_at: Position | None, batches: int) -> tuple[int, Position | None, int]:
+        """Return a part's cycle since the start, where that began, and the part's batches that are consumed in it."""
+        begins = self._begins[number]
+        turn = bisect_right(begins, batches) - 1
+        began = self._places(began_at)[number][1] if turn == 0 else None
+        return turn, began, self._parts[number].batches_before(began) + batches - begins[turn]
+
+    def state_after(self, batches: int) -> Any:
+        if not self.keeps_state:
+            return None
+        counts = [self._in_part(number, self._began_at, batches)[2] for number in range(len(self._parts))]
+        return [part.state_after(count) for part, count in zip(self._parts, counts, strict=True)]
+
+    def restore(self, states: Sequence[Any], own: bool) -> None:
+        whole = [state for state in states if state is not None and len(state) == len(self._parts)]
+        for number, part in enumerate(self._parts):
+            part.restore([state[number] for state in whole], own)
 
     def _places(self, position: Position | None) -> list[tuple[int, Position | None]]:
         if position is None:

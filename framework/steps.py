@@ -48,6 +48,8 @@ class TrainingStep:
         self.before_update = run.hooks("on_before_optimizer_step")
         self.averages = run.averages if len(run.averages) else None
         self.forward: StepFunction
+        # Whether a hook wants neither this batch nor what comes after it in the epoch.
+        self.refused = False
         self.raises = nonfinite == "raise"
         self.reads_loss = run.world.device.type == "cpu"
         self.watch = DeviceLossWatch(self.report) if self.raises and run.world.device.type == "cuda" else None
@@ -101,6 +103,7 @@ class TrainingStep:
         log.batches += 1
         for hook in self.batch_start:
             if hook(batch, index) == -1:
+                self.refused = True
                 self.triggers.set("end_epoch")
         return batch
 
@@ -155,8 +158,13 @@ class AutomaticStep(TrainingStep):
         agreement: Agreement | None = None
         mean = 1.0
         fillers = 0
+        self.refused = False
+        first: Any = None
         if several:
             weights = self._weights(batches)
+            if batches and self.batch_start:
+                # What the hooks say to the first batch travels with this reduction.
+                first = self.start_batch(batches[0], progress.batch_in_epoch)
             self.triggers.launch(progress.attempts, sum(weights), len(batches))
             stand_ins = self.stand_ins
             if not batches or (stand_ins is not None and (len(batches) < consumed or not stand_ins.began)):
@@ -180,10 +188,14 @@ class AutomaticStep(TrainingStep):
         self.run.in_window = True
         contributed = False
         for position, batch in enumerate(batches):
-            batch = self.start_batch(batch, index)
+            batch = self.start_batch(batch, index) if position or first is None else first
             if several or final:
                 self.strategy.sync_gradients(position == final and not fillers)
-            output = self.forward(batch, index)
+            if self.refused:
+                # The same passes as on other ranks, for nothing.
+                output = None if self.stand_ins is None else self.forward(STAND_IN, index)
+            else:
+                output = self.forward(batch, index)
             loss = output if output.__class__ is Tensor else self._loss_of(output)
             if not self.checked:
                 self._check(loss)
@@ -214,7 +226,10 @@ class AutomaticStep(TrainingStep):
                         self._fill(fillers, index, contributed, begins=False)
                 self._update(contributed, mean, consumed, index)
                 self.run.in_window = False
-            if self.batch_end:
+            if self.refused:
+                if several and position == final:
+                    self._tell_of_end(batch, index)
+            elif self.batch_end:
                 outputs = {"loss": output.detach()} if output.__class__ is Tensor else self._outputs(output)
                 for hook in self.batch_end:
                     hook(outputs, batch, index)
@@ -282,10 +297,14 @@ class AutomaticStep(TrainingStep):
             self.strategy.idle_backward()
         self._update(False, mean, consumed, index)
         self.run.in_window = False
+        self._tell_of_end(self.last_batch, index)
+
+    def _tell_of_end(self, batch: Any, index: int) -> None:
+        """Have callbacks hear of a step that this rank added nothing to."""
         module = self.run.module
         log = module.log_to(None)
         for hook in self.callbacks_batch_end:
-            hook({"loss": torch.zeros(())}, self.last_batch, index)
+            hook({"loss": torch.zeros(())}, batch, index)
         module.log_to(log)
 
     # ---- whether anyone had a loss --------------------------------------------------------------------------------

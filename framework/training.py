@@ -114,9 +114,7 @@ class FitLoop:
         run = self.run
         progress = run.progress
         begins = progress.batch_in_epoch == 0
-        if begins:
-            self._restore_random()
-        run.call("on_train_epoch_start")
+        self._call_epoch_start(begins)
         run.epoch_cut = False
         self.step.refresh()
         run.averages.begin_epoch()
@@ -137,20 +135,20 @@ class FitLoop:
         one_rank = run.world.size == 1
         every, log_every = plan.validate_every_batches, plan.log_every_n_steps
         stops = plan.max_steps if plan.max_steps >= 0 else math.inf
-        published = progress.global_step
         log.in_step = True
         if progress.batch_in_epoch:
-            # A run that was resumed from a checkpoint saved when a validation was due next.
+            # A run that was resumed from a checkpoint saved when figures or a validation were due next.
+            self._publish_if_due()
             self._validate_in_epoch(every)
         try:
             while progress.global_step < stops:
                 window = take()
                 if window is None or not step(*window):
-                    self._check_not_empty()
+                    if not step.refused:
+                        self._check_not_empty()
                     return True
-                if progress.global_step % log_every == 0 and progress.global_step != published:
-                    published = progress.global_step
-                    run.publish_step()
+                if progress.global_step % log_every == 0 and progress.global_step != progress.published:
+                    self._publish_if_due()
                 if one_rank and (triggers.raised or triggers.fired or triggers.posted):
                     triggers.take()
                 if triggers.fired:
@@ -166,12 +164,18 @@ class FitLoop:
             step.flush()
             log.in_step = False
 
+    def _publish_if_due(self) -> None:
+        progress = self.run.progress
+        if progress.global_step % self.plan.log_every_n_steps == 0 and progress.global_step != progress.published:
+            progress.published = progress.global_step
+            self.run.publish_step()
+
     def _at_end(self) -> bool:
         end = self.windows.end
         return end is not None and self.run.progress.batch_in_epoch >= end
 
     def _check_not_empty(self) -> None:
-        if self.run.progress.global_batch == 0:
+        if self.run.progress.global_batch == 0 and not self.run.epoch_cut:
             raise DataError(
                 f"{self.windows.source.name} yielded no batch on any rank, so there is nothing to train on: "
                 "check the dataset's length, the batch size and drop_last."
@@ -183,6 +187,7 @@ class FitLoop:
         progress = run.progress
         if whole:
             run.averages.end_epoch(progress.epoch)
+            self.windows.finish()
         due = whole and plan.validate_at_epoch_end and self._epoch_validates()
         if due and progress.validated_at != progress.global_batch:
             self._validate()
@@ -194,6 +199,27 @@ class FitLoop:
         for hook in after:
             hook()
         self._agree()
+
+    def _call_epoch_start(self, begins: bool) -> None:
+        """Call ``on_train_epoch_start``; in a resumed epoch again, for what hooks set up.
+
+        What they drew and logged before the checkpoint was saved is part of it.
+        """
+        run = self.run
+        hooks = run.hooks("on_train_epoch_start")
+        again = run.progress.hooks_started if begins else len(hooks)
+        for number, hook in enumerate(hooks):
+            if number == again:
+                self._restore_random()
+            run.progress.hooks_started = number + 1
+            if number >= again:
+                hook()
+                continue
+            log = run.module.log_to(None)
+            hook()
+            run.module.log_to(log)
+        if begins:
+            self._restore_random()
 
     def _restore_random(self) -> None:
         if self.random is not None:
@@ -234,8 +260,12 @@ class FitLoop:
         assert plan.validation is not None
         in_step = run.train_log.in_step
         run.train_log.in_step = False
-        run.progress.validated_at = run.progress.global_batch
-        evaluate(run, plan.validation)
+
+        def validated() -> None:
+            # Not before: a run resumed from a checkpoint that was saved within a validation has all of it to do.
+            run.progress.validated_at = run.progress.global_batch
+
+        evaluate(run, plan.validation, validated)
         run.train_log.in_step = in_step
         self._agree()
 

@@ -89,6 +89,15 @@ class Windows:
         position: dict[str, Any] = self.source.position_after(self._progress.batch_in_epoch)
         return position
 
+    def source_state(self) -> Any:
+        """Return the source's own state where the epoch stands, or None where it has none to tell."""
+        return self.source.state_after(self._progress.batch_in_epoch)
+
+    def finish(self) -> None:
+        """Read to the end a source that tells its state, at the epoch's end: it may begin anew only then."""
+        if self.source.keeps_state and self._progress.batch_in_epoch == self.source.len_batches_now():
+            next(self._iterator, None)
+
     def close(self) -> None:
         """Let go of the iterator and its workers."""
         self._iterator = iter(())

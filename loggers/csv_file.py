@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -24,7 +25,9 @@ class CSVLogger(FileLogger):
 
     The file has one column for each key, in alphabetical order, and one row for each call; a cell is empty where a
     call had no such key. Rows are kept in memory and appended every ``flush_logs_every_n_steps`` steps, or after some
-    seconds; only a new column rewrites the file. The rows of a resumed run follow those written before.
+    seconds, and before a checkpoint is written; only a new column rewrites the file. The rows of a resumed run follow
+    those from before its checkpoint; what was written after that is dropped, so that the file is that of a run which
+    was never interrupted.
 
     Args:
         save_dir: root of the files; default: the run's.
@@ -85,6 +88,18 @@ class CSVLogger(FileLogger):
             rows, self._rows = self._rows, []
             self._table.append(rows)
 
+    def state_dict(self) -> dict[str, Any]:
+        with self._lock:
+            return {"directory": self.log_dir, "rows": self._opened().count()}
+
+    def resume(self, step: int, state: Mapping[str, Any]) -> None:
+        # A directory of the user's choice may hold another run's file by now.
+        if "rows" in state and (self._fixed_save_dir is None or state["directory"] == self.log_dir):
+            self._opened().keep(int(state["rows"]))
+
+    def _opened(self) -> _Table:
+        return self._table or _Table(Path(self.log_dir) / _METRICS_FILE)
+
     def finalize(self, status: str) -> None:
         self.save()
         # A later run of this object may be attached to another directory.
@@ -97,34 +112,54 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns = _repaired_header(path)
+        self._count: int | None = None
+
+    def count(self) -> int:
+        """Return the number of rows."""
+        if self._count is None:
+            self._count = sum(1 for _ in self._rows())
+        return self._count
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         new = {key for row in rows for key in row} - set(self._columns)
         if new:
-            self._rewrite(sorted({*self._columns, *new}))
+            self._rewrite(sorted({*self._columns, *new}), self._rows())
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerows(rows)
+        if self._count is not None:
+            self._count += len(rows)
 
-    def _rewrite(self, columns: list[str]) -> None:
+    def keep(self, count: int) -> None:
+        """Drop the rows after the first ``count``, and the columns that only those had."""
+        if self.count() <= count:
+            return
+        rows = list(itertools.islice(self._rows(), count))
+        self._rewrite([key for key in self._columns if any(row[key] for row in rows)], rows)
+        self._count = count
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        if self._columns:
+            with self._path.open(newline="", encoding="utf-8") as source:
+                for row in csv.DictReader(source):
+                    # A row cut off by a kill has None for what is missing.
+                    yield {key: value or "" for key, value in row.items() if key is not None}
+
+    def _rewrite(self, columns: list[str], rows: Iterable[dict[str, Any]]) -> None:
         # Into a sibling first: a run that is killed here keeps the figures it had.
         sibling = self._path.with_name(self._path.name + ".new")
         with sibling.open("w", newline="", encoding="utf-8") as target:
-            writer = csv.DictWriter(target, columns)
-            writer.writeheader()
-            if self._columns:
-                with self._path.open(newline="", encoding="utf-8") as source:
-                    writer.writerows(_complete(csv.DictReader(source)))
+            writer = csv.DictWriter(target, columns, extrasaction="ignore")
+            if columns:
+                writer.writeheader()
+            writer.writerows(rows)
         os.replace(sibling, self._path)
         self._columns = columns
 
 
-def _complete(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    # A row cut off by a kill has None for what is missing.
-    return ({key: value or "" for key, value in row.items() if key is not None} for row in rows)
-
-
 def _repaired_header(path: Path) -> list[str]:
     """Return the columns of an existing file, whose last row is ended if a kill cut it off; empty for no file."""
+    # Of a rewrite that a kill cut short.
+    path.with_name(path.name + ".new").unlink(missing_ok=True)
     if not path.exists() or path.stat().st_size == 0:
         return []
     with path.open("rb+") as file:

@@ -53,6 +53,7 @@ class TensorBoardLogger(FileLogger):
         self._sub_dir = None if sub_dir is None else os.fspath(sub_dir)
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
         self._next_step = 0
         # Figures come from the writer thread; a user's histogram may be what opens the file.
         self._lock = Lock()
@@ -68,7 +69,11 @@ class TensorBoardLogger(FileLogger):
                 # Costs a tenth of a second, which only who logs to TensorBoard should pay.
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._writer = SummaryWriter(str(self._make_log_dir()), **self._kwargs)
+                self._writer = SummaryWriter(
+                    str(self._make_log_dir()), **{"purge_step": self._purge_step, **self._kwargs}
+                )
+                # What a later run of this object records follows on what this one did.
+                self._purge_step = None
             return self._writer
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -117,6 +122,10 @@ class TensorBoardLogger(FileLogger):
             return
         with torch.no_grad():
             self.experiment.add_graph(_Shell(model), _on_device_of(model, example))
+
+    def resume(self, step: int, state: Mapping[str, Any]) -> None:
+        # TensorBoard then shows nothing of the earlier files from this step on.
+        self._purge_step = step
 
     def save(self) -> None:
         if self._writer is not None:

@@ -205,11 +205,12 @@ def newest_step(root: Path) -> int:
 def result_of(root: Path) -> dict[str, Any]:
     """Return all that a finished run came to."""
     result: dict[str, Any] = json.loads((root / RESULT).read_text())
-    (last,) = root.rglob("last.ckpt")
-    (figures,) = root.rglob("metrics.csv")
+    # A run that is killed before its first checkpoint begins anew, in a new directory.
+    last = max(root.rglob("last.ckpt"))
+    figures = last.parents[1] / "metrics.csv"
     result["tensors"] = {name: record.xxh3_64 for name, record in read_manifest(last).files.items()}
     result["figures"] = figures.read_text()
-    result["checkpoints"] = [path.name for path in checkpoints(root)]
+    result["checkpoints"] = [path.name for path in checkpoints(last.parent)]
     return result
 
 

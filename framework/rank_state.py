@@ -1,0 +1,57 @@
+"""What a checkpoint keeps of each rank by itself: random generators, the epoch's figures so far, its place in the data.
+
+On as many ranks as before each takes up its own. On another number the figures of all are shared out over the new ones,
+where their sums stay what they were; generators follow from where the run stands.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint.codec import decode, encode_inline
+from .errors import ConfigurationError
+from .randomness import mix_seed, seed_generators
+from .seed import capture
+
+if TYPE_CHECKING:
+    from .checkpoint.read import Checkpoint
+    from .run import Run
+    from .windows import Windows
+
+
+def capture_rank(run: Run, windows: Windows | None) -> Any:
+    """Return this rank's own state as JSON values."""
+    state: dict[str, Any] = {"random": capture(), "log": run.train_log.state_dict(), "evaluated": run.evaluated_batches}
+    document: dict[str, Any] = encode_inline(state)
+    if windows is not None and (data := windows.source_state()) is not None:
+        try:
+            document["data"] = encode_inline(data)
+        except ConfigurationError as error:
+            windows.source.announce(
+                f"The state of {windows.source.name} is not saved, so a resumed run reads it from the start: {error}"
+            )
+            windows.source.keeps_state = False
+    return document
+
+
+def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> dict[str, Any] | None:
+    """Take up what ranks had gathered, and hand the data's states to the source; return this rank's generators.
+
+    None where the data was shared out over another number of ranks: they are seeded anew then.
+    """
+    documents, world = checkpoint.rank_documents, run.world
+    parts = checkpoint.document.get("data_ranks", len(documents))
+    # Of ranks that see the same data, the first one's.
+    kept: list[dict[str, Any]] = documents[:: max(1, len(documents) // (parts or 1))]
+    same = parts == world.data_size and bool(kept)
+    mine: list[dict[str, Any]] = [decode(document) for document in kept[world.data_rank :: world.data_size]]
+    if mine:
+        run.train_log.load_state_dicts([state["log"] for state in mine])
+        run.evaluated_batches.update(mine[0].get("evaluated", {}))
+    if same:
+        windows.source.restore([mine[0].get("data")], own=True)
+        random: dict[str, Any] = mine[0]["random"]
+        return random
+    windows.source.restore([decode(document.get("data")) for document in kept], own=False)
+    seed_generators(mix_seed(run.trainer.seed, run.progress.attempts, world.data_rank))
+    return None
