@@ -41,6 +41,8 @@ def rebuild_module(
         ConfigurationError: there is no such device.
     """
     device = target_device(map_location)
+    if "model" not in checkpoint.sections:
+        raise CheckpointError(f"{checkpoint.path} holds no weights; it holds: {', '.join(checkpoint.sections)}.")
     with kept_generators(device):
         module = _built(cls, checkpoint, overrides)
         module.configure_model()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..atomic import retire_directory
-from ..errors import StorageError
+from ..errors import CheckpointError, StorageError
 from . import codec
 from .opening import is_ours
 from .read import open_checkpoint
@@ -22,9 +22,14 @@ def weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the model's tensors by name, on the CPU; tied names share one tensor.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint, it is damaged, or holds no weights.
     """
-    return open_checkpoint(path).read_section(MODEL)
+    checkpoint = open_checkpoint(path)
+    if MODEL not in checkpoint.sections:
+        raise CheckpointError(
+            f"{str(path)!r} holds no weights; it holds: {', '.join(checkpoint.sections) or 'nothing'}."
+        )
+    return checkpoint.read_section(MODEL)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
