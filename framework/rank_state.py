@@ -39,7 +39,9 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> dict[str
 
     None where the data was shared out over another number of ranks: they are seeded anew then.
     """
-    documents, world = checkpoint.rank_documents, run.world
+    # One that was converted from another library's has none.
+    documents = [document for document in checkpoint.rank_documents if document is not None]
+    world = run.world
     parts = checkpoint.document.get("data_ranks", len(documents))
     # Of ranks that see the same data, the first one's.
     kept: list[dict[str, Any]] = documents[:: max(1, len(documents) // (parts or 1))]
@@ -52,6 +54,7 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> dict[str
         windows.source.restore([mine[0].get("data")], own=True)
         random: dict[str, Any] = mine[0]["random"]
         return random
-    windows.source.restore([decode(document.get("data")) for document in kept], own=False)
+    if kept:
+        windows.source.restore([decode(document.get("data")) for document in kept], own=False)
     seed_generators(mix_seed(run.trainer.seed, run.progress.attempts, world.data_rank))
     return None
