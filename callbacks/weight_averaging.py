@@ -29,8 +29,9 @@ class WeightAveraging(Callback):
 
     The average lives beside the weights as its strategy holds them: each rank averages its own shards, in fp32 or the
     weights' dtype if that is wider, of fp32 masters where there are any. It takes 4 bytes for each trained parameter
-    that a rank holds, or masters of, and as much again in the weights' dtype while a validation runs. What is not
-    trained is not averaged. Checkpoints hold the live weights as "model" and the average in a section "averages".
+    that a rank holds, or masters of, and as much again in the weights' dtype while a validation runs. What is frozen is
+    not averaged; once unfrozen it joins at the next epoch's start. Checkpoints hold the live weights as "model" and the
+    average in a section "averages".
 
     Args:
         device: where the average is held; default: where the weights (or their masters) are. Elsewhere every update

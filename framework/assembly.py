@@ -14,6 +14,7 @@ import torch
 
 from .agreement import open_everywhere
 from .batch_norm import share_batch_statistics
+from .batch_statistics import statistics_pass
 from .callback import Callback
 from .checkpoint.read import Checkpoint
 from .datamodule import DataModule
@@ -61,7 +62,9 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     origin = claim_directory(
         trainer.directory, request.ckpt_path, trainer.callbacks, run.world, trainer.note, trainer.writes
     )
-    checkpoint = open_everywhere(run.world, origin.checkpoint) if origin.checkpoint is not None else None
+    checkpoint = None
+    if origin.checkpoint is not None:
+        checkpoint = open_everywhere(run.world, origin.checkpoint, origin.verified)
     trainer.seed = _agreed_seed(run, checkpoint)
     for logger in trainer.loggers:
         logger.attach(trainer.directory.root, trainer.directory.name, trainer.directory.version)
@@ -81,6 +84,7 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
     if loop.plan.validation is not None:
         loop.plan.validation.transfer = transfer
+    run.averages.recompute = statistics_pass(run, data, transfer, loop.windows.full)
     if module.automatic_optimization:
         loop.step = AutomaticStep(run, train_transfer, settings.nonfinite, settings.clipping, loop.windows)
     else:
@@ -166,8 +170,8 @@ def _prepare(run: Run, request: FitRequest, stage: str) -> None:
 
 def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
     """Return the seed that data order derives from: a checkpoint's, or what rank 0's generator was seeded with."""
-    if checkpoint is not None:
-        return int(checkpoint.document.get("seed", 0))
+    if checkpoint is not None and "seed" in checkpoint.document:
+        return int(checkpoint.document["seed"])
     return run.world.broadcast_object(torch.initial_seed())
 
 

@@ -75,7 +75,8 @@ class Average:
     """A running average of the weights of one run.
 
     ``count`` is how many updates it holds: with none, there is no average, and it takes no memory. The first update
-    copies the weights. What is not trained, and what is of an integer dtype, is not averaged: it is as it is live.
+    copies the weights. What is frozen, and what is of an integer dtype, is not averaged: it is as it is live. What is
+    unfrozen joins when the next epoch starts, with the value that it has had so far.
     """
 
     def __init__(self, settings: AverageSettings, run: Run) -> None:
@@ -120,7 +121,9 @@ class Average:
     def _candidates(self) -> Iterator[tuple[str, Shard, bool]]:
         run, module = self._run, self._run.module
         state, canonical = model_state(self._strategy, module), canonical_names(module)
-        chosen = {id(parameter) for optimizer in run.optimizers for parameter in parameters_of(optimizer)}
+        # Steps that toggle optimizers freeze what the others train for a while.
+        toggled = [] if module.automatic_optimization else run.optimizers
+        chosen = {id(parameter) for optimizer in toggled for parameter in parameters_of(optimizer)}
         for own_name, parameter in module.named_parameters(remove_duplicate=False):
             name = canonical(own_name)
             if name in state and (parameter.requires_grad or id(parameter) in chosen or self._keeps(name)):

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .averages import Average
 from .batch_norm import is_collective
+from .canonical import canonical_names
 from .errors import ConfigurationError
 from .evaluation_loaders import EvaluationSource
 from .loader_parts import is_map_style
@@ -92,11 +93,12 @@ class StatisticsPass:
         total = self.run.world.all_reduce(torch.tensor(float(count), device=self.run.world.device))
         if not total.item():
             return {}
-        found: dict[str, Tensor] = {}
+        canonical, found = canonical_names(self.run.module), dict[str, Tensor]()
         for name, layer in layers.items():
             for key in ("running_mean", "running_var"):
-                own = getattr(layer, key).double() * (count / total.item())
-                found[f"{name}.{key}" if name else key] = self.run.world.all_reduce(own)
+                own: Tensor = getattr(layer, key)
+                mean = self.run.world.all_reduce(own.double() * (count / total.item()))
+                found[canonical(f"{name}.{key}" if name else key)] = mean.to(own.dtype)
         return found
 
 

@@ -148,6 +148,7 @@ def restore_run(run: Run, plan: Resumption) -> None:
     """Put weights, optimizers, schedulers, scaler, callbacks and counters back. Collective."""
     checkpoint, strategy, state = plan.checkpoint, run.fabric.strategy, plan.state
     put_model(strategy, run.module, stored_of(checkpoint, plan.model))
+    run.averages.load(checkpoint, plan.model.tensors, run.trainer.note)
     for index, match in plan.optimizers.items():
         described = checkpoint.document["optimizers"][index]
         load_optimizer(strategy, run.optimizers[index], described, match, checkpoint, index)
@@ -181,5 +182,6 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
 
     match = on_all_ranks(run.world, compared)
     put_model(strategy, module, stored_of(checkpoint, match))
+    run.averages.load_into_module(checkpoint, match.tensors, run.trainer.note)
     if match.problems:
         run.trainer.note(f"Of {checkpoint.path} this was left, as strict_loading is False: {listed(match.problems)}")

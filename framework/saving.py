@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .averages import SECTION as AVERAGES
 from .canonical import canonical_names, names_of
 from .checkpoint.codec import encode
 from .checkpoint.plan import Shard, Snapshot
@@ -18,9 +19,19 @@ from .run import Run
 from .windows import Windows
 
 
+def live_weights(run: Run) -> dict[str, Shard]:
+    """Return this rank's part of the weights that are trained, also while the module computes with an average.
+
+    Collective.
+    """
+    return run.averages.with_live(model_state(run.fabric.strategy, run.module))
+
+
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
     """Return what a checkpoint keeps of a run; with ``weights_only`` the model and its hyperparameters. Collective."""
-    sections: dict[str, dict[str, Shard]] = {"model": model_state(run.fabric.strategy, run.module)}
+    sections: dict[str, dict[str, Shard]] = {"model": live_weights(run)}
+    if averages := run.averages.shards():
+        sections[AVERAGES] = averages
     hparams, unsaved = encode_known(dict(run.module.hparams))
     document: dict[str, Any] = {
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
@@ -29,6 +40,8 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
     }
+    if len(run.averages):
+        document[AVERAGES] = run.averages.state_dict()
     canonical = canonical_names(run.module)
     buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
     if weights_only:
