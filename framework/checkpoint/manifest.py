@@ -73,6 +73,8 @@ class Manifest:
     world_size: int = 1
     saved_at: float = 0.0
     phalanx: str = ""
+    checksum: str = field(default="", compare=False)
+    """Of the manifest's own bytes, and so of all that it says; empty while it is not written."""
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -134,7 +136,7 @@ def parse(data: bytes) -> Manifest:
     try:
         fields = json.loads(data, object_pairs_hook=distinct, parse_constant=_no_constant, parse_float=_finite)
         _check_version(fields)
-        return _manifest(fields)
+        return _manifest(fields, start[1].decode("ascii"))
     except CheckpointError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -177,7 +179,7 @@ def _check_version(fields: dict[str, JSON]) -> None:
         )
 
 
-def _manifest(fields: dict[str, JSON]) -> Manifest:
+def _manifest(fields: dict[str, JSON], checksum: str) -> Manifest:
     manifest = Manifest(
         sections={
             _matching(SECTION_NAME, section): {name: _tensor(record) for name, record in tensors.items()}
@@ -191,6 +193,7 @@ def _manifest(fields: dict[str, JSON]) -> Manifest:
         world_size=_natural(fields["world_size"]),
         saved_at=_seconds(fields["saved_at"]),
         phalanx=_of(str, fields["phalanx"]),
+        checksum=checksum,
     )
     for section, tensors in manifest.sections.items():
         for name, record in tensors.items():
