@@ -70,6 +70,7 @@ class CheckpointRecords(Callback):
             **self._kept.state_dict(),
             "newest": self._newest,
             "last_model_path": self.last_model_path,
+            "monitor": self.monitor,
             "current_score": self._current,
             "giving_way": list(self._giving_way),
         }

@@ -39,6 +39,9 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         "unsaved_hparams": unsaved,
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
+        # For people: nothing is decided by them.
+        "strategy": run.fabric.strategy.name,
+        "precision": run.fabric.precision.name,
     }
     if len(run.averages):
         document[AVERAGES] = run.averages.state_dict()
