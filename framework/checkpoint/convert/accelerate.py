@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from ...errors import CheckpointError
 from .deepspeed import from_engine, read_engine
 from .foreign import Foreign, ForeignProgress, counted
-from .handover import Job
+from .handover import Content, Job
 from .layout import file_of, names_in
 from .naming import all_bare, prefix_in
-from .ordering import build_module, by_name, orders_of
+from .ordering import add_kinds, build_module, by_name, orders_of
 from .request import Request
 from .sharded import named_optimizer, nested, tensors_of
 
-_SAFE, _PICKLED, _FULL = "model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin"
+_SAFE, _PICKLED, _FULL, _SCALER = "model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "scaler.pt"
 _MOST_INDEX_BYTES = 1 << 30
 _NOT_CARRIED = re.compile(r"(random_states|custom_checkpoint)_\d+\.pkl|(sampler|dl_state_dict)(_\d+)?\.bin")
 
@@ -29,73 +29,84 @@ def convert_folder(request: Request) -> Foreign:
     """Return what ``save_state`` wrote of one model."""
     source, names = request.source, names_in(request.source)
     _refuse_several(request)
+    # safetensors files hold tensors in an order of their own.
     ordered = not (_SAFE in names.files or f"{_SAFE}.index.json" in names.files)
-    prefixes = ("module.",) if _ranks(names.files) > 1 else ()
-    weights = all_bare(_read_pickled(request) if ordered else _read_safe(source), prefixes)
+    parts = [Job(path) for path in _pickled_parts(source)] if ordered else []
+    kept = _numbered(source, "optimizer")
+    contents = request.read([*parts, *kept, *_beside(source)])
+    held = _tensors(contents[: len(parts)]) if ordered else _read_safe(source)
+    weights = all_bare(held, ("module.",) if _ranks(names.files) > 1 else ())
     module = build_module(request.module, {})
     prefix = prefix_in(module, weights, request.prefix)
     foreign = Foreign("accelerate", {prefix + name: tensor for name, tensor in weights.items()})
-    states = [dict(content) for content in request.read(_numbered(source, "optimizer"))]
-    for state in states:
-        _put_before(state, prefix)
+    states = [_behind(prefix, content) for content in contents[len(parts) : len(parts) + len(kept)]]
     orders = orders_of(module, request.optimizers)
     foreign.optimizers = by_name(states, foreign.weights, orders, ordered, foreign.notes) if states else None
-    _rest(foreign, request)
+    _add_rest(foreign, source, contents[len(parts) + len(kept) :])
     return foreign
 
 
 def convert_sharded(request: Request) -> Foreign:
     """Return what ``save_state`` wrote under FSDP, as torch.distributed.checkpoint folders."""
     source = request.source
-    folders = sorted(names_in(source).folders)
-    models = [name for name in folders if re.fullmatch(r"pytorch_model_fsdp_\d+", name)]
-    optimizers = [name for name in folders if re.fullmatch(r"optimizer_\d+", name)]
-    if len(models) > 1:
-        raise CheckpointError(f"{source} holds several models ({counted(models)}); one can be converted.")
-    contents = request.read([Job(source / name, sharded=True) for name in (*models, *optimizers)])
-    tree = nested(contents[0], source / models[0])
-    weights = all_bare(tensors_of(tree.get("model"), source / models[0]))
+    model, *optimizers = _only(source, r"pytorch_model_fsdp_\d+"), *_folders(source, r"optimizer_\d+")
+    folders = [source / name for name in (model, *optimizers)]
+    contents = request.read([*(Job(folder, sharded=True) for folder in folders), *_beside(source)])
+    trees = [nested(content, folder) for content, folder in zip(contents, folders, strict=False)]
+    weights = all_bare(tensors_of(trees[0].get("model"), folders[0]))
     module = build_module(request.module, {})
     prefix = prefix_in(module, weights, request.prefix)
     foreign = Foreign("accelerate-sharded", {prefix + name: tensor for name, tensor in weights.items()})
     foreign.optimizers = [
-        named_optimizer(nested(content, source / name).get("optimizer", {}), source / name, prefix)
-        for name, content in zip(optimizers, contents[1:], strict=True)
+        named_optimizer(tree.get("optimizer", {}), folder, prefix)
+        for tree, folder in zip(trees[1:], folders[1:], strict=True)
     ] or None
-    orders = orders_of(module, request.optimizers) or []
-    for optimizer, order in zip(foreign.optimizers or [], orders, strict=False):
-        optimizer.kind = order.kind
-    _rest(foreign, request)
+    add_kinds(foreign.optimizers, orders_of(module, request.optimizers))
+    _add_rest(foreign, source, contents[len(folders) :])
     return foreign
 
 
 def convert_deepspeed(request: Request) -> Foreign:
     """Return what ``save_state`` wrote under DeepSpeed: an engine's folder, and the rest beside it."""
-    folders = [name for name in sorted(names_in(request.source).folders) if re.fullmatch(r"pytorch_model(_\d+)?", name)]
-    if len(folders) > 1:
-        raise CheckpointError(f"{request.source} holds several models ({counted(folders)}); one can be converted.")
-    engine = read_engine(request.source / folders[0], request)
+    source = request.source
+    engine = read_engine(source / _only(source, r"pytorch_model(_\d+)?"), request)
     prefix = prefix_in(build_module(request.module, {}), engine.first["module"], request.prefix)
     foreign = from_engine(engine, "accelerate-deepspeed", request, prefix)
-    _rest(foreign, request)
+    _add_rest(foreign, source, request.read(_beside(source)))
     return foreign
 
 
-def _rest(foreign: Foreign, request: Request) -> None:
+def _folders(source: Path, pattern: str) -> list[str]:
+    return sorted(name for name in names_in(source).folders if re.fullmatch(pattern, name))
+
+
+def _only(source: Path, pattern: str) -> str:
+    found = _folders(source, pattern)
+    if len(found) > 1:
+        raise CheckpointError(f"{source} holds several models ({counted(found)}); one can be converted.")
+    return found[0]
+
+
+def _beside(source: Path) -> list[Job]:
+    """Return jobs for the schedulers, and the loss scaler last."""
+    scaler = [Job(file_of(source, _SCALER))] if _SCALER in names_in(source).files else []
+    return [*_numbered(source, "scheduler"), *scaler]
+
+
+def _add_rest(foreign: Foreign, source: Path, contents: Sequence[Content]) -> None:
     """Add schedulers and loss scaler, count steps, and tell what is left out."""
-    source, names = request.source, names_in(request.source)
-    schedulers = request.read(_numbered(source, "scheduler"))
-    if schedulers or foreign.schedulers is None:
-        foreign.schedulers = [dict(content) for content in schedulers] or None
-    if "scaler.pt" in names.files:
-        foreign.scaler = dict(request.read([Job(file_of(source, "scaler.pt"))])[0])
+    names, states = names_in(source), [dict(content) for content in contents]
+    if _SCALER in names.files:
+        foreign.scaler = states.pop()
+    if states:
+        foreign.schedulers = states
     steps = foreign.progress.global_step or _steps(foreign)
     foreign.progress = ForeignProgress(0, steps, None, steps)
     foreign.notes.append("left out: epoch and position in the data, which Accelerate does not save")
     left = sorted(name for name in names.files if _NOT_CARRIED.fullmatch(name))
     if left:
         foreign.notes.append(f"left out: {counted(left)} (random generators, samplers, objects of your own)")
-    if foreign.schedulers and _ranks(names.files) > 1:
+    if states and _ranks(names.files) > 1:
         foreign.notes.append(
             "Accelerate steps a scheduler once for each process, unless split_batches or "
             "step_scheduler_with_optimizer=False is set; from here on it steps once for each update"
@@ -131,22 +142,28 @@ def _numbered(source: Path, stem: str) -> list[Job]:
     return [Job(file_of(source, f"{stem}.bin" if not n else f"{stem}_{n}.bin")) for n in sorted(numbers)]
 
 
-def _put_before(state: dict[str, Any], prefix: str) -> None:
-    """Give an optimizer's names the prefix, where its state is kept by name."""
-    state["param_groups"] = [
+def _behind(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with the prefix before names, where it is kept by name."""
+    if not {"param_groups", "state"} <= state.keys():
+        raise CheckpointError(
+            f"an optimizer's file holds {counted([str(key) for key in state])}, and no state of torch's."
+        )
+    groups = [
         {**group, "params": [prefix + key if isinstance(key, str) else key for key in group["params"]]}
         for group in state["param_groups"]
     ]
-    state["state"] = {prefix + key if isinstance(key, str) else key: value for key, value in state["state"].items()}
+    kept = {prefix + key if isinstance(key, str) else key: value for key, value in state["state"].items()}
+    return {"param_groups": groups, "state": kept}
 
 
-def _read_pickled(request: Request) -> dict[str, Tensor]:
-    source, files = request.source, names_in(request.source).files
+def _pickled_parts(source: Path) -> list[Path]:
+    files = names_in(source).files
     if f"{_PICKLED}.index.json" in files:
-        parts = _indexed(source, f"{_PICKLED}.index.json")
-    else:
-        parts = [file_of(source, _FULL if _FULL in files else _PICKLED)]
-    contents = request.read([Job(path) for path in parts])
+        return _indexed(source, f"{_PICKLED}.index.json")
+    return [file_of(source, _FULL if _FULL in files else _PICKLED)]
+
+
+def _tensors(contents: Sequence[Content]) -> dict[str, Tensor]:
     return {name: value for content in contents for name, value in content.items() if isinstance(value, Tensor)}
 
 

@@ -17,7 +17,7 @@ from .foreign import Foreign, ForeignOptimizer, ForeignProgress, Group, counted
 from .handover import Content, Job
 from .layout import file_of, has_states, names_in
 from .naming import bare, prefix_in
-from .ordering import Order, build_module, by_name, orders_of
+from .ordering import Order, add_kinds, build_module, by_name, orders_of
 from .request import Request
 
 LATEST = "latest"
@@ -141,6 +141,7 @@ def from_engine(engine: Engine, format: str, request: Request, prefix: str) -> F
     foreign = Foreign(format, weights, progress=ForeignProgress(0, steps, None, steps))
     foreign.buffers = {names(name) for name in first.get("buffer_names") or ()}
     foreign.notes += [f"left out: {place}" for content in engine.models for place in content.left]
+    foreign.notes += _notes_on_clipping(engine)
     scheduler = first.get("lr_scheduler")
     foreign.schedulers = None if scheduler is None else [scheduler]
     module = build_module(request.module, {})
@@ -148,7 +149,8 @@ def from_engine(engine: Engine, format: str, request: Request, prefix: str) -> F
     if optimizer is None:
         foreign.optimizers = _plain_optimizer(engine, weights, orders, foreign.notes)
     else:
-        foreign.optimizers = [_with_kind(optimizer, orders)]
+        foreign.optimizers = [optimizer]
+        add_kinds(foreign.optimizers, orders)
         scale = engine.partitions[0].get("loss_scaler")
         if isinstance(scale, dict) and scale.get("dynamic"):
             foreign.scaler = {"scale": float(scale["cur_scale"]), "good_updates": 0}
@@ -170,6 +172,15 @@ def _plain_optimizer(
     return by_name([state], weights, orders, True, notes)
 
 
+def _notes_on_clipping(engine: Engine) -> list[str]:
+    told = engine.first.get("ds_config")
+    config: Mapping[str, Any] = told if isinstance(told, dict) else {}
+    limit = config.get("gradient_clipping", engine.partitions[0].get("clip_grad", 1.0) if engine.partitions else 0.0)
+    if not isinstance(limit, int | float) or not limit:
+        return []
+    return [f"DeepSpeed clipped gradients at a norm of {limit:g}: give the Trainer gradient_clip_val={limit:g} as well"]
+
+
 class _Naming:
     """Makes names of tensors: without wrappers and what was wrapped around the module, behind a prefix."""
 
@@ -181,12 +192,6 @@ class _Naming:
     def __call__(self, name: str) -> str:
         name = bare(name)
         return self._prefix + (name.removeprefix("_forward_module.") if self._wrapped else name)
-
-
-def _with_kind(optimizer: ForeignOptimizer, orders: Sequence[Order] | None) -> ForeignOptimizer:
-    if orders is not None and len(orders) == 1:
-        optimizer.kind = orders[0].kind
-    return optimizer
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------

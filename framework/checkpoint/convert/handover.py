@@ -48,6 +48,8 @@ def read_foreign(jobs: Sequence[Job], folder: Path, leave_out: Sequence[str], ti
     Raises:
         CheckpointError: a file is refused, damaged, or takes more time or memory than reading it may.
     """
+    if not jobs:
+        return []
     size = sum(_size(job) for job in jobs)
     seconds = int(300 + size / 20e6 if timeout is None else timeout)
     request = {

@@ -93,6 +93,13 @@ def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) 
     ]
 
 
+def add_kinds(optimizers: Sequence[ForeignOptimizer] | None, orders: Sequence[Order] | None) -> None:
+    """Give optimizers whose state is kept by name the classes that the user's objects tell."""
+    if optimizers is not None and orders is not None and len(optimizers) == len(orders):
+        for optimizer, order in zip(optimizers, orders, strict=True):
+            optimizer.kind = order.kind
+
+
 def by_name(
     states: Sequence[Mapping[str, Any]],
     weights: Mapping[str, Tensor],
