@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .canonical import canonical_names
+from .checkpoint.consolidation import AVERAGES as SECTION
 from .checkpoint.plan import Shard
 from .checkpoint.read import Checkpoint
 from .checkpoint.stored import HeldShard, SavedTensor, StoredTensors, read_piece
@@ -27,7 +28,6 @@ from .whole import whole_tensors
 if TYPE_CHECKING:
     from .run import Run
 
-SECTION = "averages"
 # So much is converted at once where weights are of another dtype or on another device than their average.
 _CHUNK_ELEMENTS = 1 << 24
 

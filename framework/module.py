@@ -424,6 +424,8 @@ class TrainModule(HyperparametersMixin, nn.Module):
         checkpoint_path: str | Path,
         map_location: str | torch.device | None = None,
         strict: bool = True,
+        *,
+        average: str | None = None,
         **overrides: Any,
     ) -> Self:
         """Rebuild a module from a checkpoint: ``__init__`` with the saved hyperparameters, then the saved weights.
@@ -433,6 +435,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
             map_location: the device that the module's tensors are on afterwards (default: the CPU).
             strict: whether names and shapes of weights must match exactly. If not, what fits is loaded, and a warning
                 names what was left on either side.
+            average: load this average of the weights, such as ``"ema"``, in the place of those that were trained.
             overrides: arguments of ``__init__`` that replace or complete the saved ones.
 
         What ``__init__`` draws leaves every random generator as it was. ``on_load_checkpoint`` is called, if the
@@ -441,6 +444,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         Raises:
             CheckpointError: the checkpoint is damaged, or its weights are not this module's.
             ConfigurationError: there is no such device, or an override is no argument of ``__init__``.
+            UnknownNameError: there is no such average.
         """
-        module: Self = rebuild_module(cls, open_checkpoint(checkpoint_path), map_location, strict, overrides)
+        module: Self = rebuild_module(cls, open_checkpoint(checkpoint_path), map_location, strict, overrides, average)
         return module

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .canonical import canonical_table
 from .checkpoint.codec import decode
+from .checkpoint.consolidation import AVERAGES, MODEL, section_tensors
 from .checkpoint.read import Checkpoint
 from .errors import CheckpointError, ConfigurationError, did_you_mean
 from .matching import listed
@@ -30,11 +31,13 @@ def rebuild_module(
     map_location: str | torch.device | None,
     strict: bool,
     overrides: Mapping[str, Any],
+    average: str | None = None,
 ) -> Any:
     """Build ``cls`` with a checkpoint's hyperparameters and put its weights in, on the device ``map_location``.
 
     It is built on the CPU, moved, and each tensor read goes straight to its device. With ``strict=False`` what fits is
-    loaded, and a warning names what does not: on either side, and of another shape.
+    loaded, and a warning names what does not: on either side, and of another shape. ``average`` names one to load
+    in place of the weights.
 
     Raises:
         CheckpointError: the module cannot be built from it, or its weights are not this module's.
@@ -48,7 +51,7 @@ def rebuild_module(
         module.configure_model()
         module.to(device)
         _hand_over_user_state(module, checkpoint)
-        _load(module, checkpoint, strict)
+        _load(module, checkpoint, strict, MODEL if average is None else f"{AVERAGES}/{average}")
     return module
 
 
@@ -143,13 +146,14 @@ class _StateTensors(Mapping[str, Tensor]):
         return len(self._checkpoint.names("state"))
 
 
-def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
+def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool, section: str) -> None:
+    tensors = section_tensors(checkpoint, section)
     table, own = canonical_table(module), module.state_dict(keep_vars=True)
     shapes = {name: tuple(own[raw].shape) for name, raw in table.items()}
     match = check_model(module, shapes, checkpoint, strict, getattr(module, "checkpoint_renames", None))
     with torch.no_grad():
         for name, saved in match.tensors.items():
-            own[table[name]].copy_(checkpoint.read("model", saved))
+            own[table[name]].copy_(tensors[saved].read())
     if match.problems:
         warnings.warn(
             f"{type(module).__name__} took {len(match.tensors)} of {len(shapes)} tensors from {checkpoint.path}; left "

@@ -117,6 +117,7 @@ CALLBACKS = Registry(
         "model_summary": ".callbacks.summary:ModelSummary",
         "progress_bar": ".callbacks.progress:ProgressBar",
         "rich_progress_bar": ".callbacks.progress:RichProgressBar",
+        "weight_averaging": ".callbacks.weight_averaging:WeightAveraging",
         "ema": ".callbacks.weight_averaging:EMAWeightAveraging",
         "stochastic_weight_averaging": ".callbacks.stochastic_weight_averaging:StochasticWeightAveraging",
         "lambda": ".callbacks.lambda_callback:LambdaCallback",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .averages import SECTION as AVERAGES
 from .canonical import canonical_names, names_of
 from .checkpoint.codec import encode
+from .checkpoint.consolidation import AVERAGES
 from .checkpoint.plan import Shard, Snapshot
 from .model_state import encode_known, model_state
 from .optimizer_state import optimizer_state, whole

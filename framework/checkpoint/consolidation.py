@@ -13,6 +13,7 @@ from .read import Checkpoint, open_checkpoint
 from .stored import SavedTensor, StoredTensor
 
 MODEL = "model"
+AVERAGES = "averages"
 
 
 def consolidate(
@@ -32,7 +33,8 @@ def consolidate(
             new directory of ``model-00001-of-00002.safetensors`` and an index, as Hugging Face writes them.
         max_shard_size: the most bytes of tensors in one file, as a number or ``"5GB"``; a larger tensor has its own.
         dtype: write floating point tensors in it: ``"bf16"``, ``"float16"``, ... Default: as they were saved.
-        section: what is written: the model's weights, ``"averages/<key>"``, ``"optimizer"``, ...
+        section: what is written: the model's weights, the model with an average of them (``"averages/ema"``),
+            ``"optimizer"``, ...
 
     Tied tensors are written under each of their names. Returns the file, or the directory.
 
@@ -53,6 +55,8 @@ def consolidate(
 def section_tensors(checkpoint: Checkpoint, given: str) -> dict[str, StoredTensor]:
     """Return the tensors of a section, or of ``<section>/<key>`` those whose names begin with the key, without it.
 
+    An average has its own of what was trained; the rest of the model belongs to it as it is.
+
     Raises:
         UnknownNameError: there is no such section, or nothing in it has such a key.
     """
@@ -62,4 +66,7 @@ def section_tensors(checkpoint: Checkpoint, given: str) -> dict[str, StoredTenso
     found = [name for name in names if name.startswith(prefix)]
     if key and not found:
         raise unknown("section", given, {f"{section}/{name.partition('/')[0]}" for name in names if "/" in name})
-    return {name[len(prefix) :]: SavedTensor(checkpoint, section, name) for name in found}
+    own = {name[len(prefix) :]: SavedTensor(checkpoint, section, name) for name in found}
+    if section != AVERAGES or not key or MODEL not in checkpoint.sections:
+        return dict(own)
+    return {name: own.get(name, SavedTensor(checkpoint, MODEL, name)) for name in checkpoint.names(MODEL)}

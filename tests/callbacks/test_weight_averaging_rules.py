@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging as LightningEMA
 from models import Regressor, loader, network, silent_trainer, weights_of
 from ranks import run_on_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
@@ -24,8 +25,8 @@ from phalanx.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from phalanx.checkpoint import load, open_checkpoint
-from phalanx.framework.errors import ConfigurationError
+from phalanx.checkpoint import consolidate, load, open_checkpoint
+from phalanx.framework.errors import ConfigurationError, UnknownNameError
 
 
 def fitted(*callbacks: Callback, module: TrainModule | None = None, **arguments: Any) -> Any:
@@ -497,3 +498,20 @@ def test_two_averages_side_by_side(tmp_path: Path) -> None:
     own = torch.cat([checkpoint.read("averages", f"ema/{name}").double().flatten() for name in module.state_dict()])
     assert torch.equal(own, weights_of(module))
     assert not torch.equal(checkpoint.read("averages", "slow/net.0.weight"), module.net[0].weight)
+
+
+def test_either_is_taken_from_a_checkpoint(tmp_path: Path) -> None:
+    ema = EMAWeightAveraging(decay=0.5, use_buffers=False)
+    module = fitted(ema, saves(6, tmp_path / "a"), module=Normed(), max_steps=6)
+    live, averaged = (
+        Normed.load_from_checkpoint(tmp_path / "a"),
+        Normed.load_from_checkpoint(tmp_path / "a", average="ema"),
+    )
+    consolidate(tmp_path / "a", tmp_path / "ema.safetensors", section="averages/ema")
+    for name, tensor in load_file(tmp_path / "ema.safetensors").items():
+        assert torch.equal(tensor, averaged.state_dict()[name])
+        assert torch.equal(tensor, module.state_dict()[name])
+    assert averaged.state_dict().keys() == load_file(tmp_path / "ema.safetensors").keys()
+    assert not torch.equal(live.net[3].weight, averaged.net[3].weight)
+    with pytest.raises(UnknownNameError, match="Did you mean 'averages/ema'"):
+        Normed.load_from_checkpoint(tmp_path / "a", average="eam")
