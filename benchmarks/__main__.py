@@ -14,6 +14,7 @@ import torch
 
 from .alternating import alternating
 from .calls import calls
+from .checkpoints import checkpoints
 from .collectives import collectives
 from .imports import imports
 from .memory import memory
@@ -31,6 +32,7 @@ CONCERNS: dict[str, Callable[[int, bool], None]] = {
     "strategies": strategies,
     "by_hand": by_hand,
     "memory": memory,
+    "checkpoints": checkpoints,
 }
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..framework.checkpoint.leftovers import clean_shared
-from ..framework.checkpoint.name import NameTemplate
-from ..framework.checkpoint.probe import NAME as PROBE
-from ..framework.checkpoint.probe import free_bytes, probe
+from ..framework.checkpoint.name import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.schedule import SaveSchedule
 from ..framework.errors import ConfigurationError, MetricError, PhalanxError
 from ..framework.logger import Logger
 from ..framework.monitor import acts_at_epoch_end, check_mode, missing_metric
+from ..framework.save_directory import make_ready
 from ..framework.saver import SaveOrder
+from .checkpoint_plan import SavePlan
 from .checkpoint_records import CheckpointRecords
 
 if TYPE_CHECKING:
@@ -97,7 +96,8 @@ class ModelCheckpoint(CheckpointRecords):
         keep_last: int = 0,
         keep_every_nth: int = 0,
     ) -> None:
-        _check(save_last, save_top_k, monitor, keep_last=keep_last, keep_every_nth=keep_every_nth)
+        if save_last not in (None, True, False, "link"):
+            raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
         check_mode("ModelCheckpoint", mode)
         self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.dirpath = self._given_dirpath
@@ -159,29 +159,10 @@ class ModelCheckpoint(CheckpointRecords):
             self.dirpath = os.path.abspath(trainer.checkpoint_dir)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.fast_dev_run or trainer.run is None or not (self._kept.saves or self.save_last):
-            return
-        assert self.dirpath is not None
-        directory, saver = Path(self.dirpath), trainer.run.saver
-        # The run's own directory was cleaned when its lock was taken.
-        if trainer.is_global_zero and directory != Path(os.path.abspath(trainer.checkpoint_dir)):
-            clean_shared(directory, self._writes, trainer.note)
-        probe(directory, trainer.world, saver.sharded)
-        size = saver.estimate(self.save_weights_only)
-        free = free_bytes(directory)
-        if free is not None and free < size:
-            trainer.note(f"A checkpoint takes about {size:,} bytes, and {free:,} are free in {directory}: make room.")
-        if self.asynchronous:
-            saver.prepare(size // trainer.world_size if saver.sharded else size)
-
-    def _writes(self, name: str) -> bool:
-        """Whether this run may have written a checkpoint of a name."""
-        stem = name.removesuffix(self.FILE_EXTENSION)
-        last = NameTemplate(self.CHECKPOINT_NAME_LAST, self.auto_insert_metric_name)
-        return name == PROBE or (
-            stem != name
-            and any(re.fullmatch(f"(?:{one.pattern()})(?:-v\\d+)?", stem) for one in (self._template, last))
-        )
+        if trainer.run is not None and not trainer.fast_dev_run and (self._kept.saves or self.save_last):
+            assert self.dirpath is not None
+            names = self._names
+            make_ready(trainer.run, Path(self.dirpath), names.gives, self.save_weights_only, self.asynchronous)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._begin(trainer.global_step)
@@ -227,7 +208,7 @@ class ModelCheckpoint(CheckpointRecords):
         self._settle(trainer)
         step = trainer.global_step
         if self.save_last and step not in (self._saved_step, self._first_step) and not trainer.fast_dev_run:
-            self._save(trainer, {**self._plan(trainer), "accepted": False, "counts": False})
+            self._save(trainer, replace(self._plan(trainer), path="", counts=False))
 
     def _its_time(self, trainer: Trainer) -> bool:
         """Whether the time is up by rank 0's clock, of which all learn at the next step."""
@@ -250,11 +231,14 @@ class ModelCheckpoint(CheckpointRecords):
             MetricError: the template names a metric that is not there.
         """
         template = self._template if filename is None else NameTemplate(filename, self.auto_insert_metric_name)
-        counters = [int(metrics.get(name, 0)) for name in ("epoch", "step")]
-        name = template.fill(counters[0], counters[1], {key: float(value) for key, value in metrics.items()})
-        if ver is not None:
-            name += f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
-        return os.path.join(self.dirpath or "", name + self.FILE_EXTENSION)
+        return self._names.path(self.dirpath, metrics, template, ver)
+
+    @property
+    def _names(self) -> CheckpointNames:
+        # Made anew each time: its parts are public attributes.
+        last = NameTemplate(self.CHECKPOINT_NAME_LAST, self.auto_insert_metric_name)
+        versions = (self.STARTING_VERSION, self.enable_version_counter)
+        return CheckpointNames(self._template, last, self.CHECKPOINT_JOIN_CHAR, self.FILE_EXTENSION, *versions)
 
     def _save_or_defer(self, trainer: Trainer, last_chance: bool = False) -> None:
         if trainer.fast_dev_run or (trainer.global_step == self._saved_step and not self._deferred):
@@ -262,80 +246,58 @@ class ModelCheckpoint(CheckpointRecords):
         self._settle(trainer)
         self._schedule.restart_clock()
         plan = self._plan(trainer)
-        missing = plan["missing"]
-        if missing is not None and last_chance:
-            raise MetricError(missing)
+        if plan.missing is not None and last_chance:
+            raise MetricError(plan.missing)
         # What can be saved without the metric is saved now.
-        if missing is None or trainer.global_step != self._saved_step:
+        if plan.missing is None or trainer.global_step != self._saved_step:
             self._save(trainer, plan)
-        self._deferred = missing is not None
+        self._deferred = plan.missing is not None
 
-    def _plan(self, trainer: Trainer) -> dict[str, Any]:
+    def _plan(self, trainer: Trainer) -> SavePlan:
         """Return what is to be done, as rank 0 sees it. Collective."""
-        mine = self._own_plan(trainer) if trainer.is_global_zero else {}
-        return trainer.world.broadcast_object(mine)
+        return trainer.world.broadcast_object(self._own_plan(trainer) if trainer.is_global_zero else SavePlan())
 
-    def _own_plan(self, trainer: Trainer) -> dict[str, Any]:
-        logged = trainer.callback_metrics
+    def _own_plan(self, trainer: Trainer) -> SavePlan:
+        logged, names = trainer.callback_metrics, self._names
         metrics: dict[str, Any] = {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        plan: dict[str, Any] = {"missing": None, "accepted": False, "counts": False, "score": None}
-        if self.save_last:
-            plan["last"] = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST)
+        last = names.path(self.dirpath, metrics, names.last) if self.save_last else ""
         if not self._kept.saves:
-            return plan
+            return SavePlan(last)
         for name in [*self._template.metrics, *([self.monitor] if self.monitor else [])]:
             if name not in metrics:
-                return {**plan, "missing": str(missing_metric("ModelCheckpoint", name, logged))}
-        plan["score"] = float(metrics[self.monitor]) if self.monitor is not None else None
-        plan["counts"] = True
-        plan["accepted"] = self._kept.accepts(plan["score"])
-        if plan["accepted"]:
-            plan["path"] = self._free_path(metrics)
-        return plan
-
-    def _free_path(self, metrics: Mapping[str, Any]) -> str:
-        """Return a path that is free, or that of the checkpoint which gives way."""
-        gives_way = self._kept.gives_way
-        path = self.format_checkpoint_name(metrics)
-        version = self.STARTING_VERSION
-        while self.enable_version_counter and os.path.lexists(path) and path != gives_way:
-            path = self.format_checkpoint_name(metrics, ver=version)
-            version += 1
-        return path
+                return SavePlan(last, missing=str(missing_metric("ModelCheckpoint", name, logged)))
+        score = float(metrics[self.monitor]) if self.monitor is not None else None
+        accepted = self._kept.accepts(score)
+        path = names.free(self.dirpath, metrics, self._kept.gives_way) if accepted else ""
+        return SavePlan(last, path, score, counts=True)
 
     def _settle(self, trainer: Trainer) -> None:
         """Wait for the save before: what is decided next rests on what came of it. Collective."""
         if trainer.run is not None:
             trainer.run.saver.settle()
 
-    def _save(self, trainer: Trainer, plan: dict[str, Any]) -> None:
+    def _save(self, trainer: Trainer, plan: SavePlan) -> None:
         """Save what a plan says; the records are made first, since they are part of what is saved. Collective."""
         assert trainer.run is not None
-        before, previous = self.state_dict(), {*self._kept.paths, self.last_model_path}
+        before, previous, targets = self.state_dict(), {*self._kept.paths, self.last_model_path}, plan.targets
         self._record(plan)
-        targets = [plan["path"]] if plan["accepted"] else []
-        if self.save_last:
-            targets.append(self.last_model_path)
         if not targets:
             self._tell(trainer, plan)
             return
         self._giving_way = sorted(previous - {"", *targets, *self._kept.paths, self.last_model_path})
         self._saved_step = trainer.global_step
-        trainer.run.saver.save(
-            SaveOrder(
-                Path(targets[0]),
-                self.save_weights_only,
-                self.asynchronous,
-                also=Path(targets[-1]) if len(targets) > 1 else None,
-                owner=self.state_key,
-                prune=partial(self._remove, set(self._giving_way)),
-                settled=partial(self._settled, trainer, plan, before),
-            )
+        order = SaveOrder(
+            Path(targets[0]),
+            self.save_weights_only,
+            self.asynchronous,
+            also=Path(targets[1]) if len(targets) > 1 else None,
+            owner=self.state_key,
+            prune=partial(self._remove, set(self._giving_way)),
+            settled=partial(self._settled, trainer, plan, before),
         )
+        trainer.run.saver.save(order)
 
-    def _settled(
-        self, trainer: Trainer, plan: dict[str, Any], before: dict[str, Any], error: PhalanxError | None
-    ) -> None:
+    def _settled(self, trainer: Trainer, plan: SavePlan, before: dict[str, Any], error: PhalanxError | None) -> None:
         """Take note of what came of a save, on every rank."""
         if error is not None:
             self._restore(before)
@@ -345,17 +307,17 @@ class ModelCheckpoint(CheckpointRecords):
             self._tell_loggers(trainer)
         self._tell(trainer, plan)
 
-    def _record(self, plan: dict[str, Any]) -> None:
+    def _record(self, plan: SavePlan) -> None:
         """Note a checkpoint that is about to be saved."""
-        if plan["score"] is not None:
-            self._current = plan["score"]
-        if self.save_last:
-            self.last_model_path = plan["last"]
-        if plan["counts"]:
+        if plan.score is not None:
+            self._current = plan.score
+        if plan.last:
+            self.last_model_path = plan.last
+        if plan.counts:
             self._kept.count()
-        if plan["accepted"]:
-            self._newest = plan["path"]
-            self._kept.add(plan["path"], plan["score"])
+        if plan.path:
+            self._newest = plan.path
+            self._kept.add(plan.path, plan.score)
 
     def _tell_loggers(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:
@@ -366,31 +328,9 @@ class ModelCheckpoint(CheckpointRecords):
             except Exception as error:
                 trainer.note(f"{type(logger).__name__} failed after a checkpoint ({type(error).__name__}: {error}).")
 
-    def _tell(self, trainer: Trainer, plan: dict[str, Any]) -> None:
+    def _tell(self, trainer: Trainer, plan: SavePlan) -> None:
         if not self.verbose:
             return
-        score = f", {self.monitor} = {plan['score']:.6g}" if plan["score"] is not None else ""
-        what = (
-            f"saved {os.path.basename(plan['path'])}" if plan["accepted"] else f"not among the best {self.save_top_k}"
-        )
+        score = f", {self.monitor} = {plan.score:.6g}" if plan.score is not None else ""
+        what = f"saved {os.path.basename(plan.path)}" if plan.path else f"not among the best {self.save_top_k}"
         trainer.note(f"Epoch {trainer.current_epoch}, step {trainer.global_step}{score}: {what}.")
-
-
-def _check(save_last: bool | str | None, save_top_k: int, monitor: str | None, **counts: int) -> None:
-    """Refuse arguments that break a rule.
-
-    Raises:
-        ConfigurationError: one does.
-    """
-    if save_last not in (None, True, False, "link"):
-        raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
-    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-        raise ConfigurationError(f"ModelCheckpoint(save_top_k={save_top_k!r}): give a number, 0 for none, -1 for all.")
-    if monitor is None and save_top_k not in (-1, 0, 1):
-        raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k}) without monitor: name the metric that ranks, or keep the newest "
-            f"with keep_last={save_top_k}."
-        )
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ConfigurationError(f"ModelCheckpoint({name}={count!r}): give a number, 0 for none.")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from string import Formatter
+from typing import Any
 
 from ..errors import ConfigurationError
 from ..monitor import missing_metric
@@ -42,14 +45,15 @@ class NameTemplate:
         """The metrics that a name needs."""
         return [field for _, field, _, _ in self._parts if field is not None and field not in COUNTERS]
 
-    def pattern(self) -> re.Pattern[str]:
-        """Return what the names that this template gives look like, its last part alone, without a suffix."""
+    @property
+    def pattern(self) -> str:
+        """A regular expression of the names that this template gives: their last part alone, without a suffix."""
         text = ""
         for literal, field, _, _ in self._parts:
             text += re.escape(literal)
             if field is not None:
-                text += (re.escape(f"{field.replace('/', '_')}=") if self._insert_names else "") + "[^/]+"
-        return re.compile(text.rpartition("/")[2])
+                text += (re.escape(f"{field.replace('/', '_')}=") if self._insert_names else "") + ".+"
+        return text.rpartition("/")[2]
 
     def fill(self, epoch: int, step: int, metrics: Mapping[str, float]) -> str:
         """Return the name, without a suffix.
@@ -69,3 +73,43 @@ class NameTemplate:
             label = f"{field.replace('/', '_')}=" if self._insert_names else ""
             name += label + format(value, spec)
         return name
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """The paths of a run's checkpoints: from a template, and one for the newest; ``-v1`` where a name is taken."""
+
+    template: NameTemplate
+    last: NameTemplate
+    join: str
+    extension: str
+    first_version: int
+    counts_versions: bool
+
+    def path(
+        self, directory: str | None, metrics: Mapping[str, Any], template: NameTemplate, version: int | None = None
+    ) -> str:
+        """Return the path for metrics, among which ``epoch`` and ``step`` are.
+
+        Raises:
+            MetricError: the template names a metric that is not there.
+        """
+        counters = [int(metrics.get(name, 0)) for name in COUNTERS]
+        name = template.fill(counters[0], counters[1], {key: float(value) for key, value in metrics.items()})
+        if version is not None:
+            name += f"{self.join}v{version}"
+        return os.path.join(directory or "", name + self.extension)
+
+    def free(self, directory: str | None, metrics: Mapping[str, Any], gives_way: str) -> str:
+        """Return a path that is free, or that of the checkpoint which gives way."""
+        path = self.path(directory, metrics, self.template)
+        version = self.first_version
+        while self.counts_versions and os.path.lexists(path) and path != gives_way:
+            path = self.path(directory, metrics, self.template, version)
+            version += 1
+        return path
+
+    def gives(self, name: str) -> bool:
+        """Whether ``name`` may be that of a checkpoint with these names."""
+        versions = rf"(?:{re.escape(self.join)}v\d+)?{re.escape(self.extension)}"
+        return any(re.fullmatch(f"(?:{one.pattern}){versions}", name) for one in (self.template, self.last))

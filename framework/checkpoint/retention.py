@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic import storage_error, sync_directory
+from ..errors import ConfigurationError
 from ..monitor import is_better
 
 
@@ -61,9 +62,22 @@ class Retention:
     """The checkpoints that are kept, by path, in the order saved.
 
     Pure bookkeeping, as ``BestK`` is. ``ranked`` says whether scores count; without them the best one is the newest.
+
+    Raises:
+        ConfigurationError: a number breaks its rule, or ``k`` needs scores.
     """
 
     def __init__(self, k: int, mode: str, ranked: bool, newest: int = 0, every_nth: int = 0) -> None:
+        if isinstance(k, bool) or not isinstance(k, int) or k < -1:
+            raise ConfigurationError(f"ModelCheckpoint(save_top_k={k!r}): give a number, 0 for none, -1 for all.")
+        if not ranked and k not in (-1, 0, 1):
+            raise ConfigurationError(
+                f"ModelCheckpoint(save_top_k={k}) without monitor: name the metric that ranks, or keep the newest with "
+                f"keep_last={k}."
+            )
+        for name, count in (("keep_last", newest), ("keep_every_nth", every_nth)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ConfigurationError(f"ModelCheckpoint({name}={count!r}): give a number, 0 for none.")
         self.best = BestK(k, mode)
         self.ranked = ranked
         self.every_nth = every_nth

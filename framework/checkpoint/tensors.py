@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from ..atomic import reserve
 from ..errors import ConfigurationError
 from .tensor_file import CHUNK_BYTES, FileRecord, Segment, header_of
 
@@ -74,11 +76,13 @@ def write_tensor_file(
     specs: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     fetch: Callable[[str], Tensor],
     look: Callable[[str, Tensor], None] | None = None,
+    unsynced: list[BinaryIO] | None = None,
 ) -> tuple[FileRecord, dict[str, Segment]]:
     """Create a file of the tensors in ``specs`` (name, dtype, shape) and sync it.
 
     ``fetch`` is called once for each name, in the file's order, so that only one tensor has to be at hand at a time.
-    ``look`` is shown each piece of a tensor, 1-d, before it is written; what it raises ends the writing.
+    ``look`` is shown each piece of a tensor, 1-d, before it is written; what it raises ends the writing. Where
+    ``unsynced`` is given, the file is left there, open, for the caller to sync and close.
     """
     from xxhash import xxh3_64
 
@@ -86,7 +90,9 @@ def write_tensor_file(
     header, starts = header_of([(name, code_of(dtype, name), shape) for name, dtype, shape in specs])
     whole = xxh3_64(header)
     segments: dict[str, Segment] = {}
-    with path.open("xb", buffering=CHUNK_BYTES // 4) as file:
+    with contextlib.ExitStack() as closing:
+        file = closing.enter_context(path.open("xb", buffering=CHUNK_BYTES // 4))
+        reserve(file.fileno(), len(header) + sum(size_of(shape, dtype) for _, dtype, shape in specs))
         file.write(header)
         for name, dtype, shape in specs:
             tensor = dense(fetch(name))
@@ -105,5 +111,9 @@ def write_tensor_file(
             segments[name] = Segment(starts[name], len(memory), digest.hexdigest())
         size = file.tell()
         file.flush()
-        os.fsync(file.fileno())
+        if unsynced is None:
+            os.fsync(file.fileno())
+        else:
+            closing.pop_all()
+            unsynced.append(file)
     return FileRecord(size, len(header), xxh3_64(header).hexdigest(), whole.hexdigest()), segments

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import BinaryIO
 
 from torch import Tensor
 
@@ -154,11 +155,18 @@ class Save:
 
     def write(self) -> None:
         """Write and sync this rank's part. A failure is kept and raised by ``finish`` on all ranks."""
+        files: list[BinaryIO] = []
         try:
             for section, tensors in self._agreed.items():
-                self._write_section(section, tensors)
+                self._write_section(section, tensors, files)
+            # At the end: the disk was at work on the first files while the others were written.
+            for file in files:
+                self._sync(file)
         except Exception as error:
             self._failure = error
+        finally:
+            for file in files:
+                file.close()
 
     def finish(self) -> Path:
         """Gather the outcomes, write the manifest and publish. Collective. Raises as ``save``."""
@@ -178,7 +186,15 @@ class Save:
             raise error from failure
         return self.path
 
-    def _write_section(self, section: str, tensors: Mapping[str, str | list[tuple[int, Box]]]) -> None:
+    def _sync(self, file: BinaryIO) -> None:
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise self._not_written(Path(file.name), error) from error
+
+    def _write_section(
+        self, section: str, tensors: Mapping[str, str | list[tuple[int, Box]]], files: list[BinaryIO]
+    ) -> None:
         shards = self._snapshot.sections.get(section, {})
         mine = [
             (name, shards[name].tensor.dtype, box[1])
@@ -200,7 +216,7 @@ class Save:
         assert self._temporary is not None
         path = self._temporary / f"{section}-{self._world.rank:05d}.safetensors"
         try:
-            record, segments = write_tensor_file(path, mine, lambda name: shards[name].tensor, look)
+            record, segments = write_tensor_file(path, mine, lambda name: shards[name].tensor, look, files)
         except OSError as error:
             raise self._not_written(path, error) from error
         self._written.files[path.name] = record

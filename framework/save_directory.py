@@ -1,0 +1,31 @@
+"""A directory that a run saves into, made ready before the first step: cleaned, tried, and its room looked at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from .checkpoint.leftovers import clean_shared
+from .checkpoint.probe import NAME, free_bytes, probe
+from .run import Run
+
+
+def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_only: bool, asynchronous: bool) -> None:
+    """Get a directory ready for checkpoints of the names that ``gives`` knows. Collective.
+
+    What killed saves left in it is deleted, as far as it could be this run's and its writer is dead; the run's own
+    directory was cleaned when its lock was taken. Too little room is told of.
+
+    Raises:
+        StorageError: on all ranks; a checkpoint could not be saved in it.
+    """
+    trainer, saver = run.trainer, run.saver
+    if run.world.is_global_zero and directory != Path(os.path.abspath(trainer.checkpoint_dir)):
+        clean_shared(directory, lambda name: name == NAME or gives(name), trainer.note)
+    probe(directory, run.world, saver.sharded)
+    size, free = saver.estimate(weights_only), free_bytes(directory)
+    if free is not None and free < size:
+        trainer.note(f"A checkpoint takes about {size:,} bytes, and {free:,} are free in {directory}: make room.")
+    if asynchronous:
+        saver.prepare(size // run.world.size if saver.sharded else size)
