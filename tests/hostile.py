@@ -26,7 +26,10 @@ Fields = dict[str, Any]
 def good(path: Path, value: float = 0.0) -> Path:
     """Save a checkpoint with all that a Trainer's has: weights, tied ones, an optimizer, state of many kinds."""
     generator = torch.Generator().manual_seed(3)
-    model = {"weight": torch.randn(3, 4, generator=generator) + value, "bias": torch.randn(4).bfloat16()}
+    model = {
+        "weight": torch.randn(3, 4, generator=generator) + value,
+        "bias": torch.randn(4, generator=generator).bfloat16(),
+    }
     state = {
         "callbacks": {"early": {"best": torch.ones(2, 3), "wait": 3}},
         "tuple": (1, 2.5, None),
@@ -35,7 +38,11 @@ def good(path: Path, value: float = 0.0) -> Path:
     }
     document, tensors = codec.encode(state)
     model["tied"] = model["weight"]
-    sections = {"model": model, "optimizer": {"0/exp_avg/weight": torch.randn(3, 4)}, "state": tensors}
+    sections = {
+        "model": model,
+        "optimizer": {"0/exp_avg/weight": torch.randn(3, 4, generator=generator)},
+        "state": tensors,
+    }
     shards = {name: {key: Shard.whole(tensor) for key, tensor in each.items()} for name, each in sections.items()}
     whole = {
         "progress": {"global_step": 3, "batch": 4, "epoch": 1},

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 from .manifest import JSON, VERSION, Manifest, TensorRecord
 from .opening import read_manifest
@@ -128,7 +128,7 @@ def metrics_of(manifest: Manifest) -> dict[str, float]:
     found = {}
     for name, value in _dict(state.get("metrics")).items():
         value = value.get("value") if type(value) is dict and value.get("$") in ("scalar", "numpy") else value
-        if type(value) in (int, float):
+        if _is_number(value):
             found[name] = value
     return found
 
@@ -137,7 +137,7 @@ def monitored(manifest: Manifest) -> tuple[str, float] | None:
     """Return the metric by which a ModelCheckpoint ranks, and its value at this checkpoint, where both are recorded."""
     for state in _dict(_dict(_dict(manifest.document).get("state")).get("callbacks")).values():
         name, score = _dict(state).get("monitor"), _dict(state).get("current_score")
-        if type(name) is str and type(score) in (int, float):
+        if type(name) is str and _is_number(score):
             return name, score
     return None
 
@@ -169,6 +169,10 @@ def _list(value: JSON) -> list[Any]:
 
 def _text(value: JSON) -> str | None:
     return value if type(value) is str else None
+
+
+def _is_number(value: JSON) -> TypeGuard[float]:
+    return type(value) in (int, float)
 
 
 def _count(value: JSON) -> int | None:

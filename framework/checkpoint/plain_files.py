@@ -29,8 +29,8 @@ from .stored import StoredTensor
 from .tensor_file import header_of
 from .tensors import CODES, DTYPES, bytes_of, code_of, dense, size_of
 
-SLICE_BYTES = 32 << 20
-"""So much of a tensor is in memory at once, twice where it is converted."""
+SLICE_BYTES = 8 << 20
+"""So much of a tensor is in memory at once, and a few times that where it is converted."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHORT = {
     "64": torch.float64,
