@@ -140,13 +140,15 @@ def cycle_parts(parts: list[Iterator[Any]], reopen: Callable[[int, int], Iterato
     ended = [cycle > 0 for cycle in cycles]
     end = object()
     while True:
-        row = [next(part, end) for part in parts]
-        missing = [part for part, item in enumerate(row) if item is end]
-        for part in missing:
-            ended[part] = True
+        # Those that decide whether there is a row come first: no more is read of the others than rows are.
+        row = [end if ended[part] else next(iterator, end) for part, iterator in enumerate(parts)]
+        began_anew = [part for part, done in enumerate(ended) if done]
+        ended = [item is end for item in row]
         if all(ended):
             return
-        for part in missing:
+        for part in began_anew:
+            row[part] = next(parts[part], end)
+        for part in [part for part, item in enumerate(row) if item is end]:
             cycles[part] += 1
             parts[part] = reopen(part, cycles[part])
             row[part] = next(parts[part], end)

@@ -58,6 +58,8 @@ class TrainingSource(ABC):
     name: str
     keeps_state: bool = False
     """Whether the user's loader or dataset tells where it stands, so that what was read need not be read again."""
+    started: bool = False
+    """Whether an epoch was started in this process."""
     _began_at: Position | None = None
 
     def __init__(self) -> None:
@@ -84,8 +86,11 @@ class TrainingSource(ABC):
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
         """Do what ``start`` says."""
 
-    def state_after(self, batches: int) -> Any:
-        """Return the state of the user's loader or dataset once ``batches`` of the epoch are consumed, if it tells."""
+    def state_after(self, batches: int | None) -> Any:
+        """Return the state of the user's loader or dataset once ``batches`` of the epoch are consumed, if it tells.
+
+        None for ``batches`` stands for the moment between two epochs.
+        """
         return None
 
     def restore(self, states: Sequence[Any], own: bool) -> None:
@@ -100,7 +105,7 @@ class TrainingSource(ABC):
 
         What must be read to get to the position is read before this returns.
         """
-        self._began_at = position
+        self._began_at, self.started = position, True
         return self.open(epoch, position)
 
     def len_batches_now(self) -> int | None:
@@ -242,7 +247,10 @@ class IterableSource(CountedSource):
             return self._passes.begin()
         self._stateful.load_state_dict(kept["state"])
         if not anew:
-            self._read = kept["read"]
+            self._read, self._finished = kept["read"], kept["finished"]
+            if self._finished:
+                # It would begin anew.
+                return iter(())
         elif self._stateful is self._loader and not kept["finished"]:
             # What was left of the epoch before, which the loader would go on with.
             self._passes.begin()
@@ -254,9 +262,10 @@ class IterableSource(CountedSource):
             yield batch
         self._finished = True
 
-    def state_after(self, batches: int) -> Any:
-        consumed = int(self.position_after(batches)["batches"]) // self._shares
-        if self._stateful is None or not self.keeps_state or self._read > consumed:
+    def state_after(self, batches: int | None) -> Any:
+        if self._stateful is None or not self.keeps_state or not self.started or self._kept is not None:
+            return self._kept
+        if batches is not None and self._read > int(self.position_after(batches)["batches"]) // self._shares:
             return None
         return {"read": self._read, "finished": self._finished, "state": self._stateful.state_dict()}
 

@@ -7,8 +7,7 @@ result. In a step there is neither a collective nor a synchronisation with a dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -59,7 +58,6 @@ class MetricLog:
         self._training = stage == "train"
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
-        self._reducing: dict[str, Any] | None = None
 
     @property
     def in_step(self) -> bool:
@@ -260,8 +258,6 @@ class MetricLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has gathered in the epoch so far, the metrics of the module included."""
-        if self._reducing is not None:
-            return self._reducing
         settle(self)
         places = {id(part): name for name, part in self._module.named_modules()} if self._module is not None else {}
         return {
@@ -283,15 +279,6 @@ class MetricLog:
             ],
             "metrics": metric_states(self._module) if self._module is not None else {},
         }
-
-    @contextmanager
-    def reducing(self) -> Generator[None, None, None]:
-        """Have ``state_dict`` tell in this context what it told at its start: a run resumed there reduces it anew."""
-        self._reducing = self.state_dict()
-        try:
-            yield
-        finally:
-            self._reducing = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue an epoch from what ``state_dict`` returned."""

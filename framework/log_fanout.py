@@ -69,14 +69,20 @@ class LoggerFanout:
         """Have every logger write what it keeps, soon."""
         self._send("save")
 
-    def state_dicts(self) -> list[dict[str, Any]]:
-        """Have what was logged so far written, and return where each logger stands, for a checkpoint.
+    def state_dicts(self, marks: list[tuple[str, dict[str, Any]]] | None = None) -> list[dict[str, Any]]:
+        """Have what was logged so far written, and return where each logger stands, or stood, for a checkpoint.
 
         A logger that takes too long is not waited for again, and its state is unknown from then on.
         """
-        states = [{"kind": writer.name, "state": writer.state_dict(_FLUSH_SECONDS)} for writer in self._writers]
+        marks = self.mark() if marks is None else marks
+        for writer in self._writers:
+            writer.flush(_FLUSH_SECONDS)
         self._leave_out_failed()
-        return states
+        return [{"kind": name, "state": dict(state)} for name, state in marks]
+
+    def mark(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return, for a later ``state_dicts``, where each logger stands once it has come to what was logged so far."""
+        return [(writer.name, writer.mark()) for writer in self._writers]
 
     def resume(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
         """Have loggers drop what they recorded after a checkpoint, whose ``state_dicts`` these are."""
@@ -166,21 +172,25 @@ class _Writer:
                 with contextlib.suppress(Exception):
                     self.logger.finalize("failed")
 
-    def state_dict(self, seconds: float) -> dict[str, Any]:
-        """Return the logger's state once it has written all; empty where it does not within ``seconds``."""
+    def mark(self) -> dict[str, Any]:
+        """Return a dict that gets the logger's state when it has come this far; empty where it does not keep up."""
         state: dict[str, Any] = {}
-        calls = [self.logger.save, lambda: state.update(self.logger.state_dict())]
-        if not self._keeps_up:
-            return {}
+        read = partial(_read_state, self.logger, state)
         if self._thread is None:
-            self.call(calls[1])
-            return state
+            self.call(read)
+        elif self._keeps_up:
+            self._calls.append(read)
+        return state
+
+    def flush(self, seconds: float) -> None:
+        """Wait until the logger has written all, or that takes too long."""
+        if self._thread is None or not self._keeps_up:
+            return
         written = self._written = Event()
-        self._calls += [*calls, written.set]
+        self._calls += [self.logger.save, written.set]
         self._wanted.set()
         self._keeps_up = written.wait(seconds)
         self._written = None
-        return state if self._keeps_up else {}
 
     def finish(self) -> None:
         self._finishing = True
@@ -215,3 +225,7 @@ class _Writer:
         self._calls.clear()
         if (written := self._written) is not None:
             written.set()
+
+
+def _read_state(logger: Logger, state: dict[str, Any]) -> None:
+    state.update(logger.state_dict())

@@ -66,7 +66,7 @@ class Logger(ABC):
         self.save()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the figures stand, in JSON values, for a checkpoint; all that came so far is written by then."""
+        """Return where the figures stand, in JSON values, for a checkpoint: after all that came so far."""
         return {}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:

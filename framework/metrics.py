@@ -166,14 +166,17 @@ def _size(shape: Iterable[int]) -> int:
     return torch.Size(shape).numel()
 
 
+def _copied(states: Mapping[str, Any]) -> States:
+    return {name: list(state) if isinstance(state, list) else state.clone() for name, state in states.items()}
+
+
 @contextmanager
 def metrics_set_aside(module: nn.Module) -> Generator[None, None, None]:
     """Let the metrics of a module forget what they gather in this context."""
     parts = _parts(module)
     kept = [(part, part.metric_state, part._update_count, part._forward_cache) for part in parts]
     for part, states, count, _ in kept:
-        copies = {name: list(s) if isinstance(s, list) else s.clone() for name, s in states.items()}
-        _set(part, copies, count)
+        _set(part, _copied(states), count)
     try:
         yield
     finally:
@@ -192,7 +195,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
             # Only the first of metrics that share their states is updated; this hands the states on to the others.
             list(part.values(copy_state=False))  # type: ignore[operator]
     return {
-        name: {"updates": part.update_count, "states": part.metric_state}
+        name: {"updates": part.update_count, "states": _copied(part.metric_state)}
         for name, part in module.named_modules()
         if is_metric(part) and part.update_count
     }

@@ -6,6 +6,8 @@ where their sums stay what they were; generators follow from where the run stand
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint.codec import decode, encode_inline
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
 
 def capture_rank(run: Run, windows: Windows | None) -> Any:
     """Return this rank's own state as JSON values."""
-    state: dict[str, Any] = {"random": capture(), "log": run.train_log.state_dict(), "evaluated": run.evaluated_batches}
-    document: dict[str, Any] = encode_inline(state)
+    document: dict[str, Any] = encode_inline(run.redone_from or _state(run))
     if windows is not None and (data := windows.source_state()) is not None:
         try:
             document["data"] = encode_inline(data)
@@ -32,6 +33,21 @@ def capture_rank(run: Run, windows: Windows | None) -> Any:
             )
             windows.source.keeps_state = False
     return document
+
+
+@contextmanager
+def redone(run: Run) -> Generator[None, None, None]:
+    """Do what a run that resumes from a checkpoint saved in between does anew: generators and figures are then those
+    of the beginning."""
+    run.redone_from, run.marks = _state(run), run.loggers.mark()
+    try:
+        yield
+    finally:
+        run.redone_from = run.marks = None
+
+
+def _state(run: Run) -> dict[str, Any]:
+    return {"random": capture(), "log": run.train_log.state_dict(), "evaluated": dict(run.evaluated_batches)}
 
 
 def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> dict[str, Any] | None:

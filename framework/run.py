@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +67,10 @@ class Run:
         self.train_log = MetricLog("train", self.world, module)
         self.logs: list[MetricLog] = [self.train_log]
         self.latest_loss: Any = None
+        self.redone_from: dict[str, Any] | None = None
+        """While something is under way that a run resumed here does anew: this rank's state when that began."""
+        self.marks: list[tuple[str, dict[str, Any]]] | None = None
+        """And where the loggers stood."""
         self.evaluated_batches: dict[int, int] = {}
         """Of each validation loader, the batches that this rank has seen in the whole fit."""
         self.metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
@@ -89,20 +92,18 @@ class Run:
 
         Callbacks that run last come after the module's: what a checkpoint holds is then all of the step.
         """
-        last = [callback for callback in self.callbacks if callback.runs_last]
-        others = [callback for callback in self.callbacks if not callback.runs_last]
-        return (
-            *self._callback_hooks(name, others),
-            *self.module_hook(name),
-            *self._callback_hooks(name, last),
-        )
+        return self._around_module(name, self.callbacks)
+
+    def _around_module(self, name: str, callbacks: Sequence[Callback]) -> tuple[Hook, ...]:
+        first = self._callback_hooks(name, [callback for callback in callbacks if not callback.runs_last])
+        last = self._callback_hooks(name, [callback for callback in callbacks if callback.runs_last])
+        return (*first, *self.module_hook(name), *last)
 
     def hooks_around(self, name: str) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
         """Return the hooks before and after an epoch's metrics are reduced: those that monitor metrics come after."""
         watching = [callback for callback in self.callbacks if callback.monitors]
         others = [callback for callback in self.callbacks if not callback.monitors]
-        before = (*self._callback_hooks(name, others), *self.module_hook(name))
-        return before, self._callback_hooks(name, watching)
+        return self._around_module(name, others), self._callback_hooks(name, watching)
 
     def module_hook(self, name: str) -> tuple[Hook, ...]:
         """Return the module's hook where it overrides it."""
@@ -144,12 +145,11 @@ class Run:
         self.metrics["callback"].update(log.current())
         for kind, flag in _WANTED.items():
             self.metrics[kind].update(log.step_values(flag))
-        with log.reducing() if hooks else nullcontext():
-            reduced, more = log.reduce(more=bool(hooks))
-            self._keep(reduced)
+        reduced, more = log.reduce(more=bool(hooks))
+        self._keep(reduced)
+        if more:
             for hook in hooks:
                 hook()
-        if more:
             later, _ = log.reduce()
             self._keep(later)
             reduced |= later

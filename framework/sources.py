@@ -169,10 +169,12 @@ class CombinedTraining(TrainingSource):
         began = self._places(began_at)[number][1] if turn == 0 else None
         return turn, began, self._parts[number].batches_before(began) + batches - begins[turn]
 
-    def state_after(self, batches: int) -> Any:
+    def state_after(self, batches: int | None) -> Any:
         if not self.keeps_state:
             return None
-        counts = [self._in_part(number, self._began_at, batches)[2] for number in range(len(self._parts))]
+        counts: list[int | None] = [None] * len(self._parts)
+        if batches is not None:
+            counts = [self._in_part(number, self._began_at, batches)[2] for number in range(len(self._parts))]
         return [part.state_after(count) for part, count in zip(self._parts, counts, strict=True)]
 
     def restore(self, states: Sequence[Any], own: bool) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from .errors import DataError
 from .evaluation import EvaluationPlan, evaluate, logging_to
 from .log import NoLog
 from .manual import ManualStep
+from .rank_state import redone
 from .run import Run
 from .seed import restore
 from .steps import AutomaticStep
@@ -192,7 +194,8 @@ class FitLoop:
         if due and progress.validated_at != progress.global_batch:
             self._validate()
         before, after = run.hooks_around("on_train_epoch_end")
-        run.publish_epoch(run.train_log, before)
+        with redone(run):
+            run.publish_epoch(run.train_log, before)
         if whole:
             run.update_learning_rates("epoch")
             progress.epoch_ended = True
@@ -261,11 +264,15 @@ class FitLoop:
         in_step = run.train_log.in_step
         run.train_log.in_step = False
 
-        def validated() -> None:
-            # Not before: a run resumed from a checkpoint that was saved within a validation has all of it to do.
-            run.progress.validated_at = run.progress.global_batch
+        with ExitStack() as anew:
+            # A run resumed from a checkpoint that was saved within a validation has all of it to do.
+            anew.enter_context(redone(run))
 
-        evaluate(run, plan.validation, validated)
+            def validated() -> None:
+                anew.close()
+                run.progress.validated_at = run.progress.global_batch
+
+            evaluate(run, plan.validation, validated)
         run.train_log.in_step = in_step
         self._agree()
 

@@ -38,10 +38,12 @@ class Windows:
         self._progress = progress
         self._several_ranks = world_size > 1
         self._iterator: Iterator[Any] = iter(())
+        self._epoch: int | None = None
 
     def begin(self, position: dict[str, Any] | None, end: int | None) -> None:
         """Start the epoch in progress, at the position a checkpoint holds or at its beginning."""
         self.end = end
+        self._epoch = self._progress.epoch
         self._iterator = iter(self.source.start(self._progress.epoch, position))
 
     def take(self) -> tuple[list[Any], int] | None:
@@ -91,7 +93,8 @@ class Windows:
 
     def source_state(self) -> Any:
         """Return the source's own state where the epoch stands, or None where it has none to tell."""
-        return self.source.state_after(self._progress.batch_in_epoch)
+        progress = self._progress
+        return self.source.state_after(progress.batch_in_epoch if self._epoch == progress.epoch else None)
 
     def finish(self) -> None:
         """Read to the end a source that tells its state, at the epoch's end: it may begin anew only then."""

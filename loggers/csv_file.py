@@ -90,7 +90,7 @@ class CSVLogger(FileLogger):
 
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
-            return {"directory": self.log_dir, "rows": self._opened().count()}
+            return {"directory": self.log_dir, "rows": self._opened().count() + len(self._rows)}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
         # A directory of the user's choice may hold another run's file by now.
