@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..canonical import names_of
 from ..checkpoint.codec import decode, encode, encode_inline
@@ -183,7 +184,8 @@ class Saved:
     def read(cls, checkpoint: Checkpoint, contents: Contents | None, renames: Mapping[str, str]) -> Saved:
         """Read all but the tensors of modules and optimizers. ``renames`` are those of ``canonical.renamed``.
 
-        A Trainer's checkpoint has no keys: its model and optimizers get those of ``contents``, in order.
+        A Trainer's checkpoint, or one made of another library's, has no keys: its model, optimizers and schedulers get
+        those of ``contents``, in order.
         """
         document = checkpoint.document
         table = document.get(_OWN)
@@ -201,7 +203,8 @@ class Saved:
                 f"{len(modules)} modules and {len(optimizers)} optimizers are to be loaded from it."
             )
         parts = {key: ModulePart(checkpoint, "", renames) for key in modules}
-        return cls(checkpoint, parts, optimizers, {}, {}, {}, renames)
+        schedulers = _schedulers_of(checkpoint, contents) if contents is not None else {}
+        return cls(checkpoint, parts, optimizers, schedulers, {}, {}, renames)
 
     def remainder(self, taken: Iterable[str]) -> dict[str, Any]:
         """Return everything but what was ``taken``: tensors of modules by name, states as they were saved."""
@@ -224,6 +227,15 @@ class Saved:
                 state.setdefault(name, {})[slot] = self.checkpoint.read("optimizer", path)
         groups = [{**decode(group["hyper"]), "params": group["params"]} for group in saved["groups"]]
         return {"state": state, "param_groups": groups}
+
+
+def _schedulers_of(checkpoint: Checkpoint, contents: Contents) -> dict[str, Any]:
+    """Return what a checkpoint without keys holds for the schedulers of ``contents``."""
+    keys = [key for key, value in contents.stateful.items() if isinstance(value, LRScheduler)]
+    if not keys or "state" not in checkpoint.document:
+        return {}
+    state = decode(checkpoint.document["state"], checkpoint.read_section("state"))
+    return dict(zip(keys, state["schedulers"], strict=False))
 
 
 @dataclass
@@ -271,6 +283,9 @@ def _missing(saved: Saved, contents: Contents) -> list[str]:
         (contents.values, saved.values),
     )
     known = [key for _, theirs in held for key in theirs]
+    if "converted" in saved.checkpoint.document:
+        # Loaders and objects that another library saved, if at all, in a form of its own stay as they are.
+        held = (*held[:2], *((mine, {**mine, **theirs}) for mine, theirs in held[2:]))
     return [
         f"it holds no {key!r} of that kind.{did_you_mean(key, known)} It holds: {', '.join(known) or 'nothing'}"
         for mine, theirs in held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,21 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from foreign_model import (
     FOLLOWING,
     GLOBAL_BATCH,
     SAVED_AFTER,
     Net,
+    global_batch,
     loader,
     loss_of,
     optimizer_of,
     schedule_of,
+    seeded_net,
 )
 from models import silent_trainer
 from torch import Tensor
 
-from phalanx import TrainModule, checkpoint
+from phalanx import Fabric, TrainModule, checkpoint
+from phalanx.framework.errors import CheckpointError
 
+# The first test waits for what the other libraries write, all of them.
+pytestmark = pytest.mark.timeout(300)
 TESTS = Path(__file__).parent.parent
 ONE_RANK = ["lightning", "lightning-groups", "accelerate", "zero0", "zero3"]
 # Accelerate's and Lightning's folders of DeepSpeed are of stage 2.
@@ -73,7 +80,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("foreign")
     runs = {1: ONE_RANK, 2: TWO_RANKS}
     processes = [process for size, kinds in runs.items() for process in start(folder / str(size), size, kinds)]
-    deadline = time.monotonic() + 110
+    deadline = time.monotonic() + 240
     try:
         for process in processes:
             output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
@@ -134,3 +141,71 @@ def test_training_goes_on_with_the_losses_of_the_library(foreign: Path, tmp_path
     assert found == pytest.approx(expected, rel=1e-5)
     if kind in WITH_POSITION or kind.startswith("zero"):
         assert model.told == {"words": ["a", "b"]}
+
+
+def test_accelerates_folder_goes_on_in_a_loop_of_the_users(foreign: Path, tmp_path: Path) -> None:
+    net = seeded_net()
+    source = foreign / "1" / "accelerate"
+    path, notes = converted(source, tmp_path / "converted.ckpt", module=net, optimizers=optimizer_of(net, True))
+    assert any("random_states_0.pkl" in note for note in notes)
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    other = Net()
+    model, optimizer = fabric.setup(other, optimizer_of(other, True))
+    scheduler = fabric.setup_scheduler(schedule_of(optimizer))
+    fabric.setup_dataloaders(loader())
+    fabric.load_state(path)
+    losses = []
+    for number in range(SAVED_AFTER, SAVED_AFTER + FOLLOWING):
+        loss = loss_of(model, global_batch(number))
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    assert losses == pytest.approx(json.loads((foreign / "1" / "accelerate.json").read_text()), rel=1e-5)
+
+
+def test_a_module_is_rebuilt_from_lightnings_hyperparameters(foreign: Path, tmp_path: Path) -> None:
+    path, notes = converted(foreign / "1" / "lightning-groups", tmp_path / "converted.ckpt", module=Model)
+
+    model = Model.load_from_checkpoint(path)
+
+    assert model.hparams["groups"] is True
+    assert model.net.head.weight is model.net.embed.weight
+    saved = torch.load(foreign / "1" / "lightning-groups", weights_only=True)["state_dict"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    assert checkpoint.open_checkpoint(path).document["converted"]["notes"] == notes
+    checkpoint.verify(path)
+
+
+def test_several_groups_by_position_are_refused_without_the_module(foreign: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="2 parameter groups and keeps their state by position: pass module="):
+        converted(foreign / "1" / "lightning-groups", tmp_path / "converted.ckpt")
+    with pytest.raises(CheckpointError, match="pass module="):
+        converted(foreign / "1" / "accelerate", tmp_path / "converted.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_ranks_file_is_told(foreign: Path, tmp_path: Path) -> None:
+    source = tmp_path / "zero3"
+    shutil.copytree(foreign / "2" / "zero3", source)
+    gone = next(source.glob("*/zero_pp_rank_1_mp_rank_00_optim_states.pt"))
+    gone.unlink()
+
+    with pytest.raises(
+        CheckpointError, match="saved by 2 ranks, but holds the model states of 2 and the optimizer states of 1"
+    ):
+        converted(source, tmp_path / "converted.ckpt")
+
+
+def test_a_latest_that_names_no_step_is_told(foreign: Path, tmp_path: Path) -> None:
+    source = tmp_path / "zero1"
+    shutil.copytree(foreign / "2" / "zero1", source)
+    (source / "latest").write_text("global_step5")
+
+    with pytest.raises(
+        CheckpointError, match="names 'global_step5', but there is no such folder .* Did you mean 'global_step4'"
+    ):
+        converted(source, tmp_path / "converted.ckpt")
