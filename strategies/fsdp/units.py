@@ -59,13 +59,18 @@ def check_parameters(module: nn.Module) -> None:
     """Check that every parameter can be split.
 
     Raises:
-        ConfigurationError: one has no dim, or its shape is not known yet.
+        ConfigurationError: one has no dim, is trained without elements, or its shape is not known yet.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigurationError(
                 f"{name} belongs to a lazy layer whose shape is not known yet: run a batch through the model first, or "
                 "give the layer its input size."
+            )
+        if not parameter.numel() and parameter.requires_grad:
+            raise ConfigurationError(
+                f"{name} has no elements, so torch cannot reduce its gradient: freeze it, which changes nothing, or use "
+                "strategy='ddp'."
             )
         if parameter.dim() == 0:
             raise ConfigurationError(
