@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
     automatic_optimization: bool = True
     strict_loading: bool = True
     """Whether a checkpoint must fit exactly. If not, what fits is loaded, and what does not is told."""
-    checkpoint_renames: Mapping[str, str] = {}
+    checkpoint_renames: ClassVar[Mapping[str, str]] = {}
     """What took the place of the first parts of names since checkpoints were saved: ``{"net": "body.net"}``."""
     example_input_array: Any = None
     _metric_log: MetricLog | NoLog | None

@@ -166,8 +166,8 @@ class Strategy(ABC):
     def full_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the whole gradient of a parameter that ``setup`` took over, of its full shape. Collective.
 
-        It is None where no loss fed the parameter; the gradient is there between the backward that ends a window and
-        the update.
+        It is what the update will apply, there between the backward that ends a window and the update. Where no loss
+        fed the parameter it is None, or zeros where a strategy cannot leave one out of its update, as DeepSpeed's.
         """
         return parameter.grad
 

@@ -59,7 +59,7 @@ class Odd(nn.Module):
             self.scale = nn.Parameter(torch.tensor(0.7))
         # Global: the same whatever part of a batch a rank has.
         self.norm.eval()
-        self.norm.train = lambda mode=True: self.norm  # type: ignore[method-assign, assignment]
+        self.norm.train = lambda mode=True: self.norm  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, uses_late: bool) -> Tensor:
         """Return [batch, 1] for [batch, 5]."""

@@ -94,10 +94,11 @@ class CheckpointVerbs(TrainingVerbs):
         checkpoint, renames = open_everywhere(self.world, path), rename or {}
         if state is None:
             return on_all_ranks(self.world, lambda: Saved.read(checkpoint, None, renames).remainder(()))
-        objects = state if isinstance(state, dict) else None
 
         def compared() -> tuple[dict[str, Any], Contents, Saved, Fits]:
-            given = {_only_key(Saved.read(checkpoint, None, renames), state): state} if objects is None else objects
+            given = (
+                state if isinstance(state, dict) else {_only_key(Saved.read(checkpoint, None, renames), state): state}
+            )
             contents = contents_of(given, self.strategy)
             saved = Saved.read(checkpoint, contents, renames)
             return given, contents, saved, compare(saved, contents, self._names(contents), strict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -276,7 +276,7 @@ def compare(saved: Saved, contents: Contents, names: Mapping[int, str], strict: 
 
 
 def _missing(saved: Saved, contents: Contents) -> list[str]:
-    held = (
+    held: tuple[tuple[Collection[str], Collection[str]], ...] = (
         (contents.modules, saved.modules),
         (contents.optimizers, saved.optimizers),
         (contents.stateful, saved.stateful),
@@ -285,7 +285,7 @@ def _missing(saved: Saved, contents: Contents) -> list[str]:
     known = [key for _, theirs in held for key in theirs]
     if "converted" in saved.checkpoint.document:
         # Loaders and objects that another library saved, if at all, in a form of its own stay as they are.
-        held = (*held[:2], *((mine, {**mine, **theirs}) for mine, theirs in held[2:]))
+        held = (*held[:2], *((mine, {*mine, *theirs}) for mine, theirs in held[2:]))
     return [
         f"it holds no {key!r} of that kind.{did_you_mean(key, known)} It holds: {', '.join(known) or 'nothing'}"
         for mine, theirs in held

@@ -69,8 +69,8 @@ def check_parameters(module: nn.Module) -> None:
             )
         if not parameter.numel() and parameter.requires_grad:
             raise ConfigurationError(
-                f"{name} has no elements, so torch cannot reduce its gradient: freeze it, which changes nothing, or use "
-                "strategy='ddp'."
+                f"{name} has no elements, so torch cannot reduce its gradient: freeze it, which changes nothing, or "
+                "use strategy='ddp'."
             )
         if parameter.dim() == 0:
             raise ConfigurationError(
