@@ -85,6 +85,8 @@ class Average:
         self.last_epoch = -1
         self._run = run
         self._strategy = run.fabric.strategy
+        self.is_rebound = self._strategy.traits.swaps_weights
+        """Whether every update finds the live tensors anew, as the strategy has their state on a disk."""
         self._entries: dict[str, _Entry] = {}
         self._loaded: set[str] = set()
         self._aside: dict[str, Tensor] | None = None
@@ -160,11 +162,6 @@ class Average:
 
     # ---- updates --------------------------------------------------------------------------------------------------
 
-    @property
-    def is_rebound(self) -> bool:
-        """Whether every update finds the live tensors anew, as the strategy has their state on a disk."""
-        return self._strategy.traits.swaps_weights
-
     def update(self) -> None:
         """Take the weights in as they are now. Collective where the strategy's state lies on a disk."""
         if not self.count or self.is_rebound:
@@ -179,14 +176,14 @@ class Average:
             for owns, lives in self._others:
                 combine(owns, [live.to(own.device, own.dtype) for own, live in zip(owns, lives, strict=True)], count)
         self.count += 1
-        self._let_go()
+        if self.is_rebound:
+            self._let_go()
 
     def _let_go(self) -> None:
         """Drop live tensors that are copies of what lies on a disk."""
-        if self.is_rebound:
-            for entry in self._entries.values():
-                entry.live = entry.shard(entry.own)
-            self._direct, self._others = ([], []), []
+        for entry in self._entries.values():
+            entry.live = entry.shard(entry.own)
+        self._direct, self._others = ([], []), []
 
     def keep_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold these values of buffers from now on, by name."""
@@ -220,7 +217,8 @@ class Average:
         aside = {entry.names[0]: entry.live.tensor.clone() for entry in entries}
         # From here on the live weights are these, however far the rest comes.
         self._aside = aside
-        self._let_go()
+        if self.is_rebound:
+            self._let_go()
         self._write({entry.names[0]: entry.own for entry in entries})
         if share_buffers and any(entry.is_buffer for entry in entries):
             self._strategy.sync_buffers(self._run.module)
@@ -294,7 +292,8 @@ class Average:
         for name, entry in self._entries.items():
             if name in tensors:
                 entry.own.copy_(read_piece(tensors[name], entry.live))
-        self._let_go()
+        if self.is_rebound:
+            self._let_go()
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:

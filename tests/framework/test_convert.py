@@ -205,7 +205,5 @@ def test_a_latest_that_names_no_step_is_told(foreign: Path, tmp_path: Path) -> N
     shutil.copytree(foreign / "2" / "zero1", source)
     (source / "latest").write_text("global_step5")
 
-    with pytest.raises(
-        CheckpointError, match="names 'global_step5', but there is no such folder .* Did you mean 'global_step4'"
-    ):
+    with pytest.raises(CheckpointError, match=r"'global_step5', but there is no such folder .* mean 'global_step4'"):
         converted(source, tmp_path / "converted.ckpt")

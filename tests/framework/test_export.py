@@ -96,12 +96,12 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     trainer.fit(module, loader(8))
     assert trainer.export(tmp_path / "half.safetensors", dtype="bf16") == tmp_path / "half.safetensors"
     found = load_file(tmp_path / "half.safetensors")
-    assert torch.equal(found["net.0.weight"], module.net[0].weight.detach().bfloat16())
+    assert torch.equal(found["net.0.weight"], module.state_dict()["net.0.weight"].bfloat16())
     assert found["norm.num_batches_tracked"].dtype == torch.int64
     with pytest.raises(ConfigurationError, match="exists"):
         trainer.export(tmp_path / "half.safetensors")
     with torch.no_grad():
-        module.net[0].weight[0, 0] = 1e6
+        module.state_dict()["net.0.weight"][0, 0] = 1e6
     with pytest.raises(ConfigurationError, match=r"'net.0.weight' holds 1e\+06, which torch.float16 cannot hold"):
         trainer.export(tmp_path / "narrow.safetensors", dtype="float16")
     module.to("meta")

@@ -45,7 +45,7 @@ def fit(root: str, ranks: int, strategy: str, steps: int, ckpt_path: Any = "auto
         callbacks=[KeepsAll(), WeightsAlone()],
         enable_checkpointing=True,
     )
-    trainer.note = said.append  # type: ignore[method-assign]
+    trainer.note = said.append  # type: ignore[method-assign, assignment]
     trainer.fit(module, loader(64), ckpt_path=ckpt_path)
     return weights_of(module).tolist() if trainer.is_global_zero else [], said
 

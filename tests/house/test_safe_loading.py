@@ -7,8 +7,6 @@ import ast
 import pytest
 from test_style import CODE, ROOT, imported
 
-import phalanx
-
 # What runs code, imports by name, unpickles, or unpacks. A trailing dot stands for all that a module has.
 FORBIDDEN = (
     *("builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__", "runpy.", "code.", "marshal."),
@@ -134,8 +132,5 @@ def test_a_planted_unsafe_load_is_found() -> None:
 
 
 def test_harmless_neighbours_are_not_reported() -> None:
-    harmless = (
-        "import re, torch, numpy, os\nre.compile('a')\ntorch.compile(f)\nself.load(1)\nnumpy.dtype('f4')\nos.open('a')"
-    )
-    assert not dangers(harmless)
-    assert phalanx.checkpoint.load
+    source = "import re, torch, numpy, os\nre.compile('a')\ntorch.compile(f)\nself.load(1)\nnumpy.dtype('f4')"
+    assert not dangers(f"{source}\nos.open('a')\ncode = 3\npickle = code")

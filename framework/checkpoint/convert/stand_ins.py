@@ -147,7 +147,10 @@ def as_plain(value: Any, place: str, left: list[str]) -> Any:
         parts = [as_plain(item, f"{place}[{index}]", left) for index, item in enumerate(value)]
         return type(value)(None if isinstance(part, Left) else part for part in parts)
     if isinstance(value, StandIn):
-        value = as_plain(type(value).plain(value), place, left)
+        found = type(value).plain(value)
+        if not isinstance(found, Left):
+            return as_plain(found, place, left)
+        value = found
     elif isinstance(value, type) and issubclass(value, StandIn):
         value = Left(value.foreign)
     elif isinstance(value, Tensor):
