@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def accelerate_sharded(target: Path) -> list[float]:
     PartialState(cpu=True)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     accelerator: Any = SimpleNamespace(process_index=RANK, num_processes=WORLD_SIZE, is_fsdp2=True)
-    net = fully_shard(seeded_net())
+    net: Any = fully_shard(seeded_net())
     optimizer = optimizer_of(net, True)
 
     def step(batch: Any) -> Tensor:
@@ -258,7 +259,7 @@ KINDS: dict[str, Callable[[Path], list[float]]] = {
     "accelerate": accelerate,
     "accelerate-sharded": accelerate_sharded,
     "accelerate-deepspeed": accelerate_deepspeed,
-    **{f"zero{stage}": lambda target, stage=stage: deepspeed_fit(target, stage) for stage in (0, 1, 3)},
+    **{f"zero{stage}": partial(deepspeed_fit, stage=stage) for stage in (0, 1, 3)},
 }
 
 

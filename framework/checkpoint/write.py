@@ -180,10 +180,10 @@ class Save:
                 failure = error
         # Also what all wait at until the checkpoint is there.
         told = self._world.broadcast_object(tell(failure, self.path))
-        error = error_of([told], self._what, self._world.size)
-        if error is not None:
+        refusal = error_of([told], self._what, self._world.size)
+        if refusal is not None:
             self.discard()
-            raise error from failure
+            raise refusal from failure
         return self.path
 
     def _sync(self, file: BinaryIO) -> None:

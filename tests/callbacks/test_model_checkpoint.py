@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def test_a_checkpoint_that_is_refused_for_weights_that_are_not_finite_leaves_all
 ) -> None:
     saver = ModelCheckpoint(tmp_path / "kept", monitor="metric", save_last=True)
     trainer = quiet_trainer(tmp_path, saver, max_epochs=2)
-    save = saver_module.save
+    save: Callable[..., Path] = vars(saver_module)["save"]
 
     def refusing(*args: Any, **settings: Any) -> Path:
         if trainer.current_epoch == 1:

@@ -50,7 +50,7 @@ def trainer_of(strategy: str, ranks: int, root: Path, *callbacks: Callback, **se
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": ranks,
-        "strategy": strategy_named(strategy, root),
+        "strategy": strategy_named(strategy, str(root)),
         "max_epochs": 1,
         "logger": False,
         "enable_progress_bar": False,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import shutil
 import subprocess
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,7 @@ def test_a_full_disk_costs_the_saves_that_fell_into_it(small_disk: Path, asynchr
 
     def fill() -> None:
         with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-            while True:
-                file.write(bytes(4096))
+            deque((file.write(bytes(4096)) for _ in count()), maxlen=0)
 
     saver = every_step(kept, asynchronous=asynchronous, save_last=True)
     # The run's own directory lies on the same disk.

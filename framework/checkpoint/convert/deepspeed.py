@@ -244,7 +244,7 @@ def _partitioned(engine: Engine, names: _Naming) -> tuple[dict[str, Tensor], For
     stage = _stage(engine)
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     inner = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
-    bases = [partition.get(inner) for partition in engine.partitions]
+    bases: list[Any] = [partition.get(inner) for partition in engine.partitions]
     if not all(isinstance(base, dict) and "state" in base for base in bases) or key not in engine.partitions[0]:
         raise CheckpointError(
             f"{engine.folder} holds ZeRO states in a form that is not converted (elastic or universal checkpoints): "
@@ -291,7 +291,7 @@ Cut = dict[str, dict[str, Any]]
 def _cut_stage_2(engine: Engine, flats: Sequence[_Flat], number: int, groups: Sequence[Shapes]) -> Cut:
     """Cut stages 1 and 2: each rank holds a contiguous part of the group's parameters, one after the other."""
     found: Cut = {}
-    mappings = [partition.get("param_slice_mappings") for partition in engine.partitions]
+    mappings: list[Any] = [partition.get("param_slice_mappings") for partition in engine.partitions]
     paddings = engine.partitions[0].get("param_alignment_paddings")
     offset = 0
     for place, (name, shape) in enumerate(groups[number].items()):

@@ -113,7 +113,7 @@ def _entries(attributes: dict[str, Any]) -> dict[str, _Entry]:
         name = where["fqn"]
         offsets = _size(where["offset"]) if where.get("offset") is not None else ()
         entries[name].pieces.append((offsets, sizes.get((name, offsets), ()), _place(info)))
-    missing = [name for name, entry in entries.items() if not entry.pieces and prod(entry.shape)]
+    missing = [name for name, entry in entries.items() if not entry.pieces and 0 not in entry.shape]
     if missing:
         raise ValueError(f"the index says nowhere where {missing[0]!r} lies")
     return entries

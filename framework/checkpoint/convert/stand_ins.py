@@ -125,7 +125,7 @@ _MAPPINGS = (
 _FACTORIES = ("builtins.int", "builtins.float", "builtins.list", "builtins.dict", "builtins.str")
 
 
-def allowed(leave_out: list[str]) -> list[tuple[Any, str]]:
+def allowed(leave_out: list[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Return what ``torch.serialization.safe_globals`` is to be given: the closed list, and what is to be left out."""
     table: dict[str, Any] = {name: _kind(name, plain) for name, plain in _KNOWN.items()}
     table.update(dict.fromkeys(_MAPPINGS, _Mapping))
