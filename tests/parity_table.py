@@ -39,6 +39,7 @@ STRATEGIES = {
     "ddp": (2, 2),
     "fsdp": (2, 2),
     "hsdp": (4, 4),
+    "fsdp-offload": (2, 2),
     "zero1": (2, 2),
     "zero2": (2, 2),
     "zero3": (2, 2),

@@ -102,7 +102,9 @@ def test_a_value_comes_back_with_its_type(value: Any) -> None:
 
     assert type(found) is type(value)
     assert found == value
-    assert repr(found) == repr(value)
+    # Equal sets may be in another order.
+    if not isinstance(value, (set, frozenset)):
+        assert repr(found) == repr(value)
 
 
 def test_an_integer_of_any_length_comes_back() -> None:
