@@ -276,15 +276,16 @@ class EndsEpoch(Regressor):
         pass
 
 
-def ended_epoch() -> tuple[int, Tensor]:
+def ended_epoch(validates_every: int) -> tuple[int, Tensor]:
     module = EndsEpoch()
-    trainer = silent_trainer(devices=2, max_epochs=1, val_check_interval=2)
+    trainer = silent_trainer(devices=2, max_epochs=1, val_check_interval=validates_every)
     trainer.fit(module, loader(64, 4), loader(8))
     return trainer.global_step, weights_of(module)
 
 
-def test_an_epoch_ends_early_though_a_validation_comes_between() -> None:
-    assert same(run_on_ranks(2, ended_epoch)) == 2
+@pytest.mark.parametrize("validates_every", [1, 2])
+def test_an_epoch_ends_before_a_refused_batch_though_a_validation_comes_between(validates_every: int) -> None:
+    assert same(run_on_ranks(2, ended_epoch, validates_every)) == 1
 
 
 def own_shards(root: str) -> tuple[bool, int, int]:
