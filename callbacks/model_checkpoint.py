@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -146,6 +146,11 @@ class ModelCheckpoint(CheckpointRecords):
             "dirpath": self._given_dirpath and os.path.basename(self._given_dirpath),
         }
         return f"ModelCheckpoint({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+    @property
+    def saves_into(self) -> tuple[Path, Callable[[str], bool]] | None:
+        """The directory that was given, and what tells the names that this callback gives; None for the run's own."""
+        return None if self._given_dirpath is None else (Path(self._given_dirpath), self._names.gives)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 from .callback import Callback
 from .checkpoint.inspection import kind_of
-from .checkpoint.leftovers import clean_own
+from .checkpoint.leftovers import clean_own, clean_shared
 from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
@@ -67,7 +67,8 @@ def claim_directory(
 ) -> Origin:
     """Decide on a run's directory and where it starts from; lock it if the run writes. Collective.
 
-    ``"auto"`` continues the newest version that holds a checkpoint which verifies; all else starts a new version.
+    ``"auto"`` continues the newest version that holds a checkpoint which verifies, or the newest of all where the
+    callbacks' own directories hold the one that got furthest; all else starts a new version.
 
     Raises:
         CheckpointError: what was asked for is not there.
@@ -75,12 +76,15 @@ def claim_directory(
     """
 
     def claim() -> Origin:
-        found = _find(given, directory.root, directory.name, callbacks, note)
+        root, name = directory.root, directory.name
+        found = _find(given, root, name, callbacks, note)
+        if writes and given == "auto" and found.checkpoint is None:
+            found = replace(found, version=_interrupted(root, name, callbacks, otherwise=found.version))
         directory.version = found.version
         if writes:
-            directory.acquire(fresh=found.checkpoint is None or given != "auto")
-            if _clean(directory, note) and given == "auto":
-                found = _find(given, directory.root, directory.name, callbacks, note)
+            directory.acquire(fresh=found.version not in versions(root, name) or given != "auto")
+            if _clean(directory, callbacks, note) and given == "auto":
+                found = _find(given, root, name, callbacks, note)
         return replace(found, version=directory.version)
 
     origin = on_rank_zero(world, claim)
@@ -103,12 +107,33 @@ def on_rank_zero(world: World, function: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def _clean(directory: RunDirectory, note: Callable[[str], None]) -> bool:
-    """Delete what a killed process left in a directory whose lock is held; say whether a checkpoint was put back."""
-    interrupted = any(directory.checkpoints.glob(".*.old"))
+def _clean(directory: RunDirectory, callbacks: Sequence[Callback], note: Callable[[str], None]) -> bool:
+    """Delete what a killed process left where this run saves, its lock held; say whether a checkpoint was put back."""
+    places = _places(callbacks)
+    interrupted = any(map(_is_interrupted, (directory.checkpoints, *places)))
     for folder in (directory.path, directory.checkpoints):
         clean_own(folder, note)
+    for folder, gives in places.items():
+        clean_shared(folder, gives, note)
     return interrupted
+
+
+def _interrupted(root: Path, name: str, callbacks: Sequence[Callback], otherwise: int) -> int:
+    """Return the newest version in which a checkpoint was being replaced: it can be put back under that lock."""
+    shared = any(map(_is_interrupted, _places(callbacks)))
+    for version in reversed(versions(root, name)):
+        if shared or _is_interrupted(RunDirectory(root, name, version).checkpoints):
+            return version
+    return otherwise
+
+
+def _is_interrupted(folder: Path) -> bool:
+    return any(folder.glob(".*.old"))
+
+
+def _places(callbacks: Sequence[Callback]) -> dict[Path, Callable[[str], bool]]:
+    """Return the directories of their own that callbacks save into, each with what tells the names that they give."""
+    return dict(place for callback in callbacks if (place := getattr(callback, "saves_into", None)) is not None)
 
 
 def _find(
@@ -118,16 +143,33 @@ def _find(
     if given is None:
         return Origin(fresh, None)
     if given == "auto":
-        for version in reversed(versions(root, name)):
-            checkpoint = newest_good(RunDirectory(root, name, version).checkpoints, note, not_resumable)
-            if checkpoint is not None:
-                return Origin(version, checkpoint, verified=True)
-        return Origin(fresh, None)
-    found = find_checkpoint(given, root, name, callbacks, note, not_resumable)
-    reason = not_resumable(read_manifest(found))
+        found = _newest(root, name, callbacks, note, not_resumable)
+        if found is None:
+            return Origin(fresh, None)
+        version, checkpoint = found
+        return Origin(fresh if version is None else version, checkpoint, verified=True)
+    path = find_checkpoint(given, root, name, callbacks, note, not_resumable)
+    reason = not_resumable(read_manifest(path))
     if reason is not None:
-        raise CheckpointError(f"ckpt_path={str(found)!r}: {reason}")
-    return Origin(fresh, found)
+        raise CheckpointError(f"ckpt_path={str(path)!r}: {reason}")
+    return Origin(fresh, path)
+
+
+def _newest(
+    root: Path, name: str, callbacks: Sequence[Callback], note: Callable[[str], None], refuse: Refuse | None
+) -> tuple[int | None, Path] | None:
+    """Return the newest good checkpoint of a run and the version that it belongs to, or None.
+
+    Callbacks' own directories belong to the newest version, or to none where there is none: it may be gone.
+    """
+    there = versions(root, name)
+    for number, version in enumerate(reversed(there)):
+        own = RunDirectory(root, name, version).checkpoints
+        checkpoint = newest_good([own, *(() if number else _places(callbacks))], note, refuse)
+        if checkpoint is not None:
+            return version, checkpoint
+    checkpoint = None if there else newest_good(list(_places(callbacks)), note, refuse)
+    return None if checkpoint is None else (None, checkpoint)
 
 
 def find_checkpoint(
@@ -155,9 +197,9 @@ def find_checkpoint(
         own = next((path for c in callbacks if (path := getattr(c, "last_model_path", ""))), "")
         if own:
             return Path(own)
-        for version in reversed(versions(root, name)):
-            checkpoint = newest_good(RunDirectory(root, name, version).checkpoints, note, refuse)
-            if checkpoint is not None:
-                return checkpoint
-        raise CheckpointError(f"ckpt_path={given!r} but there is no good checkpoint under {root / name}.")
+        newest = _newest(root, name, callbacks, note, refuse)
+        if newest is None:
+            where = " or in ".join(map(str, [root / name, *_places(callbacks)]))
+            raise CheckpointError(f"ckpt_path={given!r} but there is no good checkpoint under {where}.")
+        return newest[1]
     return Path(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..atomic import storage_error
@@ -14,18 +14,19 @@ from .verification import verify
 
 
 def newest_good(
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     note: Callable[[str], None],
     refuse: Callable[[Manifest], str | None] | None = None,
 ) -> Path | None:
-    """Return the checkpoint in ``directory`` that got furthest and verifies, or None.
+    """Return the checkpoint in ``directory``, or in one of several, that got furthest and verifies, or None.
 
     "Furthest" is by the progress in the manifests (optimizer steps, then batches, then the time of saving), never by
     names or a pointer file. ``note`` is told why each better one was passed over: damaged, weights that are not finite,
     or what ``refuse`` answered for it. Links and unfinished saves are not looked at.
     """
     found: list[tuple[tuple[int, int, float], Path, Manifest]] = []
-    for path in candidates(Path(directory)):
+    directories = [directory] if isinstance(directory, (str, os.PathLike)) else directory
+    for path in (path for each in directories for path in candidates(Path(each))):
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import Callback, ModelCheckpoint
+from phalanx.framework.atomic import hidden_sibling
 from phalanx.framework.checkpoint.read import open_checkpoint
 from phalanx.framework.errors import CheckpointError
 
@@ -279,6 +281,34 @@ def test_auto_falls_back_to_the_newest_good_checkpoint(tmp_path: Path, capsys: p
     assert equal(run(str(tmp_path), 1, "plain", None), expected)
     shown = capsys.readouterr().out
     assert all(path.name in shown for path in damaged_ones)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "own"])
+@pytest.mark.parametrize("lost", ["nothing", "the name of the newest", "the run's directory"])
+def test_auto_looks_where_a_run_saves(tmp_path: Path, lost: str, given: bool) -> None:
+    root = tmp_path / "root"
+    version = root / "phalanx_logs" / "version_0"
+    kept = tmp_path / "kept" if given else version / "checkpoints"
+
+    def fitted(steps: int) -> tuple[int, int, Path]:
+        notes = Notes()
+        callbacks = [ModelCheckpoint(kept if given else None, every_n_train_steps=1), notes]
+        trainer = silent_trainer(
+            max_steps=steps, max_epochs=-1, callbacks=callbacks, enable_checkpointing=True, default_root_dir=root
+        )
+        trainer.fit(Regressor(), loader(16, 4), ckpt_path="auto")
+        return notes.steps[0], trainer.global_step, trainer.directory.path
+
+    assert fitted(3) == (1, 3, version)
+    if lost == "the name of the newest":
+        # A save of the same name was killed between its two renames.
+        (newest,) = kept.iterdir()
+        newest.rename(hidden_sibling(newest, "old"))
+    elif lost == "the run's directory":
+        shutil.rmtree(root)
+    there = given or lost != "the run's directory"
+    assert fitted(5) == (4 if there else 1, 5, version)
+    assert [path.name for path in kept.iterdir()] == ["epoch=1-step=5.ckpt"]
 
 
 def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
