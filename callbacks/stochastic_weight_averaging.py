@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..framework.averages import AverageSettings
+from ..framework.average import AverageSettings
 from ..framework.errors import ConfigurationError, unknown
 from .weight_averaging import Elementwise, WeightAveraging
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..framework.averages import Average, AverageSettings
+from ..framework.average import Average, AverageSettings
 from ..framework.callback import Callback
 from ..framework.errors import ConfigurationError
 

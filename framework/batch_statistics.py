@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .averages import Average
+from .average import Average
 from .batch_norm import is_collective
 from .canonical import canonical_names
 from .errors import ConfigurationError

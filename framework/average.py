@@ -1,0 +1,307 @@
+"""``Average``: a running average of a run's weights (EMA, SWA), held beside them as their strategy splits them.
+
+Each rank averages what it holds: the shards that its strategy gives as canonical state, of fp32 masters where there are
+any. An average is never anything else than that. While a module computes with one, the live weights are set aside, and
+whoever asks for the state of the run gets them from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .canonical import canonical_names
+from .checkpoint.consolidation import AVERAGES as SECTION
+from .checkpoint.plan import Shard
+from .checkpoint.read import Checkpoint
+from .checkpoint.stored import HeldShard, SavedTensor, StoredTensors, read_piece
+from .errors import ConfigurationError
+from .model_state import model_state, put_model, shapes_of
+from .strategy import parameters_of
+from .whole import whole_tensors
+
+if TYPE_CHECKING:
+    from .run import Run
+
+# So much is converted at once where weights are of another dtype or on another device than their average.
+_CHUNK_ELEMENTS = 1 << 24
+
+_Pairs = tuple[list[Tensor], list[Tensor]]
+Combine = Callable[[list[Tensor], list[Tensor], int], None]
+"""Takes live tensors into averages, in place; the number says how many updates the averages hold so far."""
+
+
+@dataclass(frozen=True)
+class AverageSettings:
+    """What an average is to be."""
+
+    key: str
+    """The name under which checkpoints hold it."""
+    should_update: Callable[..., bool]
+    """Asked with ``step_idx=`` after each applied optimizer step, and with ``epoch_idx=`` at the end of each epoch."""
+    combine: Combine
+    device: torch.device | None = None
+    """Where it is held; None for where the weights are."""
+    use_buffers: bool = True
+    """Whether buffers of floating dtype are averaged too. Else the module's own are computed with."""
+    evaluates: bool = True
+    """Whether a fit validates with it."""
+    stays: bool = True
+    """Whether the module holds it once a fit is over."""
+    statistics_batches: int | None = 0
+    """Of how many training batches batch statistics are computed at the end of an epoch that updated it; None: all."""
+
+
+@dataclass
+class _Entry:
+    """One tensor: its names (several where it is tied), this rank's live piece, and the average of it."""
+
+    names: list[str]
+    live: Shard
+    own: Tensor
+    is_buffer: bool
+
+    def shard(self, tensor: Tensor) -> Shard:
+        """Return a tensor as the piece that the live one is."""
+        return Shard(tensor, self.live.shape, self.live.offsets)
+
+
+class Average:
+    """A running average of the weights of one run.
+
+    ``count`` is how many updates it holds: with none, there is no average, and it takes no memory. The first update
+    copies the weights. What is frozen, and what is of an integer dtype, is not averaged: it is as it is live. What is
+    unfrozen joins when the next epoch starts, with the value that it has had so far.
+    """
+
+    def __init__(self, settings: AverageSettings, run: Run) -> None:
+        self.settings = settings
+        self.count = 0
+        self.last_epoch = -1
+        self._run = run
+        self._strategy = run.fabric.strategy
+        self.is_rebound = self._strategy.traits.swaps_weights
+        """Whether every update finds the live tensors anew, as the strategy has their state on a disk."""
+        self._entries: dict[str, _Entry] = {}
+        self._loaded: set[str] = set()
+        self._aside: dict[str, Tensor] | None = None
+        # Averages and live tensors: those of one dtype and device, and those to be converted, in chunks.
+        self._direct: _Pairs = [], []
+        self._others: list[_Pairs] = []
+        # Where buffers stand in these lists, and in their modules.
+        self._reread: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
+
+    # ---- what is averaged -----------------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Find the live tensors anew, and take in what is trained by now. Collective."""
+        firsts: dict[Any, str] = {}
+        for name, shard, is_buffer in self._candidates():
+            tensor = shard.tensor
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
+            place = (tensor.device, tensor.data_ptr(), tensor.shape, shard.offsets) if tensor.numel() else name
+            first = firsts.setdefault(place, name)
+            entry = self._entries.get(first)
+            if entry is None:
+                entry = self._entries[first] = _Entry([], shard, self._new(tensor), is_buffer)
+            elif first == name:
+                entry.live = shard
+            if name not in entry.names:
+                entry.names.append(name)
+        self._sort()
+
+    def _new(self, live: Tensor) -> Tensor:
+        dtype = torch.promote_types(live.dtype, torch.float32)
+        return live.detach().to(self.settings.device or live.device, dtype, copy=True)
+
+    def _candidates(self) -> Iterator[tuple[str, Shard, bool]]:
+        run, module = self._run, self._run.module
+        state, canonical = model_state(self._strategy, module), canonical_names(module)
+        # Steps that toggle optimizers freeze what the others train for a while.
+        toggled = [] if module.automatic_optimization else run.optimizers
+        chosen = {id(parameter) for optimizer in toggled for parameter in parameters_of(optimizer)}
+        for own_name, parameter in module.named_parameters(remove_duplicate=False):
+            name = canonical(own_name)
+            if name in state and (parameter.requires_grad or id(parameter) in chosen or self._keeps(name)):
+                yield name, state[name], False
+        saved = shapes_of(self._strategy, module)
+        for name, (table, key) in _buffers(module).items():
+            # Every rank has its own, of which a checkpoint holds those of one.
+            if name in saved and (self.settings.use_buffers or self._keeps(name)):
+                yield name, Shard.whole(table[key].detach()), True
+
+    def _keeps(self, name: str) -> bool:
+        return name in self._loaded or name in self._entries
+
+    def _sort(self) -> None:
+        """Tell tensors that meet their average as they are from those to be converted first."""
+        self._direct, self._others, self._reread = ([], []), [], []
+        buffers = _buffers(self._run.module)
+        elements = _CHUNK_ELEMENTS
+        for name, entry in self._entries.items():
+            own, live = entry.own, entry.live.tensor
+            if not own.numel() or (entry.is_buffer and not self.settings.use_buffers):
+                continue
+            target = self._direct
+            if own.dtype != live.dtype or own.device != live.device:
+                elements += own.numel()
+                if elements > _CHUNK_ELEMENTS:
+                    self._others.append(([], []))
+                    elements = own.numel()
+                target = self._others[-1]
+            target[0].append(own)
+            target[1].append(live)
+            if entry.is_buffer:
+                self._reread.append((target[1], len(target[1]) - 1, *buffers[name]))
+
+    # ---- updates --------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Take the weights in as they are now. Collective where the strategy's state lies on a disk."""
+        if not self.count or self.is_rebound:
+            self.bind()
+        if self.count:
+            # A buffer may have been replaced by another tensor, a parameter not.
+            for lives, index, table, key in self._reread:
+                lives[index] = table[key]
+            combine, count = self.settings.combine, self.count
+            if self._direct[0]:
+                combine(*self._direct, count)
+            for owns, lives in self._others:
+                combine(owns, [live.to(own.device, own.dtype) for own, live in zip(owns, lives, strict=True)], count)
+        self.count += 1
+        if self.is_rebound:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop live tensors that are copies of what lies on a disk."""
+        for entry in self._entries.values():
+            entry.live = entry.shard(entry.own)
+        self._direct, self._others = ([], []), []
+
+    def keep_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these values of buffers from now on, by name."""
+        for name, tensor in tensors.items():
+            known = self._entries.get(name)
+            if known is None:
+                self._entries[name] = _Entry([name], Shard.whole(tensor), self._new(tensor), True)
+            else:
+                known.own.copy_(tensor)
+        self._sort()
+
+    # ---- in the module --------------------------------------------------------------------------------------------
+
+    @property
+    def is_in_module(self) -> bool:
+        """Whether the module computes with the averages."""
+        return self._aside is not None
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether giving weights back takes all ranks."""
+        return self._strategy.traits.gathers_loaded and self._run.world.size > 1
+
+    def put_in(self, share_buffers: bool = True) -> None:
+        """Let the module compute with the averages; the live weights are set aside. Collective.
+
+        With ``share_buffers`` all ranks get the buffers of one.
+        """
+        self.bind()
+        entries = self._entries.values()
+        aside = {entry.names[0]: entry.live.tensor.clone() for entry in entries}
+        # From here on the live weights are these, however far the rest comes.
+        self._aside = aside
+        if self.is_rebound:
+            self._let_go()
+        self._write({entry.names[0]: entry.own for entry in entries})
+        if share_buffers and any(entry.is_buffer for entry in entries):
+            self._strategy.sync_buffers(self._run.module)
+
+    def take_out(self) -> None:
+        """Give the module its live weights back. Collective."""
+        if self._aside is not None:
+            self._write(self._aside)
+            self._aside = None
+
+    def load_into_module(self, tensors: StoredTensors) -> None:
+        """Let the module have weights and buffers that are stored. Collective."""
+        put_model(self._strategy, self._run.module, tensors)
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        stored = {name: HeldShard(self._entries[name].shard(tensor)) for name, tensor in tensors.items()}
+        self.load_into_module(stored)
+
+    def with_live(self, state: dict[str, Shard]) -> dict[str, Shard]:
+        """Return a module's canonical state with the live weights in it, also while it computes with averages."""
+        if self._aside is None:
+            return state
+        live = {
+            name: self._entries[first].shard(tensor)
+            for first, tensor in self._aside.items()
+            for name in self._entries[first].names
+        }
+        return {name: live.get(name, shard) for name, shard in state.items()}
+
+    # ---- in a checkpoint ------------------------------------------------------------------------------------------
+
+    def shards(self) -> dict[str, Shard]:
+        """Return this rank's part of the averages, by ``<key>/<parameter or buffer>``."""
+        if not self.count:
+            return {}
+        first = self._strategy.traits.replicates or self._run.world.is_global_zero
+        return {
+            f"{self.settings.key}/{name}": entry.shard(entry.own)
+            for entry in self._entries.values()
+            if first or not entry.is_buffer
+            for name in entry.names
+        }
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """Return the module's state dict with averages in it, whole, on rank 0; elsewhere {}. Collective."""
+        own = {name: entry.shard(entry.own) for entry in self._entries.values() for name in entry.names}
+        state = model_state(self._strategy, self._run.module)
+        return dict(whole_tensors({name: own.get(name, shard) for name, shard in state.items()}, self._run.world))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint's document keeps."""
+        return {"count": self.count, "last_epoch": self.last_epoch}
+
+    def saved(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, SavedTensor]:
+        """Return what a checkpoint holds of it, by name; ``names`` are those that tensors were saved by."""
+        held = set(checkpoint.names(SECTION)) if SECTION in checkpoint.sections else set()
+        keys = {name: f"{self.settings.key}/{saved}" for name, saved in names.items()}
+        return {name: SavedTensor(checkpoint, SECTION, key) for name, key in keys.items() if key in held}
+
+    def load(self, tensors: Mapping[str, SavedTensor], state: dict[str, Any]) -> None:
+        """Take over what a checkpoint holds, once the live weights were loaded. Collective.
+
+        What it has no average of was not trained then, and is as it is live.
+        """
+        self.count, self.last_epoch = int(state["count"]), int(state["last_epoch"])
+        self._entries.clear()
+        if not self.count:
+            return
+        self._loaded = set(tensors)
+        self.bind()
+        for name, entry in self._entries.items():
+            if name in tensors:
+                entry.own.copy_(read_piece(tensors[name], entry.live))
+        if self.is_rebound:
+            self._let_go()
+
+
+def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return where each buffer stands, by its canonical name: the table of its module, and the key in that."""
+    canonical = canonical_names(module)
+    return {
+        canonical(f"{prefix}.{key}" if prefix else key): (part._buffers, key)
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for key, buffer in part._buffers.items()
+        if buffer is not None
+    }
