@@ -7,8 +7,7 @@ whoever asks for the state of the run gets them from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from .checkpoint.consolidation import AVERAGES as SECTION
 from .checkpoint.plan import Shard
 from .checkpoint.read import Checkpoint
 from .checkpoint.stored import HeldShard, SavedTensor, StoredTensors, read_piece
-from .errors import ConfigurationError
 from .model_state import model_state, put_model, shapes_of
 from .strategy import parameters_of
 from .whole import whole_tensors

@@ -122,15 +122,19 @@ class Launch:
             time.sleep(min(0.005, max(0.0, until - time.monotonic())))
         return False
 
-    def kill(self, victim: str, choice: random.Random) -> None:
-        """Send SIGKILL, and see that all is gone soon after."""
+    def kill(self, victim: str, choice: random.Random) -> str:
+        """Send SIGKILL, and see that all is gone soon after; return who it was sent to."""
         launcher = self.process.pid
         ranks = children(launcher)
+        if victim == "rank" and not ranks:
+            # It has started none by now.
+            victim = "launcher"
         chosen = {"launcher": [launcher], "all": [*ranks, launcher], "rank": ranks and [choice.choice(ranks)]}[victim]
         for pid in chosen:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.end(30.0)
+        return victim
 
     def end(self, seconds: float) -> None:
         """Wait for the process and for everything it started.
@@ -267,7 +271,7 @@ def chain(
             if not running:
                 break
             victim = choice.choice(victims)
-            launch.kill(victim, choice)
+            victim = launch.kill(victim, choice)
             tally.trials += 1
             tally.victims[victim] += 1
             tally.in_start += in_start

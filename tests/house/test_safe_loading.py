@@ -21,7 +21,13 @@ CONVERT = "framework/checkpoint/convert/"
 # Modules that a checkpoint passes on its way, by the beginning of their names.
 LOAD_PATH = (
     *("checkpoint.py", "framework/checkpoint/", "framework/restoring.py", "framework/rebuilding.py"),
-    *("framework/resume.py", "framework/model_state.py", "framework/optimizer_state.py", "framework/average.py", "framework/averages.py"),
+    *(
+        "framework/resume.py",
+        "framework/model_state.py",
+        "framework/optimizer_state.py",
+        "framework/average.py",
+        "framework/averages.py",
+    ),
     *("framework/agreement.py", "framework/canonical.py", "framework/matching.py", "framework/exporting.py"),
     *("framework/fabric/checkpoints.py", "framework/fabric/state.py", "framework/seed.py", "framework/atomic.py"),
     *("cli/main.py", "cli/checkpoint.py", "cli/checkpoint_text.py", "cli/output.py"),
