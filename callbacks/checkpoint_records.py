@@ -13,7 +13,6 @@ from torch import Tensor
 from ..framework.callback import Callback
 from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.store import remove
-from ..framework.errors import StorageError
 
 if TYPE_CHECKING:
     from ..framework.trainer import Trainer
@@ -126,7 +125,7 @@ class CheckpointRecords(Callback):
                 continue
             try:
                 remove(path)
-            except StorageError as error:
+            except OSError as error:
                 notes.append(f"An old checkpoint stays: {error}")
         return notes
 

@@ -265,7 +265,8 @@ class ModelCheckpoint(CheckpointRecords):
     def _own_plan(self, trainer: Trainer) -> SavePlan:
         logged, names = trainer.callback_metrics, self._names
         metrics: dict[str, Any] = {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        last = names.path(self.dirpath, metrics, names.last) if self.save_last else ""
+        # One that this run knows nothing of is another's.
+        last = names.free(self.dirpath, metrics, self.last_model_path, names.last) if self.save_last else ""
         if not self._kept.saves:
             return SavePlan(last)
         for name in [*self._template.metrics, *([self.monitor] if self.monitor else [])]:

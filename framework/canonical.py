@@ -15,6 +15,8 @@ from .errors import CheckpointError
 
 T = TypeVar("T")
 
+# As torch names it in a state_dict.
+_EXTRA_STATE = "_extra_state"
 _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 # Their attribute has a name that users give too.
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -43,10 +45,19 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
+def state_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a module's state by its own names: parameters and what buffers it saves.
+
+    What modules tell by ``get_extra_state`` is none of them, whatever its type.
+    """
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != _EXTRA_STATE}
+
+
 def canonical_table(module: nn.Module) -> dict[str, str]:
     """Return, for the canonical name of each tensor in a module's state, the name that the module has for it."""
     canonical = canonical_names(module)
-    return {canonical(name): name for name in module.state_dict(keep_vars=True)}
+    return {canonical(name): name for name in state_tensors(module)}
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -58,7 +69,7 @@ def names_of(module: nn.Module) -> dict[int, str]:
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Return, for each canonical name in a module's state, the first name of the same tensor."""
     canonical, first = canonical_names(module), dict[int, str]()
-    tensors: Mapping[str, Tensor] = module.state_dict(keep_vars=True)
+    tensors = state_tensors(module)
     return {canonical(name): first.setdefault(id(tensor), canonical(name)) for name, tensor in tensors.items()}
 
 

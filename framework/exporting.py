@@ -80,7 +80,7 @@ def export_module(module: nn.Module, path: Path, dtype: Dtype, max_shard_size: S
     """
     check_export(dtype, max_shard_size)
     state = module.state_dict()
-    tensors = {name: state[raw] for name, raw in canonical_table(module).items() if isinstance(state[raw], Tensor)}
+    tensors = {name: state[raw] for name, raw in canonical_table(module).items()}
     nowhere = next((name for name, tensor in tensors.items() if tensor.is_meta or not _is_whole(tensor)), None)
     if nowhere is not None:
         raise ConfigurationError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from .assembly import FitRequest
 from .launch import launch_function
 from .stages import run_stage
@@ -40,7 +42,10 @@ def _in_rank(trainer: Trainer, stage: str, request: FitRequest) -> tuple[Any, di
     trainer.fabric.resources.place = placement()
     result = run_stage(trainer, stage, request)
     outcome = {
-        "weights": {name: tensor.cpu() for name, tensor in request.module.state_dict().items()},
+        "weights": {
+            name: value.cpu() if isinstance(value, Tensor) else value
+            for name, value in request.module.state_dict().items()
+        },
         "trainer": (trainer.state, trainer.last_progress, trainer.last_metrics),
         "directory": (trainer.directory.version, trainer.directory.claimed),
         "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},

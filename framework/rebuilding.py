@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .canonical import canonical_table
+from .canonical import canonical_table, state_tensors
 from .checkpoint.codec import decode
 from .checkpoint.consolidation import AVERAGES, MODEL, section_tensors
 from .checkpoint.read import Checkpoint
 from .errors import CheckpointError, ConfigurationError, did_you_mean
+from .extra_state import StateTensors, put_extra_state, saved_extra_state, state_of
 from .matching import listed
 from .model_state import check_model
 from .seed import capture, restore
@@ -124,39 +125,24 @@ def _built(cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any])
 
 def _hand_over_user_state(module: Any, checkpoint: Checkpoint) -> None:
     """Give ``on_load_checkpoint`` what ``on_save_checkpoint`` had put in, where the checkpoint holds it."""
-    state = checkpoint.document.get("state") if isinstance(checkpoint.document, dict) else None
-    user = state.get("user") if isinstance(state, dict) else None
+    user = state_of(checkpoint).get("user")
     if user is not None and hasattr(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(decode(user, _StateTensors(checkpoint)))
-
-
-class _StateTensors(Mapping[str, Tensor]):
-    """The tensors of the section ``state``, each read when it is asked for."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._checkpoint.read("state", key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.names("state"))
-
-    def __len__(self) -> int:
-        return len(self._checkpoint.names("state"))
+        module.on_load_checkpoint(decode(user, StateTensors(checkpoint)))
 
 
 def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool, section: str) -> None:
     tensors = section_tensors(checkpoint, section)
-    table, own = canonical_table(module), module.state_dict(keep_vars=True)
+    table, own = canonical_table(module), state_tensors(module)
     shapes = {name: tuple(own[raw].shape) for name, raw in table.items()}
     match = check_model(module, shapes, checkpoint, strict, getattr(module, "checkpoint_renames", None))
     with torch.no_grad():
         for name, saved in match.tensors.items():
             own[table[name]].copy_(tensors[saved].read())
-    if match.problems:
+    renames = getattr(module, "checkpoint_renames", None)
+    left = [*match.problems, *put_extra_state(module, saved_extra_state(checkpoint), renames)]
+    if left:
         warnings.warn(
             f"{type(module).__name__} took {len(match.tensors)} of {len(shapes)} tensors from {checkpoint.path}; left "
-            f"as they are: {listed(match.problems)}.",
+            f"as they are: {listed(left)}.",
             stacklevel=4,
         )

@@ -14,6 +14,7 @@ from .canonical import canonical_names, names_of
 from .checkpoint.codec import decode
 from .checkpoint.read import Checkpoint
 from .errors import CheckpointError
+from .extra_state import put_extra_state, saved_extra_state
 from .matching import (
     ModelMatch,
     OptimizerMatch,
@@ -148,6 +149,7 @@ def restore_run(run: Run, plan: Resumption) -> None:
     """Put weights, optimizers, schedulers, scaler, callbacks and counters back. Collective."""
     checkpoint, strategy, state = plan.checkpoint, run.fabric.strategy, plan.state
     put_model(strategy, run.module, stored_of(checkpoint, plan.model))
+    left = [*plan.left, *put_extra_state(run.module, state.get("extra", {}), run.module.checkpoint_renames)]
     run.averages.load(checkpoint, plan.model.tensors, run.trainer.note)
     for index, match in plan.optimizers.items():
         described = checkpoint.document["optimizers"][index]
@@ -159,13 +161,19 @@ def restore_run(run: Run, plan: Resumption) -> None:
     for callback in run.callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
+    unclaimed = set(state["callbacks"]) - {callback.state_key for callback in run.callbacks}
+    forgotten = sorted(key for key in unclaimed if state["callbacks"][key])
+    if forgotten:
+        run.trainer.note(
+            f"{checkpoint.path} holds the state of callbacks that this run does not have, or has with other arguments; "
+            f"it is left: {listed(forgotten)}"
+        )
     run.metrics["callback"].update(state["metrics"])
     for kind, values in state.get("shown", {}).items():
         run.metrics[kind].update(values)
     run.progress.load_state_dict(checkpoint.document["progress"])
     run.call("on_load_checkpoint", state["user"])
-    if plan.left:
-        run.trainer.note(f"Of {checkpoint.path} this was left, as strict_loading is False: {listed(plan.left)}")
+    _tell_left(run, checkpoint, left)
 
 
 def load_model(run: Run, checkpoint: Checkpoint) -> None:
@@ -183,5 +191,10 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
     match = on_all_ranks(run.world, compared)
     put_model(strategy, module, stored_of(checkpoint, match))
     run.averages.load_into_module(checkpoint, match.tensors, run.trainer.note)
-    if match.problems:
-        run.trainer.note(f"Of {checkpoint.path} this was left, as strict_loading is False: {listed(match.problems)}")
+    extra = put_extra_state(module, saved_extra_state(checkpoint), module.checkpoint_renames)
+    _tell_left(run, checkpoint, [*match.problems, *extra])
+
+
+def _tell_left(run: Run, checkpoint: Checkpoint, left: list[str]) -> None:
+    if left:
+        run.trainer.note(f"Of {checkpoint.path} this was left: {listed(left)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +14,8 @@ from .checkpoint.leftovers import clean_own, clean_shared
 from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
-from .errors import CheckpointError, PhalanxError
-from .rundir import RunDirectory, next_version, versions
+from .errors import CheckpointError, PhalanxError, StorageError
+from .rundir import RunDirectory, identity_of, next_version, versions
 from .world import World
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ class Origin:
     checkpoint: Path | None
     verified: bool = False
     """Whether rank 0 has read every byte of it, and found it good."""
+    identity: str | None = None
+    """That of the run's directory, where it is written."""
 
 
 def check_checkpoint_path(given: str | Path | None) -> None:
@@ -85,10 +88,12 @@ def claim_directory(
             directory.acquire(fresh=found.version not in versions(root, name) or given != "auto")
             if _clean(directory, callbacks, note) and given == "auto":
                 found = _find(given, root, name, callbacks, note)
-        return replace(found, version=directory.version)
+            if given == "auto":
+                _clean_passed_over(directory, found, note)
+        return replace(found, version=directory.version, identity=directory.identity)
 
     origin = on_rank_zero(world, claim)
-    directory.version = origin.version
+    directory.version, directory.identity = origin.version, origin.identity
     directory.claimed = True
     return origin
 
@@ -116,6 +121,32 @@ def _clean(directory: RunDirectory, callbacks: Sequence[Callback], note: Callabl
     for folder, gives in places.items():
         clean_shared(folder, gives, note)
     return interrupted
+
+
+def _passing_over_others(identity: str | None, refuse: Refuse | None) -> Refuse:
+    """Return what refuses checkpoints of other runs too, as far as it can be told."""
+
+    def refused(manifest: Manifest) -> str | None:
+        theirs = manifest.document.get("run") if isinstance(manifest.document, dict) else None
+        if None not in (theirs, identity) and theirs != identity:
+            return "another run saved it; give each run a dirpath of its own, or this path as ckpt_path."
+        return refuse(manifest) if refuse is not None else None
+
+    return refused
+
+
+def _clean_passed_over(directory: RunDirectory, found: Origin, note: Callable[[str], None]) -> None:
+    """Delete what killed saves left in versions that never got to their first checkpoint: nobody goes on with them."""
+    for version in versions(directory.root, directory.name):
+        if version == directory.version or (found.checkpoint is not None and version < found.version):
+            continue
+        other = RunDirectory(directory.root, directory.name, version)
+        if any(other.checkpoints.glob(".*")):
+            # Another process may be writing it.
+            with contextlib.suppress(StorageError):
+                other.acquire(fresh=False)
+                clean_own(other.checkpoints, note)
+                other.release()
 
 
 def _interrupted(root: Path, name: str, callbacks: Sequence[Callback], otherwise: int) -> int:
@@ -160,12 +191,14 @@ def _newest(
 ) -> tuple[int | None, Path] | None:
     """Return the newest good checkpoint of a run and the version that it belongs to, or None.
 
-    Callbacks' own directories belong to the newest version, or to none where there is none: it may be gone.
+    Callbacks' own directories are looked into for the newest version, which passes over what other runs saved there,
+    and where there is none at all: it may be gone.
     """
     there = versions(root, name)
     for number, version in enumerate(reversed(there)):
-        own = RunDirectory(root, name, version).checkpoints
-        checkpoint = newest_good([own, *(() if number else _places(callbacks))], note, refuse)
+        run = RunDirectory(root, name, version)
+        others = _passing_over_others(identity_of(run.path), refuse)
+        checkpoint = newest_good([run.checkpoints, *(() if number else _places(callbacks))], note, others)
         if checkpoint is not None:
             return version, checkpoint
     checkpoint = None if there else newest_good(list(_places(callbacks)), note, refuse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import socket
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from .errors import StorageError
 
 _VERSION = re.compile(r"version_(\d+)$")
 _LOCK = ".lock"
+_IDENTITY = "run.id"
 
 
 class RunDirectory:
@@ -23,6 +25,8 @@ class RunDirectory:
         self.name = name
         self.version = version
         self.claimed = False
+        self.identity: str | None = None
+        """What tells this run from others that save into the same directory; None before it is claimed."""
         self._lock: int | None = None
 
     @property
@@ -62,6 +66,10 @@ class RunDirectory:
                 f"{self.path} is being written by {holder}: wait for that run, end it, or give another "
                 "default_root_dir."
             )
+        self.identity = identity_of(self.path)
+        if self.identity is None:
+            self.identity = secrets.token_hex(8)
+            write_text(self.path / _IDENTITY, self.identity)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         self._lock = descriptor
@@ -79,6 +87,14 @@ class RunDirectory:
             StorageError: it cannot be written.
         """
         write_text(self.path / name, json.dumps(document, indent=2, default=str) + "\n")
+
+
+def identity_of(path: Path) -> str | None:
+    """Return the identity of the run whose directory this is, or None where it has none."""
+    try:
+        return (path / _IDENTITY).read_text(encoding="utf-8") or None
+    except (OSError, ValueError):
+        return None
 
 
 def versions(root: Path, name: str) -> list[int]:

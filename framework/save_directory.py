@@ -9,6 +9,7 @@ from pathlib import Path
 from .checkpoint.leftovers import clean_shared
 from .checkpoint.probe import NAME, free_bytes, probe
 from .run import Run
+from .saving import check_state
 
 
 def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_only: bool, asynchronous: bool) -> None:
@@ -19,8 +20,11 @@ def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_
 
     Raises:
         StorageError: on all ranks; a checkpoint could not be saved in it.
+        ConfigurationError: there is a state that no checkpoint can keep.
     """
     trainer, saver = run.trainer, run.saver
+    if not weights_only:
+        check_state(run)
     if run.world.is_global_zero and directory != Path(os.path.abspath(trainer.checkpoint_dir)):
         clean_shared(directory, lambda name: name == NAME or gives(name), trainer.note)
     probe(directory, run.world, saver.sharded)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .world import World
 
 _FAILURES_IN_A_ROW = 3
+_TOLERATED = (ConfigurationError, NonFiniteError, StorageError)
 # Other ranks are ended soon after one that failed; alone, a large checkpoint may still be finished.
 _GRACE_SECONDS = {True: 30.0, False: 1.0}
 _LAST_SECONDS = 1.0
@@ -163,18 +164,21 @@ class Saver:
 
     def close(self) -> None:
         """Let go of what is held. A save that nobody settled, as the run failed, gets a moment. No collective."""
-        pending, self._pending = self._pending, None
+        pending, self._pending, over = self._pending, None, True
         self._staging.wait()
         if pending is not None:
             alone = self._run.world.size == 1
             if not pending.work.wait(0.2 if alone else _GRACE_SECONDS[alone]) and alone:
-                self._run.trainer.note(f"{pending.order.path} is still being written: interrupt again to leave it.")
+                self._run.trainer.note(f"{pending.order.path} is still being written: interrupt to leave it.")
                 pending.work.wait(_GRACE_SECONDS[alone])
             pending.work.give_up()
-            if not pending.work.wait(_LAST_SECONDS) or pending.work.error is not None:
-                self._run.trainer.note(f"{pending.order.path} was not saved: the run ended before it was written.")
-        elif self._apart is not None:
-            # One that a thread may still use goes with that thread.
+            over = pending.work.wait(_LAST_SECONDS)
+            if not over or pending.work.error is not None:
+                lost = StorageError(f"{pending.order.path} was not saved: the run ended before it was written.")
+                self._run.trainer.note(str(lost))
+                pending.order.settled(lost)
+        # One that a thread may still use goes with that thread.
+        if self._apart is not None and (pending is None or over):
             self._apart.close()
         self._apart = None
 
@@ -225,12 +229,12 @@ class Saver:
             return
         if isinstance(error, PhalanxError):
             order.settled(error)
-        if not order.tolerant or not isinstance(error, (NonFiniteError, StorageError)):
+        if not order.tolerant or not isinstance(error, _TOLERATED):
             raise error
         if isinstance(error, NonFiniteError):
             note(f"No checkpoint was saved at step {order.step}: {error}")
             return
         self._failures[order.owner] = count = self._failures.get(order.owner, 0) + 1
         if count >= _FAILURES_IN_A_ROW:
-            raise StorageError(f"{error} It was the third save in a row that failed, so the run ends.") from error
+            raise type(error)(f"{error} It was the third save in a row that failed, so the run ends.") from error
         note(f"{error} Training goes on, and older checkpoints are as they were ({count} of 3 in a row).")

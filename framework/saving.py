@@ -11,7 +11,9 @@ from typing import Any
 from .canonical import canonical_names, names_of
 from .checkpoint.codec import encode
 from .checkpoint.consolidation import AVERAGES
+from .checkpoint.manifest import JSON
 from .checkpoint.plan import Shard, Snapshot
+from .extra_state import extra_state
 from .model_state import encode_known, model_state
 from .optimizer_state import optimizer_state, whole
 from .rank_state import capture_rank
@@ -39,6 +41,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         "unsaved_hparams": unsaved,
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
+        "run": run.trainer.directory.identity,
         # For people: nothing is decided by them.
         "strategy": run.fabric.strategy.name,
         "precision": run.fabric.precision.name,
@@ -48,6 +51,8 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     canonical = canonical_names(run.module)
     buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
     if weights_only:
+        if extra := extra_state(run.module):
+            document["state"], sections["state"] = _encoded({"extra": extra}, run)
         return Snapshot(sections=sections, document=document, rank_document=None, buffers=buffers)
     names = names_of(run.module)
     strategy = run.fabric.strategy
@@ -56,21 +61,41 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     user: dict[str, Any] = {}
     run.call("on_save_checkpoint", user)
     state = {
-        "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
-        "scaler": run.fabric.scaler.state_dict() if run.fabric.scaler is not None else None,
-        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
+        **_states(run),
         "metrics": run.metrics["callback"],
         "shown": {kind: run.metrics[kind] for kind in ("logged", "progress_bar")},
         "user": user,
     }
-    encoded, state_tensors = encode(state)
-    sections["state"] = whole(state_tensors)
     document["optimizers"] = [described for described, _ in states]
     document["schedulers"] = [type(config.scheduler).__name__ for config in run.schedulers]
-    document["state"] = encoded
+    document["state"], sections["state"] = _encoded(state, run)
     document["seed"] = seed
     document["data_ranks"] = run.world.data_size
     document["position"] = windows.position() if windows is not None else None
     document["loggers"] = run.loggers.state_dicts(run.marks)
     rank_document = capture_rank(run, windows)
     return Snapshot(sections=sections, document=document, rank_document=rank_document, buffers=buffers)
+
+
+def check_state(run: Run) -> None:
+    """Refuse now what no checkpoint could keep later: states of schedulers, callbacks and modules.
+
+    Raises:
+        ConfigurationError: a value is of a type that cannot be kept; the message says where.
+    """
+    encode(_states(run))
+
+
+def _states(run: Run) -> dict[str, Any]:
+    return {
+        "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
+        "scaler": run.fabric.scaler.state_dict() if run.fabric.scaler is not None else None,
+        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
+        "extra": extra_state(run.module),
+    }
+
+
+def _encoded(state: dict[str, Any], run: Run) -> tuple[JSON, dict[str, Shard]]:
+    """Return a document and the tensors that it names, both rank 0's."""
+    encoded, tensors = encode(state)
+    return encoded, whole(tensors) if run.world.is_global_zero else {}

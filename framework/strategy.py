@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .canonical import state_tensors
 from .checkpoint.plan import Shard
 from .checkpoint.stored import StoredTensors
 from .errors import ConfigurationError
@@ -219,18 +220,18 @@ class Strategy(ABC):
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of every tensor in a module's canonical state, by parameter and buffer name."""
-        return {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+        return {name: tuple(tensor.shape) for name, tensor in state_tensors(module).items()}
 
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
         """Return this rank's part of a module's canonical state, by parameter and buffer name. Collective.
 
         Parameters are in the dtype that updates are applied in: the fp32 copy where there is one.
         """
-        return {name: Shard.whole(tensor) for name, tensor in module.state_dict().items()}
+        return {name: Shard.whole(tensor.detach()) for name, tensor in state_tensors(module).items()}
 
     def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
         """Take over canonical state; what ``tensors`` lacks stays as it is. Collective."""
-        own = module.state_dict(keep_vars=True)
+        own = state_tensors(module)
         with torch.no_grad():
             for name, stored in tensors.items():
                 own[name].copy_(stored.read())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..framework.canonical import state_tensors
 from ..framework.errors import ConfigurationError
 from ..framework.materialize import share_buffers
 from ..framework.strategy import StepAdapter, StepFunction, Strategy
@@ -58,8 +59,8 @@ class DDPStrategy(Strategy):
             except TypeError as error:
                 raise ConfigurationError(f"DDPStrategy: DistributedDataParallel refuses an argument: {error}") from None
         elif self.world.size > 1:
-            for tensor in module.state_dict().values():
-                self.world.broadcast(tensor)
+            for tensor in state_tensors(module).values():
+                self.world.broadcast(tensor.detach())
         return list(optimizers)
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:

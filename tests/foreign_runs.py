@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,9 @@ def by_hand(step: Callable[[Any], Tensor], save: Callable[[], None]) -> list[flo
 # ---- Lightning ------------------------------------------------------------------------------------------------------
 
 
-def lightning_fit(target: Path, groups: bool, prepare: Callable[[Any], None] | None, **arguments: Any) -> list[float]:
+def lightning_fit(
+    target: Path, groups: bool, prepare: Callable[[Any], None] | None, averaging: Sequence[Any] = (), **arguments: Any
+) -> list[float]:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -95,7 +97,7 @@ def lightning_fit(target: Path, groups: bool, prepare: Callable[[Any], None] | N
     saver.FILE_EXTENSION = ""
     saver.filename = target.name + "-{step}"
     trainer = Trainer(
-        accelerator="cpu", max_steps=ALL_STEPS, logger=False, callbacks=[saver], enable_progress_bar=False,
+        accelerator="cpu", max_steps=ALL_STEPS, logger=False, callbacks=[*averaging, saver], enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=target.parent, use_distributed_sampler=False, **arguments,
     )  # fmt: skip
     batches: Any = [global_batch(number, RANK, WORLD_SIZE) for number in range(NUM_BATCHES)]
@@ -111,6 +113,12 @@ def lightning(target: Path) -> list[float]:
 
 def lightning_groups(target: Path) -> list[float]:
     return lightning_fit(target, True, None, devices=1)
+
+
+def lightning_averaged(target: Path) -> list[float]:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    return lightning_fit(target, False, None, devices=1, averaging=[EMAWeightAveraging(decay=0.5)])
 
 
 def lightning_sharded(target: Path) -> list[float]:
@@ -254,6 +262,7 @@ def accelerate_deepspeed(target: Path) -> list[float]:
 KINDS: dict[str, Callable[[Path], list[float]]] = {
     "lightning": lightning,
     "lightning-groups": lightning_groups,
+    "lightning-averaged": lightning_averaged,
     "lightning-sharded": lightning_sharded,
     "lightning-deepspeed": lightning_deepspeed,
     "accelerate": accelerate,

@@ -70,6 +70,7 @@ LAYOUTS = [
     *(Layout(name, ranks) for name in _ANY_SIZE[:2] for ranks in (1, 2)),
     Layout("hsdp", 2),
     Layout("fsdp+tp", 2),
+    Layout("fsdp-offload", 2),
     *(Layout(name, ranks) for name in _ANY_SIZE[2:] for ranks in (1, 2)),
 ]
 

@@ -100,12 +100,15 @@ class CheckpointNames:
             name += f"{self.join}v{version}"
         return os.path.join(directory or "", name + self.extension)
 
-    def free(self, directory: str | None, metrics: Mapping[str, Any], gives_way: str) -> str:
+    def free(
+        self, directory: str | None, metrics: Mapping[str, Any], gives_way: str, template: NameTemplate | None = None
+    ) -> str:
         """Return a path that is free, or that of the checkpoint which gives way."""
-        path = self.path(directory, metrics, self.template)
+        template = template or self.template
+        path = self.path(directory, metrics, template)
         version = self.first_version
         while self.counts_versions and os.path.lexists(path) and path != gives_way:
-            path = self.path(directory, metrics, self.template, version)
+            path = self.path(directory, metrics, template, version)
             version += 1
         return path
 

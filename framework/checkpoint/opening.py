@@ -57,7 +57,10 @@ def _check_directory(folder: Path) -> None:
     try:
         names = os.listdir(folder)
     except NotADirectoryError:
-        raise CheckpointError(f"checkpoint {str(folder)!r} is a file, and a checkpoint is a directory.") from None
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} is a file, and a checkpoint is a directory. If it is Lightning's: "
+            f"phalanx checkpoint convert {folder} OUT makes one of it."
+        ) from None
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {str(folder)!r} does not exist.{_interrupted(folder)}") from None
     except (OSError, ValueError) as error:

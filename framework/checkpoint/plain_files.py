@@ -25,6 +25,7 @@ from ..atomic import (
     write_synced,
 )
 from ..errors import ConfigurationError, did_you_mean
+from .manifest import MANIFEST
 from .stored import StoredTensor
 from .tensor_file import header_of
 from .tensors import CODES, DTYPES, bytes_of, code_of, dense, size_of
@@ -141,6 +142,7 @@ def write_plain(
         StorageError: ``out`` cannot be written.
     """
     target = Path(out)
+    check_target(target, max_shard_size is not None)
     if max_shard_size is not None:
         return _write_shards(tensors, target, size_in_bytes(max_shard_size), stem)
     if target.is_dir():
@@ -160,6 +162,10 @@ def check_target(target: Path, as_directory: bool) -> None:
     """
     if as_directory and os.path.lexists(target):
         raise ConfigurationError(f"out={str(target)!r} exists; with max_shard_size it is made as a new directory.")
+    if os.path.lexists((target if target.is_dir() else target.parent) / MANIFEST):
+        raise ConfigurationError(
+            f"out={str(target)!r} lies in a checkpoint, which holds its own files alone; choose another place."
+        )
     if os.path.lexists(target) and not target.is_dir():
         raise ConfigurationError(f"out={str(target)!r} exists; choose another name or remove it first.")
 

@@ -70,7 +70,9 @@ class CheckpointVerbs(TrainingVerbs):
     def _save(self, path: Location, state: Mapping[str, Any], kept: Filter, rank_state: Any) -> None:
         contents = contents_of(state, self.strategy)
         steps = max((one.applied for one in self._optimizers()), default=0)
-        snapshot = snapshot_of(contents, self._names(contents), self._own_state(), steps, kept, rank_state)
+        snapshot = snapshot_of(
+            contents, self._names(contents), self._own_state(), steps, kept, rank_state, self.world.is_global_zero
+        )
         save(path, snapshot, self.world, sharded=not self.strategy.traits.replicates)
 
     def load(
@@ -242,7 +244,7 @@ class CheckpointVerbs(TrainingVerbs):
         directory = Path(os.path.abspath(save_directory))
         draft = directory / ".saving"
         contents = contents_of({"model": model}, self.strategy)
-        snapshot = snapshot_of(contents, {}, {}, 0, {}, None)
+        snapshot = snapshot_of(contents, {}, {}, 0, {}, None, self.world.is_global_zero)
         self._make(directory)
         save(draft, snapshot, self.world, sharded=not self.strategy.traits.replicates)
         on_rank_zero(self.world, lambda: _publish_weights(draft, directory, max_shard_size))

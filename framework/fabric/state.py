@@ -15,6 +15,7 @@ from ..checkpoint.codec import decode, encode, encode_inline
 from ..checkpoint.plan import Shard, Snapshot
 from ..checkpoint.read import Checkpoint
 from ..errors import CheckpointError, ConfigurationError, did_you_mean, unknown
+from ..extra_state import extra_state, put_extra_state, saved_extra_state
 from ..matching import (
     ModelMatch,
     OptimizerMatch,
@@ -105,7 +106,13 @@ def parameter_names(contents: Contents, others: Iterable[nn.Module]) -> dict[int
 
 
 def snapshot_of(
-    contents: Contents, names: Mapping[int, str], own: Mapping[str, Any], steps: int, kept: Filter, rank_state: Any
+    contents: Contents,
+    names: Mapping[int, str],
+    own: Mapping[str, Any],
+    steps: int,
+    kept: Filter,
+    rank_state: Any,
+    is_global_zero: bool,
 ) -> Snapshot:
     """Return what a checkpoint keeps. ``own`` is Fabric's state, ``kept`` says by key and name what is left in."""
     known = [*contents.modules, *contents.optimizers, *contents.stateful, *contents.values]
@@ -123,14 +130,16 @@ def snapshot_of(
         for number, (key, one) in enumerate(contents.optimizers.items())
     ]
     stateful = {key: _filtered(value.state_dict(), kept.get(key)) for key, value in contents.stateful.items()}
-    encoded, state_tensors = encode({"stateful": stateful, "values": contents.values, "own": dict(own)})
+    extra = {key: extra_state(module) for key, module in contents.modules.items()}
+    encoded, tensors = encode({"stateful": stateful, "values": contents.values, "own": dict(own), "extra": extra})
     only = next(iter(contents.modules.values())) if len(contents.modules) == 1 else None
     hparams, _ = encode_known(dict(getattr(only, "hparams", None) or {}))
     return Snapshot(
         sections={
             "model": shards,
             "optimizer": {name: shard for _, each in states for name, shard in each.items()},
-            "state": whole(state_tensors),
+            # The document is rank 0's, and so are the tensors that it names.
+            "state": whole(tensors) if is_global_zero else {},
         },
         document={
             "module": "" if only is None else f"{type(only).__module__}.{type(only).__qualname__}",
@@ -178,6 +187,7 @@ class Saved:
     stateful: dict[str, Any]
     values: dict[str, Any]
     own: dict[str, Any]
+    extra: dict[str, dict[str, Any]]
     renames: Mapping[str, str]
 
     @classmethod
@@ -192,7 +202,7 @@ class Saved:
         if table is not None:
             state = decode(document["state"], checkpoint.read_section("state"))
             parts = {key: ModulePart(checkpoint, prefix, renames) for key, prefix in table["modules"].items()}
-            rest = (state["stateful"], state["values"], state["own"])
+            rest = (state["stateful"], state["values"], state["own"], state.get("extra", {}))
             return cls(checkpoint, parts, table["optimizers"], *rest, renames)
         modules = list(contents.modules) if contents is not None else ["model"]
         optimizers = list(contents.optimizers) if contents is not None else []
@@ -204,7 +214,8 @@ class Saved:
             )
         parts = {key: ModulePart(checkpoint, "", renames) for key in modules}
         schedulers = _schedulers_of(checkpoint, contents) if contents is not None else {}
-        return cls(checkpoint, parts, optimizers, schedulers, {}, {}, renames)
+        extra = {key: saved_extra_state(checkpoint) for key in modules}
+        return cls(checkpoint, parts, optimizers, schedulers, {}, {}, extra, renames)
 
     def remainder(self, taken: Iterable[str]) -> dict[str, Any]:
         """Return everything but what was ``taken``: tensors of modules by name, states as they were saved."""
@@ -299,6 +310,7 @@ def restore(saved: Saved, contents: Contents, fits: Fits, state: dict[str, Any])
     checkpoint = saved.checkpoint
     for key, match in fits.modules.items():
         put_model(contents.strategies[key], contents.modules[key], stored_of(checkpoint, match))
+        fits.problems += put_extra_state(contents.modules[key], saved.extra.get(key, {}), saved.renames)
     for key, fit in fits.optimizers.items():
         described, index = saved.described(key), saved.optimizers.index(key)
         load_optimizer(contents.keepers[key], contents.optimizers[key], described, fit, checkpoint, index)

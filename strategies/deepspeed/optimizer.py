@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,10 @@ def engine_optimizer(optimizer: Optimizer, options: ZeroOptions, device_type: st
     mode = "AdamW" if decoupled == {True} else "Adam"
     _log.info("DeepSpeed: %s in %s mode steps in the place of torch.optim.%s.", form, mode, kind)
     own = [{"params": params, **_adam_hyperparameters(group)} for group, params in groups]
-    return _deepspeed_adam(own, on_cpu, mode == "AdamW")
+    made = _deepspeed_adam(own, on_cpu, mode == "AdamW")
+    if on_cpu or device_type == "cpu":
+        made.register_step_pre_hook(partial(_forget_powers, torch.empty(0)))
+    return made
 
 
 def _adam_kind(optimizer: Optimizer) -> str | None:
@@ -138,6 +142,21 @@ def _deepspeed_adam(groups: list[dict[str, Any]], on_cpu: bool, decoupled: bool)
 
     made = FusedAdam(groups, adam_w_mode=decoupled)
     return made
+
+
+def _forget_powers(nothing: Tensor, optimizer: Any, *_: Any) -> None:
+    """Have the processor's Adam raise its betas to the power of the step anew.
+
+    It keeps the powers in the process and multiplies them on from step to step, which differs from a power in the last
+    bit: a resumed run, whose process has none, would not be the one that never stopped. Whoever asks with other betas,
+    for tensors without elements, has it start over.
+    """
+    tensors = [nothing] * 4
+    if hasattr(optimizer, "ds_opt_adam"):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *tensors)
+    else:
+        lists = [[one] for one in tensors]
+        optimizer.multi_tensor_adam(1, nothing, lists, 0.0, 0.0, 0.0, 1.0, 1, int(optimizer.adam_w_mode), 1, 0.0)
 
 
 @contextlib.contextmanager

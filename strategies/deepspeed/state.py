@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...framework.canonical import state_tensors
 from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import HeldTensor, StoredTensor, StoredTensors
 from ...framework.strategy import Slots, is_stored, parameters_of
@@ -68,7 +69,7 @@ class EngineState:
             tensor = piece.clone() if swaps else piece
             found[id(parameter)] = Shard.flat(tensor, whole_shape(parameter), start)
         state: dict[str, Shard] = {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
+        for name, tensor in state_tensors(module).items():
             if id(tensor) in found:
                 state[name] = found[id(tensor)]
             elif isinstance(tensor, nn.Parameter) or self.world.rank == 0:
@@ -95,7 +96,7 @@ class EngineState:
     def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
         """Take over weights and buffers; what ``tensors`` lacks stays as it is. Collective."""
         stored: dict[int, StoredTensor] = {}
-        own = module.state_dict(keep_vars=True)
+        own = state_tensors(module)
         for name, one in tensors.items():
             stored.setdefault(id(own[name]), one)
         for number, pieces in enumerate(self.groups.groups):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...framework.canonical import state_tensors
 from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import StoredTensors
 from ...framework.errors import ConfigurationError, LoopError
@@ -371,7 +372,7 @@ class DeepSpeedStrategy(Strategy):
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of every tensor in a module's canonical state, by name."""
-        return {name: whole_shape(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+        return {name: whole_shape(tensor) for name, tensor in state_tensors(module).items()}
 
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
         """Return this rank's pieces of the fp32 masters, and what is whole. Collective."""

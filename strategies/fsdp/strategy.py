@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...framework.canonical import state_tensors
 from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import StoredTensors
 from ...framework.errors import ConfigurationError, LoopError, unknown
@@ -284,7 +285,7 @@ class FSDPStrategy(Strategy):
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
         """Return this rank's shards of the parameters, and on rank 0 the buffers."""
         self._before_update()
-        tensors = module.state_dict(keep_vars=True)
+        tensors = state_tensors(module)
         return {
             name: shard_of(tensor)
             for name, tensor in tensors.items()
@@ -295,7 +296,7 @@ class FSDPStrategy(Strategy):
     def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
         """Read this rank's part of each parameter, and the buffers."""
         self._before_update()
-        own = module.state_dict(keep_vars=True)
+        own = state_tensors(module)
         for name, stored in tensors.items():
             tensor = own[name]
             if isinstance(tensor, DTensor):

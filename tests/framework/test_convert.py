@@ -30,19 +30,21 @@ from models import silent_trainer
 from torch import Tensor
 
 from phalanx import Fabric, TrainModule, checkpoint
+from phalanx.callbacks import EMAWeightAveraging
 from phalanx.framework.errors import CheckpointError
 
 # The first test waits for what the other libraries write, all of them.
 pytestmark = pytest.mark.timeout(300)
 TESTS = Path(__file__).parent.parent
-ONE_RANK = ["lightning", "lightning-groups", "accelerate", "zero0", "zero3"]
+ONE_RANK = ["lightning", "lightning-groups", "lightning-averaged", "accelerate", "zero0", "zero3"]
 # Accelerate's and Lightning's folders of DeepSpeed are of stage 2.
 TWO_RANKS = ["accelerate-sharded", "lightning-sharded", "zero1", "zero3", "accelerate-deepspeed", "lightning-deepspeed"]
 # Which tell where in the data they stood.
-WITH_POSITION = ("lightning", "lightning-groups", "lightning-sharded", "lightning-deepspeed")
+WITH_POSITION = ("lightning", "lightning-groups", "lightning-averaged", "lightning-sharded", "lightning-deepspeed")
 FORMAT_OF = {
     **{f"zero{stage}": "deepspeed" for stage in range(4)},
     "lightning-groups": "lightning",
+    "lightning-averaged": "lightning",
 }
 
 
@@ -128,8 +130,12 @@ CASES = [*((1, kind) for kind in ONE_RANK), *((2, kind) for kind in TWO_RANKS)]
 
 @pytest.mark.parametrize(("size", "kind"), CASES, ids=lambda value: str(value))
 def test_training_goes_on_with_the_losses_of_the_library(foreign: Path, tmp_path: Path, size: int, kind: str) -> None:
-    model = Unscheduled() if kind in ("accelerate-sharded",) else Model(groups=kind != "lightning")
-    module = None if kind in ("lightning", "lightning-sharded", "lightning-deepspeed") else model
+    model = (
+        Unscheduled()
+        if kind in ("accelerate-sharded",)
+        else Model(groups=kind not in ("lightning", "lightning-averaged"))
+    )
+    module = None if kind.startswith("lightning") and kind != "lightning-groups" else model
 
     path, _ = converted(foreign / str(size) / kind, tmp_path / "converted.ckpt", module=module)
 
@@ -178,6 +184,20 @@ def test_a_module_is_rebuilt_from_lightnings_hyperparameters(foreign: Path, tmp_
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
     assert checkpoint.open_checkpoint(path).document["converted"]["notes"] == notes
     checkpoint.verify(path)
+
+
+def test_an_average_stays_one_beside_the_weights(foreign: Path, tmp_path: Path) -> None:
+    source = foreign / "1" / "lightning-averaged"
+    path, _ = converted(source, tmp_path / "converted.ckpt")
+    theirs = torch.load(source, weights_only=True)
+    for average, held in (("ema", "state_dict"), (None, "current_model_state")):
+        model = Model.load_from_checkpoint(path, average=average)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, theirs[held][name])
+
+    trainer = silent_trainer(max_steps=SAVED_AFTER, callbacks=[EMAWeightAveraging(decay=0.5)])
+    trainer.fit(averaged := Model(groups=False), loader(), ckpt_path=path)
+    assert torch.equal(averaged.net.head.weight, theirs["state_dict"]["net.head.weight"])
 
 
 def test_several_groups_by_position_are_refused_without_the_module(foreign: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from small_fits import Tiny, capturing, loader, quiet_trainer
 from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
 from phalanx.framework import atomic
-from phalanx.framework.errors import NonFiniteError, StorageError
+from phalanx.framework.errors import ConfigurationError, NonFiniteError, StorageError
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["here", "behind"])
 
@@ -399,3 +399,46 @@ def test_nonfinite_weights_raise_where_a_user_saves(tmp_path: Path) -> None:
 
     quiet_trainer(tmp_path, Asking(), max_epochs=1, nonfinite="ignore").fit(module, loader())
     assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_what_is_not_a_checkpoint_is_not_replaced_and_costs_that_save(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+
+    def litter() -> None:
+        (kept / "last.ckpt" / ".DS_Store").write_bytes(b"")
+
+    def tidy() -> None:
+        (kept / "last.ckpt" / ".DS_Store").unlink()
+
+    trainer = quiet_trainer(tmp_path, [At({3: litter, 5: tidy}), every_step(kept, save_last=True)], max_epochs=1)
+    notes = capturing(trainer)
+    trainer.fit(Tiny(), loader(24))
+    assert trainer.state.finished
+    assert len([note for note in notes if "is not a checkpoint of phalanx" in note]) == 2
+    assert "last.ckpt" in verified(kept)
+
+
+def test_an_old_checkpoint_that_cannot_be_looked_at_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(path: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("phalanx.callbacks.checkpoint_records.remove", refusing)
+    trainer = quiet_trainer(tmp_path, [every_step(tmp_path / "kept", save_top_k=1)], max_epochs=1)
+    notes = capturing(trainer)
+    trainer.fit(Tiny(), loader(8))
+    assert trainer.state.finished
+    assert any("An old checkpoint stays" in note for note in notes)
+
+
+class Unsaved(Callback):
+    """Has a state that no checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"where": object()}
+
+
+def test_a_state_that_cannot_be_kept_is_told_before_the_first_step(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, [Unsaved(), every_step(tmp_path / "kept")], max_epochs=1)
+    with pytest.raises(ConfigurationError, match="where"):
+        trainer.fit(Tiny(), loader(8))
+    assert trainer.global_step == 0

@@ -311,6 +311,41 @@ def test_auto_looks_where_a_run_saves(tmp_path: Path, lost: str, given: bool) ->
     assert [path.name for path in kept.iterdir()] == ["epoch=1-step=5.ckpt"]
 
 
+def test_what_a_run_left_that_never_got_to_its_first_checkpoint_goes_with_the_next(tmp_path: Path) -> None:
+    killed = tmp_path / "phalanx_logs" / "version_0" / "checkpoints"
+    killed.mkdir(parents=True)
+    left = hidden_sibling(killed / "last.ckpt", "tmp")
+    left.mkdir()
+    trainer = silent_trainer(max_steps=1, default_root_dir=tmp_path, enable_checkpointing=True)
+    trainer.fit(Regressor(), loader(16, 4), ckpt_path="auto")
+    assert trainer.directory.version == 1
+    assert not left.exists()
+
+
+def test_auto_passes_over_what_other_runs_saved_into_the_same_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fitted(steps: int, resume: str | None) -> int:
+        saver = ModelCheckpoint(tmp_path / "shared", every_n_train_steps=1, save_last=True)
+        trainer = silent_trainer(
+            max_steps=steps, callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path / "root"
+        )
+        notes = Notes()
+        trainer.callbacks.append(notes)
+        trainer.fit(Regressor(), loader(64, 4), ckpt_path=resume)
+        return notes.steps[0]
+
+    assert fitted(6, None) == 1
+    # Another run: its end is not that of the first, and what the first called its last stays.
+    assert fitted(2, None) == 1
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == [
+        *("epoch=0-step=2.ckpt", "epoch=0-step=6.ckpt", "last-v1.ckpt", "last.ckpt"),
+    ]
+    capsys.readouterr()
+    assert fitted(4, "auto") == 3
+    assert "another run saved it" in capsys.readouterr().out
+
+
 def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
     path = saved(tmp_path)
     state = torch.get_rng_state()

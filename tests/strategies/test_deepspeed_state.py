@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mixture import GLOBAL_BATCH, PLACES, loss_of, mixture, optimizer_of, rows_of
-from models import silent_trainer
+from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -206,3 +206,36 @@ def test_a_checkpoint_with_odd_parameters_goes_to_one_process_and_back(strategy:
     losses += resumed(1, "single", 5, root, first, second)
     losses += torch.tensor(run_on_ranks(3, resumed, 3, strategy, 8, root, second, None)).mean(0).tolist()
     assert losses == pytest.approx(by_hand("adamw")[2], rel=1e-5)
+
+
+def weights_by_step(strategy: str, root: str, resume: int | None, stop: int) -> dict[int, Tensor]:
+    """Train to step ``stop``, from the start or from the checkpoint of a step; return the weights after each."""
+    found: dict[int, Tensor] = {}
+
+    def keep(trainer: Any, module: Any, *_: Any) -> None:
+        found[trainer.global_step] = torch.cat([one.detach().flatten() for one in module.parameters()]).clone()
+        if resume is None:
+            trainer.save_checkpoint(f"{root}/{trainer.global_step}.ckpt")
+
+    trainer = silent_trainer(
+        devices=2, strategy=strategy, max_steps=stop, callbacks=[LambdaCallback(on_train_batch_end=keep)]
+    )
+    trainer.fit(Regressor(lr=0.01), loader(64, 4), ckpt_path=None if resume is None else f"{root}/{resume}.ckpt")
+    return found
+
+
+def resumed_at_each_step(strategy: str, root: str) -> list[int]:
+    """Return the steps from which a resumed run is not that which never stopped, to the bit."""
+    whole = weights_by_step(strategy, root, None, 8)
+    different = []
+    for step in range(1, 7):
+        found = weights_by_step(strategy, root, step, step + 2)
+        if not all(torch.equal(found[number], whole[number]) for number in (step + 1, step + 2)):
+            different.append(step)
+    return different
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero2-offload"])
+def test_a_run_resumed_at_any_step_is_the_same_to_the_bit(strategy: str, tmp_path: Path) -> None:
+    # DeepSpeed's Adam for the processor multiplies the powers of its betas on from step to step.
+    assert run_on_ranks(2, resumed_at_each_step, strategy, str(tmp_path)) == [[], []]

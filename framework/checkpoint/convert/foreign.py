@@ -44,6 +44,14 @@ class ForeignProgress:
 
 
 @dataclass
+class ForeignAverage:
+    """An average of the weights, and how many updates it holds."""
+
+    weights: dict[str, Tensor]
+    count: int
+
+
+@dataclass
 class Foreign:
     """A foreign checkpoint, read."""
 
@@ -59,6 +67,8 @@ class Foreign:
     user: dict[str, Any] = field(default_factory=dict)
     module: str = ""
     buffers: set[str] = field(default_factory=set)
+    averages: dict[str, ForeignAverage] = field(default_factory=dict)
+    """Averages of the weights, by the name of the callback that keeps one up here."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -73,6 +83,17 @@ def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
         "weights_only": foreign.optimizers is None,
         "converted": {"format": foreign.format, "source": source, "notes": list(foreign.notes)},
     }
+    if foreign.averages:
+        sections["averages"] = {
+            f"{key}/{name}": Shard.whole(tensor)
+            for key, average in foreign.averages.items()
+            for name, tensor in average.weights.items()
+            if tensor.is_floating_point()
+        }
+        document["averages"] = {
+            key: {"count": average.count, "last_epoch": foreign.progress.epoch - 1}
+            for key, average in foreign.averages.items()
+        }
     buffers = foreign.buffers | {name for name, tensor in foreign.weights.items() if not tensor.is_floating_point()}
     if foreign.optimizers is None:
         return Snapshot(sections=sections, document=document, buffers=buffers)

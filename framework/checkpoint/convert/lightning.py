@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import CheckpointError, ConfigurationError
 from ..codec import encode
 from .deepspeed import OWN, from_engine, read_engine
-from .foreign import Foreign, ForeignProgress, counted
+from .foreign import Foreign, ForeignAverage, ForeignProgress, counted
 from .handover import Content, Job
 from .layout import file_of
 from .naming import all_bare, bare
@@ -24,6 +24,7 @@ _KNOWN = {
     *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states"),
     *("lr_schedulers", "hparams_name", "hyper_parameters", "hparams_type"),
     *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
+    *("current_model_state", "averaging_state"),
     *_SCALERS,
 }
 
@@ -40,8 +41,12 @@ def convert_file(request: Request) -> Foreign:
             f"{request.source} is no checkpoint of Lightning: it holds {counted([str(key) for key in content])}, where "
             "'state_dict' and 'pytorch-lightning_version' are expected. A file of weights alone is loaded with torch."
         )
-    weights = all_bare(_tensors(content["state_dict"]))
+    # A WeightAveraging callback puts the average where the weights are, and the weights elsewhere.
+    swapped = isinstance(content.get("current_model_state"), dict)
+    weights = all_bare(_tensors(content["current_model_state" if swapped else "state_dict"]))
     foreign = from_trainer(content, weights, "lightning", request)
+    if swapped:
+        foreign.averages = _averages(content)
     states = content.get("optimizer_states")
     if states is not None:
         module = build_module(request.module, foreign.hparams)
@@ -128,6 +133,13 @@ def progress_of(content: Mapping[str, Any], notes: list[str]) -> ForeignProgress
             "many: the same samples where the loader does not shuffle and ranks and batch size stay as they were"
         )
     return progress
+
+
+def _averages(content: Mapping[str, Any]) -> dict[str, ForeignAverage]:
+    kinds = content.get("callbacks") or ()
+    key = "ema" if any(str(kind).startswith("EMAWeightAveraging") for kind in kinds) else "weight_averaging"
+    count = (content.get("averaging_state") or {}).get("n_averaged", 1)
+    return {key: ForeignAverage(all_bare(_tensors(content["state_dict"])), int(count))}
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,0 +1,71 @@
+"""What modules keep beside parameters and buffers: torch's ``get_extra_state`` and ``set_extra_state``.
+
+fp8 layers and quantisation do. It is any value that a checkpoint can hold, told by the module's canonical name, and
+rank 0's; it is put back only once the tensors are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .canonical import canonical_names, renamed
+from .checkpoint.codec import decode
+from .checkpoint.read import Checkpoint
+
+
+def extra_state(module: nn.Module) -> dict[str, Any]:
+    """Return the extra state of a module and of those in it, by canonical name."""
+    return {name: part.get_extra_state() for name, part in _keepers(module).items()}
+
+
+def put_extra_state(module: nn.Module, saved: Mapping[str, Any], renames: Mapping[str, str] | None = None) -> list[str]:
+    """Put extra state back; return what is there on one side alone. ``renames`` are those of ``canonical.renamed``."""
+    keepers, theirs = _keepers(module), renamed(saved, renames or {})
+    for name, part in keepers.items():
+        if name in theirs:
+            part.set_extra_state(saved[theirs[name]])
+    return [
+        *(f"extra state of {name or 'the module'} is not in the checkpoint" for name in keepers if name not in theirs),
+        *(f"extra state of {name or 'the module'} is not in the module" for name in theirs if name not in keepers),
+    ]
+
+
+def saved_extra_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the extra state that a Trainer's checkpoint holds."""
+    state = state_of(checkpoint)
+    extra: dict[str, Any] = decode(state.get("extra", {}), StateTensors(checkpoint))
+    return extra
+
+
+def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the part of a checkpoint's document that its section ``state`` belongs to, still encoded."""
+    state = checkpoint.document.get("state") if isinstance(checkpoint.document, dict) else None
+    return state if isinstance(state, dict) else {}
+
+
+class StateTensors(Mapping[str, Tensor]):
+    """The tensors of the section ``state``, each read when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._checkpoint.read("state", key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.names("state"))
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.names("state"))
+
+
+def _keepers(module: nn.Module) -> dict[str, nn.Module]:
+    canonical = canonical_names(module)
+    return {
+        canonical(name): part
+        for name, part in module.named_modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    }
