@@ -66,6 +66,16 @@ def read_leaving(directory: str, rank: int) -> float | None:
     return float(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
+def record_meeting(directory: str, rank: int) -> None:
+    """Note that ``rank`` has met the others: from now on it may hold something that would be lost with it."""
+    _write(_meeting_path(directory, rank), "")
+
+
+def has_met(directory: str, rank: int) -> bool:
+    """Whether ``rank`` has met the others."""
+    return _meeting_path(directory, rank).exists()
+
+
 def _write(path: Path, text: str) -> None:
     """Write whole or not at all: the file may be read at any moment, and this process may be killed."""
     draft = path.with_suffix(".draft")
@@ -75,6 +85,10 @@ def _write(path: Path, text: str) -> None:
 
 def _leaving_path(directory: str, rank: int) -> Path:
     return Path(directory) / f"rank_{rank}.leaving"
+
+
+def _meeting_path(directory: str, rank: int) -> Path:
+    return Path(directory) / f"rank_{rank}.met"
 
 
 def _path(directory: str, rank: int) -> Path:

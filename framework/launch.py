@@ -29,7 +29,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from .errors import ConfigurationError, RankError
-from .failures import Failure, exit_code_of, record_failure
+from .failures import INTERRUPTED, Failure, exit_code_of, record_failure
 from .supervisor import Supervisor, die_with_parent
 from .world import Placement, adopt_environment, error_dir, rank_environment, threads_for_ranks
 
@@ -173,6 +173,19 @@ def install_rank_hooks(placement: Placement) -> None:
     """
     if placement.launcher is not None:
         sys.excepthook = partial(_end_rank, placement)
+
+
+def install_exit_codes() -> None:
+    """Have a script that is no rank end with its error's exit code, where that is not Python's own 1."""
+    if sys.excepthook is sys.__excepthook__ and can_rerun_script():
+        sys.excepthook = _end_script
+
+
+def _end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    code = exit_code_of(error)
+    if code not in (1, INTERRUPTED):
+        _leave(code)
 
 
 def _end_rank(

@@ -7,6 +7,7 @@ import itertools
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.data import (
 )
 
 from .errors import ConfigurationError, DataError
+from .preemption import start_worker
 from .randomness import SeededDataset
 from .sampling import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
 
@@ -102,6 +104,8 @@ def private_copy(loader: DataLoader[Any], sampler: IndexSampler | None, name: st
     # A generator of its own: creating an iterator draws a seed, by default from the global state.
     fields["generator"] = torch.Generator()
     fields["_iterator"] = None
+    if loader.num_workers > 0:
+        fields["worker_init_fn"] = partial(start_worker, loader.worker_init_fn)
     if sampler is None:
         return twin
     slot = "sampler" if loader.batch_sampler is None else "batch_sampler"

@@ -20,6 +20,7 @@ from .log_entries import Entry
 from .log_fanout import LoggerFanout
 from .module import TrainModule
 from .optimization import SchedulerConfig
+from .preemption import TRIGGER as LEAVE
 from .progress import Progress
 from .triggers import Triggers
 from .world import World
@@ -78,6 +79,8 @@ class Run:
         self.evaluating = False
         self.stop_reason: str | None = None
         self.stop_requested = False
+        self.told_to_leave: tuple[int, str] | None = None
+        """The rank that was told from outside to end, and the signal."""
         self.epoch_cut = False
         self.in_window = False
         self.manual_backward: Callable[..., None] = _no_loop
@@ -207,7 +210,10 @@ class Run:
         if "end_epoch" in fired:
             self.epoch_cut = True
         if "go_on" in fired:
-            self.stop_requested = False
+            self.stop_requested = self.told_to_leave is not None
+        if LEAVE in fired:
+            self.stop_requested = True
+            self.told_to_leave = min(fired[LEAVE].items())
         if "stop" in fired:
             self.stop_requested = True
             self.stop_reason = next((reason for reason in fired["stop"].values() if reason), self.stop_reason)

@@ -14,6 +14,7 @@ from .evaluation import evaluate, predict
 from .launch import install_rank_hooks
 from .model_state import encode_known
 from .planning import settle_strategy
+from .preemption import SignalWatch
 from .report import box, end_lines, report, start_lines
 from .trainer_view import TrainerState
 from .training import FitLoop
@@ -57,13 +58,15 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
 
 
 def _fit(trainer: Trainer, request: FitRequest) -> None:
-    settle_strategy(trainer, request)
-    loop = assemble_fit(trainer, request)
-    _begin(trainer, loop)
-    with torch.autograd.set_detect_anomaly(True) if trainer.settings.detect_anomaly else nullcontext():
-        loop()
-    loop.run.saver.settle()
-    _end(trainer, loop)
+    with SignalWatch(trainer.preemption_signals) as watch:
+        settle_strategy(trainer, request)
+        loop = assemble_fit(trainer, request)
+        watch.tell(loop.run.triggers)
+        _begin(trainer, loop)
+        with torch.autograd.set_detect_anomaly(True) if trainer.settings.detect_anomaly else nullcontext():
+            loop()
+        loop.run.saver.settle()
+        _end(trainer, loop)
 
 
 def _begin(trainer: Trainer, loop: FitLoop) -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Protocol
 
 from .errors import Preempted
-from .failures import INTERRUPTED, Failure, read_failure, read_leaving
+from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving
 
 POLL_SECONDS = 0.02
 # After a rank was seen to fail: how long a crash on another rank, which takes the system longer to end, may still show.
@@ -27,13 +27,13 @@ SETTLE_SECONDS = 0.05
 EXIT_HANDLER_SECONDS = 0.4
 # From SIGTERM to SIGKILL once a rank failed; with the two above it keeps the end of all within 2 s.
 TERMINATE_SECONDS = 0.8
-# How long ranks may save and end by themselves after SIGTERM, or after the first of them was preempted.
+# How long ranks may save and end by themselves after SIGTERM or SIGINT, or after the first of them was preempted.
 PREEMPT_SECONDS = 30.0
-INTERRUPT_SECONDS = 10.0
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Signals that no rank dies of as a consequence of another's death.
+_PREEMPTING = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 _CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
 
@@ -152,7 +152,7 @@ class Supervisor:
             if self._received is signal.SIGINT:
                 self._deadline = now
                 return
-            self._received, self._deadline = signal.SIGINT, now + INTERRUPT_SECONDS
+            self._received, self._deadline = signal.SIGINT, now + PREEMPT_SECONDS
             if _terminal_signals_us():
                 return
         elif signum == signal.SIGTERM and self._received is None:
@@ -218,6 +218,12 @@ class Supervisor:
         if self._crashed:
             rank = min(self._crashed, key=lambda rank: rank.ended_at)
             signum = -(rank.code or 0)
+            if signum in _PREEMPTING and not self._anyone_met():
+                return Verdict(
+                    Preempted.exit_code,
+                    f"{rank} was ended by {_signal_name(signum)} as it started; run the same command again",
+                    failed=True,
+                )
             return Verdict(128 + signum, f"{rank} was killed by {_signal_name(signum)}", failed=True)
         failures = self._failures()
         silent = self._first_silent({failure.rank for failure in failures})
@@ -249,8 +255,15 @@ class Supervisor:
             message = next((failure.message for failure in found if failure and failure.message), "preempted")
             return Verdict(Preempted.exit_code, message + overdue, failed=True)
         if any(rank.code != 0 for rank in self._ranks):
+            if not self._anyone_met():
+                text = "ended by SIGTERM as the ranks started; run the same command again"
+                return Verdict(Preempted.exit_code, text + overdue, failed=True)
             return Verdict(128 + signal.SIGTERM, "ended by SIGTERM" + overdue, failed=True)
         return Verdict(0, "", failed=False)
+
+    def _anyone_met(self) -> bool:
+        """Whether the ranks came so far that something can be lost."""
+        return any(has_met(self._error_dir, rank.rank) for rank in self._ranks)
 
     def _end_leftovers(self) -> None:
         """Kill what failed ranks left running, such as a loader's workers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from .datamodule import DataModule
 from .errors import ConfigurationError
 from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
-from .launch import can_rerun_script, launch_script
+from .launch import can_rerun_script, install_exit_codes, launch_script
 from .memory.plan import MemoryPlan
 from .module import TrainModule
 from .notebook import run_in_function
 from .planning import plan_memory
 from .plugins import resolve_callbacks, resolve_loggers
+from .preemption import SIGNALS, check_signals
 from .progress import Progress
 from .report import say
 from .resume import check_checkpoint_path
@@ -75,6 +76,8 @@ class Trainer(TrainerView):
         default_root_dir: where ``<name>/version_<n>`` goes (default: the working directory).
         plugins: None; strategies, loggers and callbacks are registered by name instead.
         nonfinite: what a loss that is NaN or infinite does: ``"raise"``, ``"skip"`` its update, or ``"ignore"``.
+        preemption_signals: at which signals to finish the step, save and end: SIGTERM, SIGUSR1, SIGUSR2 with exit code
+            75, SIGINT with 130; a second SIGINT stops at once.
 
     Raises:
         ConfigurationError: an argument is not known, breaks a rule or contradicts another one.
@@ -123,8 +126,10 @@ class Trainer(TrainerView):
         default_root_dir: str | Path | None = None,
         plugins: None = None,
         nonfinite: str = "raise",
+        preemption_signals: Sequence[str] = SIGNALS,
         **unknown_arguments: Any,
     ) -> None:
+        install_exit_codes()
         refuse_unknown(unknown_arguments, type(self).__init__)
         if profiler is not None or plugins is not None:
             given = "profiler" if profiler is not None else "plugins"
@@ -173,6 +178,7 @@ class Trainer(TrainerView):
         self.callbacks = resolve_callbacks(
             callbacks, self.settings, enable_checkpointing, enable_progress_bar, enable_model_summary
         )
+        self.preemption_signals = check_signals(preemption_signals)
         self.inference_mode = inference_mode
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler

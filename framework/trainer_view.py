@@ -20,6 +20,7 @@ from .fabric.fabric import Fabric
 from .logger import Logger
 from .module import TrainModule
 from .optimization import SchedulerConfig
+from .preemption import CHECKPOINT as PREEMPTED
 from .progress import Progress
 from .registry import CALLBACKS
 from .run import Run
@@ -71,6 +72,7 @@ class TrainerView:
     fabric: Fabric
     callbacks: list[Callback]
     loggers: list[Logger]
+    preemption_signals: tuple[str, ...]
     directory: RunDirectory
     state: TrainerState
     accumulation: AccumulationSchedule
@@ -283,6 +285,14 @@ class TrainerView:
     def checkpoint_dir(self) -> Path:
         """Where this run's checkpoints go by default."""
         return self.directory.checkpoints
+
+    @property
+    def preemption_path(self) -> Path | None:
+        """Where a run saves that is told from outside to end; None where it keeps no checkpoints."""
+        saver = self.checkpoint_callback
+        if saver is None or self.fast_dev_run:
+            return None
+        return Path(getattr(saver, "dirpath", None) or self.checkpoint_dir) / PREEMPTED
 
     @property
     def log_dir(self) -> str | None:

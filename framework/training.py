@@ -31,6 +31,7 @@ from .errors import DataError
 from .evaluation import EvaluationPlan, evaluate, logging_to
 from .log import NoLog
 from .manual import ManualStep
+from .preemption import leave
 from .rank_state import redone
 from .run import Run
 from .seed import restore
@@ -160,6 +161,7 @@ class FitLoop:
                 if run.epoch_cut:
                     return True
                 if run.stop_requested and self._may_stop():
+                    self._leave_if_told()
                     return self._at_end()
             return self._at_end()
         finally:
@@ -237,6 +239,9 @@ class FitLoop:
 
     def _validate_in_epoch(self, every: int | None) -> None:
         progress, plan = self.run.progress, self.plan
+        # A run that is to leave does so first; resumed, it comes here again.
+        if self.run.told_to_leave is not None:
+            return
         if plan.validation is None or progress.validated_at == progress.global_batch:
             return
         if every is not None:
@@ -298,9 +303,17 @@ class FitLoop:
         run = self.run
         run.triggers.agree()
         run.heed_triggers()
+        self._leave_if_told()
+
+    def _leave_if_told(self) -> None:
+        """Save and end a run that was told to from outside. Collective then."""
+        if self.run.told_to_leave is not None:
+            leave(self.run, self.run.trainer.preemption_path)
 
     def _may_stop(self) -> bool:
         plan, progress = self.plan, self.run.progress
+        if self.run.told_to_leave is not None:
+            return not self.run.in_window
         epochs = progress.epoch + (1 if progress.epoch_ended else 0)
         return (plan.min_epochs is None or epochs >= plan.min_epochs) and (
             plan.min_steps is None or progress.global_step >= plan.min_steps

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 from .errors import ConfigurationError, unknown
-from .failures import record_leaving
+from .failures import record_leaving, record_meeting
 from .placement import ERROR_DIR, LOOPBACK, Launcher, Placement, check_devices, read_placement
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
@@ -473,6 +473,9 @@ def _meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     else:
         address = f"tcp://{place.master_addr}:{place.master_port}"
         dist.init_process_group(backend, init_method=address, **common)
+    if directory := error_dir():
+        with contextlib.suppress(OSError):
+            record_meeting(directory, place.rank)
     atexit.unregister(_leave)
     atexit.register(_leave)
 

@@ -1,0 +1,144 @@
+"""Being told from outside to end: a signal sets a flag, the flag rides the triggers, all ranks leave at one step.
+
+A handler does nothing else: it enters no collective, waits for nothing and writes no file. What it sets is seen at the
+next boundary between two optimizer steps, where the run is saved and ends with an exit code that says "run the same
+command again".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .errors import ConfigurationError, NonFiniteError, Preempted, unknown
+from .triggers import Triggers
+
+if TYPE_CHECKING:
+    from .run import Run
+
+TRIGGER = "leave"
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
+CHECKPOINT = "preempted.ckpt"
+# A loader's worker that is told to end by whoever tells its rank too: so long its rank may still need batches.
+WORKER_SECONDS = 10.0
+_HANDLED = tuple(name for name in SIGNALS if hasattr(signal, name))
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+def check_signals(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the signals that a run is to end at in good order.
+
+    Raises:
+        ConfigurationError: one is not known, or is no signal that a process may handle so.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"preemption_signals={names!r} must be a list of names such as 'SIGTERM'.")
+    for name in names:
+        if name not in SIGNALS:
+            raise unknown("preemption signal", name, SIGNALS)
+    return tuple(names)
+
+
+class SignalWatch:
+    """Takes note of signals while it is entered; the handlers that were there are put back at the end.
+
+    Signals that this process ignores stay ignored: a shell that starts a job in the background sets SIGINT so. Outside
+    of the main thread, where Python handles no signals, nothing is taken note of.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = [name for name in names if name in _HANDLED]
+        self._before: dict[int, Handler] = {}
+        self._process = os.getpid()
+        self._told: str | None = None
+        self._triggers: Triggers | None = None
+
+    def __enter__(self) -> SignalWatch:
+        if threading.current_thread() is threading.main_thread():
+            for name in self._names:
+                signum = getattr(signal, name)
+                before = signal.getsignal(signum)
+                if before is not signal.SIG_IGN:
+                    self._before[signum] = before
+                    signal.signal(signum, self._take_note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, before in self._before.items():
+            if before is not None:
+                signal.signal(signum, before)
+        self._before = {}
+
+    def tell(self, triggers: Triggers) -> None:
+        """Have signals raise a trigger, one that came before this call too."""
+        self._triggers = triggers
+        if self._told is not None:
+            triggers.set(TRIGGER, self._told)
+
+    def _take_note(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            _end_later(signum, frame)
+            return
+        name = signal.Signals(signum).name
+        if self._told is None:
+            self._told = name
+        if self._triggers is not None:
+            self._triggers.set(TRIGGER, name)
+        if signum == signal.SIGINT:
+            # The second one stops at once.
+            before = self._before[signum]
+            signal.signal(signum, signal.default_int_handler if before is None else before)
+
+
+def start_worker(own: Callable[[int], None] | None, worker: int) -> None:
+    """Be a loader's worker: where the whole process group is told to end, its rank needs it a while longer.
+
+    ``own`` is the loader's ``worker_init_fn``.
+    """
+    for name in _HANDLED:
+        signal.signal(getattr(signal, name), _end_later)
+    if own is not None:
+        own(worker)
+
+
+def _end_later(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, WORKER_SECONDS)
+
+
+def leave(run: Run, path: Path | None) -> NoReturn:
+    """Save a run that was told to end, as it stands between two optimizer steps, and end it. Collective.
+
+    Raises:
+        Preempted: always, but after a SIGINT.
+        KeyboardInterrupt: after a SIGINT.
+        StorageError: it could not be saved.
+    """
+    assert run.told_to_leave is not None
+    rank, name = run.told_to_leave
+    step = run.progress.global_step
+    where = f"rank {rank} got {name}" if run.world.size > 1 else f"{name} came"
+    message = f"{where}: stopped after optimizer step {step}, {_saved(run, path)}"
+    if name == "SIGINT":
+        run.trainer.note(message)
+        raise KeyboardInterrupt(message)
+    raise Preempted(message)
+
+
+def _saved(run: Run, path: Path | None) -> str:
+    """Save a run and return the end of the sentence that tells of it. Collective."""
+    if run.progress.global_batch == 0:
+        return "before there was anything to save; run the same command again."
+    if path is None:
+        return "and saved nothing, since this run keeps no checkpoints."
+    try:
+        run.trainer.save_checkpoint(path)
+    except NonFiniteError as error:
+        return f"and saved nothing: {error}"
+    return f"and saved {path}; the same command with ckpt_path='auto' goes on from there."

@@ -1,0 +1,225 @@
+"""A run that is told from outside to end finishes its step, saves, and ends with a code that says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from models import Regressor, loader, silent_trainer
+from ranks import run_script
+
+from phalanx import Trainer
+from phalanx.checkpoint import open_checkpoint, verify
+from phalanx.framework.errors import ConfigurationError, Preempted
+from phalanx.framework.preemption import SignalWatch, check_signals
+from phalanx.framework.triggers import Triggers
+from phalanx.framework.world import World
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx import Trainer, TrainModule, seed_everything
+from phalanx.loggers import CSVLogger
+
+root, strategy, ranks, moment, what, whom, workers = sys.argv[1:]
+
+def tell():
+    number = getattr(signal, what)
+    if whom == "launcher":
+        os.kill(os.getppid(), number)
+    elif whom == "group":
+        os.killpg(0, number)
+    else:
+        os.kill(os.getpid(), number)
+
+def at(name, step, rank):
+    if moment == f"{name} {step}" and rank == int(ranks) - 1 and not os.path.exists(root + "/told"):
+        open(root + "/told", "w").close()
+        tell()
+
+class Model(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    def training_step(self, batch, index):
+        at("step", self.global_step, self.global_rank)
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+    def validation_step(self, batch, index):
+        at("validation", self.global_step, self.global_rank)
+        self.log("val", self.net(batch[0]).mean())
+    def on_fit_start(self):
+        at("set-up", 0, self.global_rank)
+    def on_save_checkpoint(self, checkpoint):
+        at("save", self.global_step, self.global_rank)
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    seed_everything(3)
+    data = TensorDataset(torch.randn(48, 4))
+    trainer = Trainer(
+        strategy=strategy, devices=int(ranks), accelerator="cpu", max_epochs=2, default_root_dir=root,
+        logger=CSVLogger(root), enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        val_check_interval=4, num_sanity_val_steps=0,
+    )
+    model = Model()
+    trainer.fit(model, DataLoader(data, 2, shuffle=True, num_workers=int(workers)), DataLoader(data, 8),
+                ckpt_path="auto")
+    if trainer.is_global_zero:
+        print("ENDED", trainer.global_step, float(sum(p.double().sum() for p in model.parameters())))
+"""
+
+
+def run(root: Path, strategy: str, ranks: int, moment: str, what: str, whom: str, workers: int = 0) -> tuple[int, str]:
+    done = run_script(SCRIPT, str(root), strategy, str(ranks), moment, what, whom, str(workers))
+    return done.returncode, done.stdout
+
+
+def saved_step(root: Path) -> int:
+    """Return the optimizer step of the checkpoint that a run left as it was told to end."""
+    (path,) = root.rglob("preempted.ckpt")
+    assert verify(path) == []
+    step: int = open_checkpoint(path).document["progress"]["global_step"]
+    return step
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], str]:
+    """Return how runs that nobody disturbs end."""
+    ended = {}
+    for strategy, ranks in (("ddp", 2), ("single", 1)):
+        code, output = run(tmp_path_factory.mktemp(strategy), strategy, ranks, "never", "SIGTERM", "rank")
+        assert code == 0, output
+        ended[strategy, ranks] = next(line for line in output.splitlines() if line.startswith("ENDED"))
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "moment", "what", "whom", "code", "steps"),
+    [
+        ("ddp", 2, "step 5", "SIGINT", "launcher", 130, {6, 7}),
+        ("ddp", 2, "step 5", "SIGTERM", "group", 75, {6, 7}),
+        ("ddp", 2, "validation 8", "SIGUSR2", "rank", 75, {8}),
+        ("single", 1, "save 12", "SIGTERM", "rank", 75, {12, 13}),
+        # Python ends so itself, and a shell makes 130 of it.
+        ("single", 1, "step 5", "SIGINT", "rank", -signal.SIGINT, {6}),
+    ],
+    ids=lambda value: str(value).replace(" ", "-"),
+)
+def test_no_step_is_lost(
+    tmp_path: Path,
+    whole: dict[tuple[str, int], str],
+    strategy: str,
+    ranks: int,
+    moment: str,
+    what: str,
+    whom: str,
+    code: int,
+    steps: set[int],
+) -> None:
+    workers = 2 if whom == "group" else 0
+    found, output = run(tmp_path, strategy, ranks, moment, what, whom, workers)
+    assert found == code, output
+    assert saved_step(tmp_path) in steps
+    found, output = run(tmp_path, strategy, ranks, moment, what, whom, workers)
+    assert found == 0, output
+    assert whole[strategy, ranks] in output.splitlines()
+
+
+def test_a_run_that_has_not_begun_saves_nothing(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "ddp", 2, "set-up 0", "SIGTERM", "rank")
+    assert code == 75, output
+    assert "before there was anything to save" in output
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_ranks_that_have_not_met_have_nothing_to_lose() -> None:
+    source = (
+        "import os, signal\n"
+        "from phalanx.framework.launch import launch_script\n"
+        "from phalanx.framework.world import placement\n"
+        "if placement().launcher is None: launch_script(2)\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "import time; time.sleep(60)\n"
+    )
+    done = run_script(source)
+    assert done.returncode == 75
+    assert done.stdout.splitlines()[-1].endswith("run the same command again")
+
+
+def test_in_one_process_the_caller_gets_the_error_and_its_handlers_back(tmp_path: Path) -> None:
+    class Told(Regressor):
+        def on_train_batch_end(self, *_: object) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        trainer = silent_trainer(max_steps=5, default_root_dir=tmp_path, enable_checkpointing=True)
+        with pytest.raises(Preempted, match="SIGTERM came: stopped after optimizer step 1, and saved"):
+            trainer.fit(Told(), loader())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert saved_step(tmp_path) == 1
+
+
+def test_a_run_without_checkpoints_says_that_it_saved_nothing() -> None:
+    class Told(Regressor):
+        def on_train_batch_end(self, *_: object) -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.raises(Preempted, match="saved nothing, since this run keeps no checkpoints"):
+        silent_trainer(max_steps=5).fit(Told(), loader())
+
+
+def test_signals_that_were_not_asked_for_do_what_they_did() -> None:
+    before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1")}
+    with SignalWatch(["SIGUSR1"]):
+        assert signal.getsignal(signal.SIGTERM) is before["SIGTERM"]
+        assert signal.getsignal(signal.SIGUSR1) is not before["SIGUSR1"]
+    assert signal.getsignal(signal.SIGUSR1) is before["SIGUSR1"]
+
+
+def test_ignored_signals_stay_ignored_and_other_threads_handle_none() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with SignalWatch(["SIGUSR1"]):
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    seen: list[object] = []
+
+    def elsewhere() -> None:
+        with SignalWatch(["SIGUSR1"]):
+            seen.append(signal.getsignal(signal.SIGUSR1))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_a_signal_that_came_in_set_up_is_told_later() -> None:
+    triggers = Triggers(World.single())
+    with SignalWatch(["SIGUSR1"]) as watch:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        watch.tell(triggers)
+    assert triggers.raised == {"leave": "SIGUSR1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"), [(["SIGTREM"], "Did you mean 'SIGTERM'"), ("SIGTERM", "must be a list")]
+)
+def test_unknown_signals_are_refused(given: object, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        Trainer(preemption_signals=given)  # type: ignore[arg-type]
+    assert check_signals([]) == ()
