@@ -17,6 +17,7 @@ from .manifest import JSON, Manifest, Part, TensorRecord
 from .opening import read_manifest
 from .tensor_file import CHUNK_BYTES, PlainFile, open_tensor_file
 from .tensors import DTYPES, bytes_of
+from .verification import was_replaced
 
 # A checkpoint of a thousand ranks has more files than a process may hold open.
 _MAX_OPEN_FILES = 16
@@ -207,7 +208,7 @@ class Checkpoint:
                 digest.update(chunk)
         if digest.hexdigest() != part.xxh3_64:
             where = f"{str(self.path / part.file)!r}"
-            raise CheckpointError(f"tensor {name!r} in {where} does not match its checksum; the checkpoint is damaged.")
+            raise self._refused(f"tensor {name!r} in {where} does not match its checksum; the checkpoint is damaged.")
         self._verified.add((part.file, part.start))
 
     def _file(self, name: str) -> PlainFile:
@@ -216,9 +217,17 @@ class Checkpoint:
             return self._files[name]
         while len(self._files) >= _MAX_OPEN_FILES:
             self._files.popitem(last=False)
-        self._files[name] = open_tensor_file(self.path / name, self.manifest.files[name])
+        try:
+            self._files[name] = open_tensor_file(self.path / name, self.manifest.files[name])
+        except CheckpointError as error:
+            raise self._refused(str(error)) from error
         self._seen.add(name)
         return self._files[name]
+
+    def _refused(self, problem: str) -> CheckpointError:
+        if was_replaced(self.path, self.manifest):
+            return CheckpointError(f"checkpoint {str(self.path)!r} was replaced while it was read: open it again.")
+        return CheckpointError(problem)
 
     def _section(self, section: str) -> Mapping[str, TensorRecord | str]:
         if section not in self.manifest.sections:

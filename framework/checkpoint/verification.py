@@ -11,14 +11,29 @@ from .manifest import Manifest
 from .opening import read_manifest
 from .tensor_file import CHUNK_BYTES, open_tensor_file, parse_header
 
+# A run that goes on may replace what is being read.
+_MOST_READINGS = 3
+
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Read every byte of a checkpoint and return what is wrong with it, a sentence each; empty is good."""
+    for _ in range(_MOST_READINGS):
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            return [str(error)]
+        problems = problems_of(path, manifest, manifest.files)
+        if not problems or not was_replaced(path, manifest):
+            break
+    return problems
+
+
+def was_replaced(path: str | os.PathLike[str], manifest: Manifest) -> bool:
+    """Whether another checkpoint has the name since ``manifest`` was read: files read later are that one's."""
     try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        return [str(error)]
-    return problems_of(path, manifest, manifest.files)
+        return read_manifest(path) != manifest
+    except CheckpointError:
+        return False
 
 
 def problems_of(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> list[str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from phalanx import checkpoint
 from phalanx.framework import atomic
 from phalanx.framework.checkpoint import tensors as tensor_bytes
-from phalanx.framework.checkpoint import write
+from phalanx.framework.checkpoint import verification, write
 from phalanx.framework.checkpoint.manifest import Manifest
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.write import Save
@@ -576,3 +576,26 @@ def test_an_interrupted_replacement_says_how_to_go_on(tmp_path: Path, monkeypatc
 
     checkpoint.clean_leftovers(tmp_path)
     assert checkpoint.verify(path) == []
+
+
+def test_what_is_replaced_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "a.ckpt", {"w": torch.zeros(8)})
+    opened = checkpoint.open_checkpoint(path)
+    saved(path, {"w": torch.ones(8)})
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        opened.read("model", "w")
+
+    begun: list[str] = []
+    check = verification.problems_of
+
+    def replacing(*given: Any) -> list[str]:
+        if not begun:
+            begun.append("once")
+            saved(path, {"w": torch.full((8,), 2.0)})
+        return check(*given)
+
+    monkeypatch.setattr(verification, "problems_of", replacing)
+    assert checkpoint.verify(path) == []
+    assert begun
