@@ -36,7 +36,7 @@ def put_extra_state(module: nn.Module, saved: Mapping[str, Any], renames: Mappin
 def saved_extra_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the extra state that a Trainer's checkpoint holds."""
     state = state_of(checkpoint)
-    extra: dict[str, Any] = decode(state.get("extra", {}), StateTensors(checkpoint))
+    extra: dict[str, Any] = decode(state["extra"], StateTensors(checkpoint)) if state.get("extra") else {}
     return extra
 
 

@@ -197,4 +197,5 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
 
 def _tell_left(run: Run, checkpoint: Checkpoint, left: list[str]) -> None:
     if left:
-        run.trainer.note(f"Of {checkpoint.path} this was left: {listed(left)}")
+        why = "" if run.module.strict_loading else ", as strict_loading is False"
+        run.trainer.note(f"Of {checkpoint.path} this was left{why}: {listed(left)}")

@@ -154,7 +154,8 @@ def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:
     ],
 )
 def test_a_signal_to_the_supervisor_reaches_the_ranks(handler: str, signum: int, code: int) -> None:
-    source = HEAD + handler + "print('training', flush=True)\nwhile True: time.sleep(0.05)\n"
+    # Ranks that have not met one another have nothing to lose, and end with 75.
+    source = MEET + handler + "print('training', flush=True)\nwhile True: time.sleep(0.05)\n"
     with started_script(source) as process:
         read_until(process, "training", times=2)
         process.send_signal(signum)
