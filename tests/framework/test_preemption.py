@@ -106,7 +106,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], str
     [
         ("ddp", 2, "step 5", "SIGINT", "launcher", 130, {6, 7}),
         ("ddp", 2, "step 5", "SIGTERM", "group", 75, {6, 7}),
-        ("ddp", 2, "validation 8", "SIGUSR2", "rank", 75, {8}),
+        ("single", 1, "validation 8", "SIGUSR2", "rank", 75, {8}),
         ("single", 1, "save 12", "SIGTERM", "rank", 75, {12, 13}),
         # Python ends so itself, and a shell makes 130 of it.
         ("single", 1, "step 5", "SIGINT", "rank", -signal.SIGINT, {6}),
