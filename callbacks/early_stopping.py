@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError
+from ..framework.errors import ConfigurationError, is_count
 from ..framework.monitor import acts_at_epoch_end, check_mode, is_better, missing_metric
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class EarlyStopping(Callback):
             raise ConfigurationError(f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric.")
         if not min_delta >= 0:
             raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): give 0 or more, whatever the mode.")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+        if not is_count(patience, 0):
             raise ConfigurationError(f"EarlyStopping(patience={patience!r}): give a whole number of checks, 0 or more.")
         self.monitor = monitor
         self.min_delta = min_delta

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..framework.average import AverageSettings
-from ..framework.errors import ConfigurationError, unknown
+from ..framework.errors import ConfigurationError, is_count, unknown
 from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class StochasticWeightAveraging(WeightAveraging):
             ("annealing_epochs", annealing_epochs),
             ("statistics_batches", statistics_batches or 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if not is_count(value, 0):
                 raise ConfigurationError(f"{argument}={value!r} must be a whole number of at least 0.")
         if annealing_strategy not in ("cos", "linear"):
             raise unknown("annealing_strategy", str(annealing_strategy), ("cos", "linear"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..framework.average import Average, AverageSettings
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError
+from ..framework.errors import ConfigurationError, is_count
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule
@@ -196,7 +196,7 @@ class EMAWeightAveraging(WeightAveraging):
             ("update_starting_at_step", update_starting_at_step or 0),
             ("update_starting_at_epoch", update_starting_at_epoch or 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if not is_count(value, 0):
                 raise ConfigurationError(
                     f"EMAWeightAveraging({argument}={value!r}): it must be a whole number of at least 0."
                 )

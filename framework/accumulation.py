@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, is_count
 
 
 class AccumulationSchedule:
@@ -95,5 +95,5 @@ def resolve_accumulation(given: int | Mapping[int, int] | AccumulationSchedule) 
 
 
 def _check_whole(what: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_count(value, least):
         raise ConfigurationError(f"{what}{value!r}: it must be a whole number of at least {least}.")

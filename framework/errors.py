@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeGuard
 
 
 class PhalanxError(Exception):
@@ -92,6 +93,11 @@ class DesyncError(PhalanxError):
 
 class RankError(PhalanxError):
     """A rank of a launched function ended badly."""
+
+
+def is_count(value: object, least: int) -> TypeGuard[int]:
+    """Whether a value is a whole number of at least ``least``; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

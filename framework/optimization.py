@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .errors import ConfigurationError, did_you_mean
+from .errors import ConfigurationError, did_you_mean, is_count
 
 _FORMS = "an optimizer, a list of them, (optimizers, schedulers), or a dict with 'optimizer' and 'lr_scheduler'"
 
@@ -102,7 +102,7 @@ def _scheduler(given: Any) -> SchedulerConfig:
         raise ConfigurationError(
             f"configure_optimizers: interval={config.interval!r} is not known; a scheduler steps by 'epoch' or 'step'."
         )
-    if isinstance(config.frequency, bool) or not isinstance(config.frequency, int) or config.frequency < 1:
+    if not is_count(config.frequency, 1):
         raise ConfigurationError(
             f"configure_optimizers: frequency={config.frequency!r} must be a whole number of at least 1."
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .errors import ConfigurationError, unknown
+from .errors import ConfigurationError, is_count, unknown
 from .placement import Placement, check_devices
 from .precision import Precision, resolve_precision
 from .registry import STRATEGIES
@@ -72,7 +72,7 @@ def resolve_resources(
     """
     device_type = _device_type(accelerator)
     resolved_precision = resolve_precision(precision)
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+    if not is_count(num_nodes, 1):
         raise ConfigurationError(f"num_nodes={num_nodes!r} must be a whole number of at least 1.")
     place = placement(num_nodes)
     count, indices = _devices(devices, device_type, place)
@@ -121,7 +121,7 @@ def _devices(devices: int | str | list[int], device_type: str, place: Placement)
         if not devices or len(set(devices)) != len(devices) or not all(0 <= index < available for index in devices):
             raise ConfigurationError(f"devices={given!r} must list different indices from 0 to {available - 1}.")
         return len(devices), devices
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+    if not is_count(devices, 1):
         raise ConfigurationError(
             f"devices={given!r} must be 'auto', a number of at least 1, or a list of CUDA indices."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -118,8 +119,8 @@ def _clean(directory: RunDirectory, callbacks: Sequence[Callback], note: Callabl
     interrupted = any(map(_is_interrupted, (directory.checkpoints, *places)))
     for folder in (directory.path, directory.checkpoints):
         clean_own(folder, note)
-    for folder, gives in places.items():
-        clean_shared(folder, gives, note)
+    for folder, rules in places.items():
+        clean_shared(folder, partial(_gives_any, rules), note)
     return interrupted
 
 
@@ -162,9 +163,17 @@ def _is_interrupted(folder: Path) -> bool:
     return any(folder.glob(".*.old"))
 
 
-def _places(callbacks: Sequence[Callback]) -> dict[Path, Callable[[str], bool]]:
+def _gives_any(rules: Sequence[Callable[[str], bool]], name: str) -> bool:
+    return any(gives(name) for gives in rules)
+
+
+def _places(callbacks: Sequence[Callback]) -> dict[Path, list[Callable[[str], bool]]]:
     """Return the directories of their own that callbacks save into, each with what tells the names that they give."""
-    return dict(place for callback in callbacks if (place := getattr(callback, "saves_into", None)) is not None)
+    places: dict[Path, list[Callable[[str], bool]]] = {}
+    for callback in callbacks:
+        if (place := getattr(callback, "saves_into", None)) is not None:
+            places.setdefault(place[0], []).append(place[1])
+    return places
 
 
 def _find(

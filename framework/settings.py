@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .accumulation import AccumulationSchedule, resolve_accumulation
-from .errors import ConfigurationError, unknown
+from .errors import ConfigurationError, is_count, unknown
 from .update import check_clipping
 
 NONFINITE = ("raise", "skip", "ignore")
@@ -185,7 +185,7 @@ def resolve_duration(name: str, given: Any) -> timedelta:
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+    if value is not None and not is_count(value, least):
         raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
 
 

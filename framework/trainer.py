@@ -14,7 +14,7 @@ from .arguments import check_flags, refuse_unknown
 from .assembly import FitRequest
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .datamodule import DataModule
-from .errors import ConfigurationError
+from .errors import ConfigurationError, is_count
 from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
 from .launch import can_rerun_script, install_exit_codes, launch_script
@@ -242,9 +242,7 @@ class Trainer(TrainerView):
         Raises:
             ConfigurationError: the module or the data could not be used by ``fit``.
         """
-        if activation_bytes is not None and (
-            isinstance(activation_bytes, bool) or not isinstance(activation_bytes, int) or activation_bytes < 0
-        ):
+        if activation_bytes is not None and not is_count(activation_bytes, 0):
             raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders}

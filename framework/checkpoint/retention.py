@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic import storage_error, sync_directory
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, is_count
 from ..monitor import is_better
 
 
@@ -76,7 +76,7 @@ class Retention:
                 f"keep_last={k}."
             )
         for name, count in (("keep_last", newest), ("keep_every_nth", every_nth)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            if not is_count(count, 0):
                 raise ConfigurationError(f"ModelCheckpoint({name}={count!r}): give a number, 0 for none.")
         self.best = BestK(k, mode)
         self.ranked = ranked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, is_count
 
 
 class SaveSchedule:
@@ -19,7 +19,7 @@ class SaveSchedule:
         self, every_n_train_steps: int | None, every_n_epochs: int | None, train_time_interval: timedelta | None
     ) -> None:
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            if value is not None and not is_count(value, 0):
                 raise ConfigurationError(f"ModelCheckpoint({name}={value!r}): give a whole number, 0 for never.")
         if train_time_interval is not None and not isinstance(train_time_interval, timedelta):
             raise ConfigurationError(f"ModelCheckpoint(train_time_interval={train_time_interval!r}): give a timedelta.")

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ...framework.canonical import state_tensors
 from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import StoredTensors
-from ...framework.errors import ConfigurationError, LoopError, unknown
+from ...framework.errors import ConfigurationError, LoopError, is_count, unknown
 from ...framework.materialize import share_buffers
 from ...framework.precision import Precision
 from ...framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
@@ -352,7 +352,7 @@ def _check_names(others: Iterable[str]) -> None:
 
 
 def _check_count(name: str, given: Any, least: int, known: str | None = None) -> None:
-    if known is None and (isinstance(given, bool) or not isinstance(given, int) or given < least):
+    if known is None and not is_count(given, least):
         raise ConfigurationError(f"FSDPStrategy({name}={given!r}): it must be a whole number of at least {least}.")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from hostile import read_all, rewrite, write_manifest
 
 from phalanx import checkpoint
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
@@ -33,26 +34,6 @@ def path(tmp_path: Path) -> Path:
     sections["model"]["tied"] = sections["model"]["weight"]
     document = {"progress": {"global_step": 3}, "lr": 1e-05, "text": "\u00e9", "none": None}
     return checkpoint.save(tmp_path / "a.ckpt", Snapshot(sections, document, {"seed": 1}), World.single())
-
-
-def read_all(path: Path) -> None:
-    opened = checkpoint.open_checkpoint(path)
-    for section in opened.sections:
-        opened.read_section(section)
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest and give it a good checksum again, as an attacker would."""
-    fields = json.loads((path / "manifest.json").read_text())
-    del fields["checksum"]
-    change(fields)
-    write_manifest(path, json.dumps(fields))
-
-
-def write_manifest(path: Path, text: str) -> None:
-    rest = text.strip()[1:].encode()
-    checksum = xxhash.xxh3_64_hexdigest(b"{" + rest).encode()
-    (path / "manifest.json").write_bytes(b'{"checksum":"' + checksum + b'",' + rest)
 
 
 def refused(path: Path) -> str:
