@@ -24,6 +24,7 @@ from .table import show
 
 WIDTH = 1024
 LAYERS = 16
+ROWS = 32
 Times = dict[str, float]
 
 
@@ -35,8 +36,8 @@ class Net(nn.Sequential):
 
 
 def batches(count: int, width: int) -> Any:
-    """Return a loader of random batches of one row [1, width]."""
-    return DataLoader(torch.randn(count, width), batch_size=1)  # type: ignore[arg-type]
+    """Return a loader of random batches [ROWS, width]."""
+    return DataLoader(torch.randn(count * ROWS, width), batch_size=ROWS)  # type: ignore[arg-type]
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -76,6 +77,14 @@ def phalanx_side(directory: Path, width: int) -> Times:
     from phalanx import Trainer, TrainModule
 
     found: Times = {}
+    # An update waits for what is still being copied of its optimizer's state.
+    arrived = [0.0]
+
+    def arrive(*_: Any) -> None:
+        arrived[0] = time.perf_counter()
+
+    def leave(*_: Any) -> None:
+        found["waited"] = time.perf_counter() - arrived[0]
 
     class Task(TrainModule):
         def __init__(self) -> None:
@@ -93,10 +102,16 @@ def phalanx_side(directory: Path, width: int) -> Times:
             assert trainer.run is not None
             if batch_idx == 0:
                 trainer.save_checkpoint(path)
+                trainer.optimizers[0].register_step_pre_hook(arrive)
                 trainer.save_checkpoint(path, asynchronous=True)
+                trainer.optimizers[0].register_step_pre_hook(leave)
                 trainer.run.saver.settle()
                 read_all(path)
                 shutil.rmtree(path)
+                return
+            if batch_idx == 2:
+                found["blocked"] = found["called"] + found["waited"]
+                found["behind"] = time.perf_counter() - found.pop("began") + seconds(trainer.run.saver.settle)
                 return
             state = trainer.optimizers[0].state
             tensors = [value for slots in state.values() for value in slots.values() if value.dim()]
@@ -105,12 +120,13 @@ def phalanx_side(directory: Path, width: int) -> Times:
             found["by hand"] = seconds(lambda: write_by_hand(directory / "hand", [*self.parameters(), *tensors]))
             (directory / "hand").unlink()
             found["phalanx"] = seconds(lambda: trainer.save_checkpoint(path))
+            # Neither from the disk: what was written past the page cache is not in it.
+            read_by_hand(path)
             found["read by hand"] = seconds(lambda: read_by_hand(path))
             found["read"] = seconds(lambda: read_all(path))
             shutil.rmtree(path)
-            found["blocked"] = seconds(lambda: trainer.save_checkpoint(path, asynchronous=True))
-            found["behind"] = found["blocked"] + seconds(trainer.run.saver.settle)
-            shutil.rmtree(path)
+            found["began"] = time.perf_counter()
+            found["called"] = seconds(lambda: trainer.save_checkpoint(path, asynchronous=True))
 
     def read_all(path: Path) -> None:
         opened = phalanx.checkpoint.open_checkpoint(path)
@@ -118,7 +134,7 @@ def phalanx_side(directory: Path, width: int) -> Times:
             opened.read_section(section)
 
     trainer = Trainer(max_epochs=1, accelerator="cpu", barebones=True, default_root_dir=directory)
-    trainer.fit(Task(), batches(2, width))
+    trainer.fit(Task(), batches(3, width))
     return found
 
 

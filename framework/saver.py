@@ -165,7 +165,7 @@ class Saver:
     def close(self) -> None:
         """Let go of what is held. A save that nobody settled, as the run failed, gets a moment. No collective."""
         pending, self._pending, over = self._pending, None, True
-        self._staging.wait()
+        self._staging.close()
         if pending is not None:
             alone = self._run.world.size == 1
             if not pending.work.wait(0.2 if alone else _GRACE_SECONDS[alone]) and alone:
@@ -187,7 +187,8 @@ class Saver:
         run, apart = self._run, self._apart
         assert apart is not None
         if self.sharded or run.world.is_global_zero:
-            snapshot = self._staging.take(snapshot)
+            strategy = run.fabric.strategy
+            snapshot = self._staging.take(snapshot, [strategy.stepping_optimizer(one) for one in run.optimizers])
         else:
             # Rank 0 writes for all; what this rank holds may change from here on.
             snapshot = self._staging.take(Snapshot({}, None, snapshot.rank_document))
@@ -196,6 +197,7 @@ class Saver:
         work: Background | None = None
 
         def write() -> None:
+            self._staging.finish()
             self._write(order, snapshot, apart, notes, lambda: work is not None and work.given_up)
 
         def over() -> None:

@@ -246,6 +246,13 @@ class Strategy(ABC):
             if slots:
                 yield parameter, {slot: shard_if_tensor(value) for slot, value in slots.items()}
 
+    def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
+        """Return the one whose ``step`` changes what ``optimizer_state`` yields; None if something else may, too.
+
+        A save behind the training copies that state until the next ``step``.
+        """
+        return optimizer
+
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
         """Put state back: the slots of each parameter, in the order of ``parameters_of``, and hyperparameters.
 

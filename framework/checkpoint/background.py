@@ -12,7 +12,7 @@ class Background:
     ``over`` is called on that thread at the very end.
     """
 
-    def __init__(self, work: Callable[[], None], over: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None], over: Callable[[], None] = lambda: None) -> None:
         self.error: BaseException | None = None
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(work, over), daemon=True, name="phalanx-save")

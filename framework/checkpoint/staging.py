@@ -1,7 +1,9 @@
 """A snapshot copied to memory of its own, so that training can go on while it is written.
 
-The memory is kept and used again for the next snapshot. What costs is not copying but the first touch of fresh pages,
-ten times as much; ``reserve`` has that done ahead, on a thread.
+The memory is kept and used again for the next snapshot. What costs most is the first touch of fresh pages, ten times as
+much as copying; ``reserve`` has that done ahead, on a thread. Nor does training wait for all copies: an optimizer's
+state changes in its steps alone, so that is copied while the next batch is computed with. From a GPU all copies are
+queued in front of whatever comes next, and training waits for none.
 """
 
 from __future__ import annotations
@@ -9,17 +11,21 @@ from __future__ import annotations
 import json
 import mmap
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, StorageError
+from .hold import Hold
 from .manifest import JSON
 from .plan import Shard, Snapshot, memory_of
 
 # More than any element, and a line of the processor's cache.
 _ALIGNMENT = 64
+_OPTIMIZER = "optimizer"
 
 
 class Staging:
@@ -29,6 +35,10 @@ class Staging:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._reserving: threading.Thread | None = None
+        self._hold = Hold()
+        self._later: list[tuple[Tensor, Tensor, int]] = []
+        """Copies to be made: where to, from what, and its version as it was."""
+        self._copied: torch.cuda.Event | None = None
 
     def reserve(self, size: int) -> None:
         """Get ready for snapshots of about ``size`` bytes, on a thread."""
@@ -51,13 +61,17 @@ class Staging:
             self._reserving.join()
             self._reserving = None
 
-    def take(self, snapshot: Snapshot) -> Snapshot:
-        """Return a copy of a snapshot that stays as it is, until the next one is taken.
+    def take(self, snapshot: Snapshot, optimizers: Sequence[Optimizer | None] = (None,)) -> Snapshot:
+        """Return a copy of a snapshot that stays as it is, until the next one is taken; ``finish`` completes it.
+
+        What a step of ``optimizers`` alone changes, and most of what is to be copied, is left to ``finish``, and they
+        wait for it before they step. With a None among them everything is copied here.
 
         Raises:
             ConfigurationError: a document is not strict JSON.
         """
         self.wait()
+        documents = _frozen(snapshot.document), _frozen(snapshot.rank_document)
         places: dict[tuple[Any, ...], int] = {}
         size = 0
         for section, shards in snapshot.sections.items():
@@ -70,6 +84,7 @@ class Staging:
             # What is held goes first: there may be no room for both.
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = self._allocate(size)
+        held = self._hold.begin(optimizers)
         copied: dict[tuple[Any, ...], Tensor] = {}
         sections: dict[str, dict[str, Shard]] = {}
         for section, shards in snapshot.sections.items():
@@ -77,18 +92,46 @@ class Staging:
             for name, shard in shards.items():
                 key = memory_of(shard, f"{section}/{name}")
                 if key not in copied:
-                    copied[key] = self._copy(shard.tensor.detach(), places[key])
+                    later = held and section == _OPTIMIZER
+                    copied[key] = self._copy(shard.tensor.detach(), places[key], later)
                 sections[section][name] = Shard(copied[key], shard.shape, shard.offsets)
         if self._device.type == "cuda":
-            # One wait for all copies.
-            done = torch.cuda.Event()
-            done.record()
-            done.synchronize()
-        return Snapshot(sections, _frozen(snapshot.document), _frozen(snapshot.rank_document), set(snapshot.buffers))
+            # One wait for all copies, by whoever reads them: the next update is behind them in the device's queue.
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return Snapshot(sections, *documents, set(snapshot.buffers))
 
-    def _copy(self, tensor: Tensor, place: int) -> Tensor:
+    def finish(self) -> None:
+        """Copy what ``take`` left, on whichever thread, and let updates go on.
+
+        Raises:
+            StorageError: what only an update changes was changed.
+        """
+        later, self._later = self._later, []
+        try:
+            for copy, tensor, _ in later:
+                copy.copy_(tensor)
+            if any(tensor._version != version for _, tensor, version in later):
+                raise StorageError(
+                    "An optimizer's state was changed by something else than its step while it was copied: save with "
+                    "asynchronous=False."
+                )
+        finally:
+            self._hold.release()
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def close(self) -> None:
+        """Let go of the optimizers; what ``finish`` has not copied is given up."""
+        self.wait()
+        self._hold.close()
+
+    def _copy(self, tensor: Tensor, place: int, later: bool) -> Tensor:
         size = tensor.numel() * tensor.element_size()
         copy = self._memory[place : place + size].view(tensor.dtype).view(tensor.shape)
+        if later and tensor.device.type == "cpu" and not tensor.is_inference():
+            self._later.append((copy, tensor, tensor._version))
+            return copy
         return copy.copy_(tensor, non_blocking=True)
 
     def _allocate(self, size: int) -> Tensor:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..atomic import reserve
 from ..errors import ConfigurationError
+from .direct_file import DirectFile
 from .tensor_file import CHUNK_BYTES, FileRecord, Segment, header_of
 
 _CODES = {
@@ -76,7 +75,7 @@ def write_tensor_file(
     specs: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     fetch: Callable[[str], Tensor],
     look: Callable[[str, Tensor], None] | None = None,
-    unsynced: list[BinaryIO] | None = None,
+    unsynced: list[DirectFile] | None = None,
 ) -> tuple[FileRecord, dict[str, Segment]]:
     """Create a file of the tensors in ``specs`` (name, dtype, shape) and sync it.
 
@@ -91,9 +90,9 @@ def write_tensor_file(
     whole = xxh3_64(header)
     segments: dict[str, Segment] = {}
     with contextlib.ExitStack() as closing:
-        file = closing.enter_context(path.open("xb", buffering=CHUNK_BYTES // 4))
-        reserve(file.fileno(), len(header) + sum(size_of(shape, dtype) for _, dtype, shape in specs))
-        file.write(header)
+        file = DirectFile(path, len(header) + sum(size_of(shape, dtype) for _, dtype, shape in specs))
+        closing.callback(file.close)
+        file.write(memoryview(header))
         for name, dtype, shape in specs:
             tensor = dense(fetch(name))
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
@@ -102,18 +101,16 @@ def write_tensor_file(
             for start in range(0, len(memory), CHUNK_BYTES):
                 chunk = memory[start : start + CHUNK_BYTES]
                 if look is not None:
-                    # All three passes over a chunk find it in the processor's cache.
+                    # All passes over a chunk find it in the processor's cache.
                     first = start // dtype.itemsize
                     look(name, flat[first : first + per_chunk])
                 digest.update(chunk)
                 whole.update(chunk)
                 file.write(chunk)
             segments[name] = Segment(starts[name], len(memory), digest.hexdigest())
-        size = file.tell()
-        file.flush()
         if unsynced is None:
-            os.fsync(file.fileno())
+            file.sync()
         else:
             closing.pop_all()
             unsynced.append(file)
-    return FileRecord(size, len(header), xxh3_64(header).hexdigest(), whole.hexdigest()), segments
+    return FileRecord(file.size, len(header), xxh3_64(header).hexdigest(), whole.hexdigest()), segments

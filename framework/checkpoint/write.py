@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import BinaryIO
 
 from torch import Tensor
 
 from ..atomic import HiddenDirectory, remove_tree, replace_directory, storage_error, write_synced
 from ..errors import ConfigurationError, NonFiniteError, StorageError
 from ..world import World
+from .direct_file import DirectFile
 from .finite import is_finite
 from .manifest import JSON, MANIFEST, Manifest, Part, TensorRecord, dump, parse
 from .opening import is_ours
@@ -155,7 +155,7 @@ class Save:
 
     def write(self) -> None:
         """Write and sync this rank's part. A failure is kept and raised by ``finish`` on all ranks."""
-        files: list[BinaryIO] = []
+        files: list[DirectFile] = []
         try:
             for section, tensors in self._agreed.items():
                 self._write_section(section, tensors, files)
@@ -186,14 +186,14 @@ class Save:
             raise refusal from failure
         return self.path
 
-    def _sync(self, file: BinaryIO) -> None:
+    def _sync(self, file: DirectFile) -> None:
         try:
-            os.fsync(file.fileno())
+            file.sync()
         except OSError as error:
-            raise self._not_written(Path(file.name), error) from error
+            raise self._not_written(file.path, error) from error
 
     def _write_section(
-        self, section: str, tensors: Mapping[str, str | list[tuple[int, Box]]], files: list[BinaryIO]
+        self, section: str, tensors: Mapping[str, str | list[tuple[int, Box]]], files: list[DirectFile]
     ) -> None:
         shards = self._snapshot.sections.get(section, {})
         mine = [

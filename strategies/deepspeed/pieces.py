@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...framework.world import World
 
@@ -49,6 +50,10 @@ def kept_piece(parameter: Any, world: World) -> tuple[Tensor, int]:
     return parameter.ds_tensor.detach().narrow(0, 0, length), start
 
 
+# What steps its optimizer on the thread that calls; ZenFlow and SuperOffload have processes of their own do so.
+_STEP_HERE = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+
+
 class FlatGroups:
     """The groups of an engine's optimizer: flat tensors, and the pieces in them."""
 
@@ -79,6 +84,12 @@ class FlatGroups:
             return Piece(parameter, 0, 0, 0)
         here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
         return Piece(parameter, int(there.start), int(here.start), int(here.numel))
+
+    @property
+    def stepping(self) -> Optimizer | None:
+        """The optimizer whose ``step`` alone changes the slots, or None."""
+        here = type(self.zero).__name__ in _STEP_HERE and not getattr(self.zero, "zenflow", False)
+        return self.inner if here else None
 
     def swapped(self, group: int) -> bool:
         """Whether the state of a group lies on a disk."""

@@ -390,6 +390,11 @@ class DeepSpeedStrategy(Strategy):
         assert self._state is not None
         return self._state.optimizer_state()
 
+    def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
+        """Return DeepSpeed's, where it steps on this thread."""
+        assert self._state is not None
+        return self._state.groups.stepping
+
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
         """Put moments, step counters and hyperparameters back: each rank reads its own pieces. Collective."""
         assert self._state is not None

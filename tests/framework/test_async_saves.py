@@ -16,10 +16,6 @@ from phalanx import Trainer, checkpoint
 from phalanx.callbacks import Callback
 
 
-class Noting(Regressor):
-    """Changes its weights right after each save, as the next step would."""
-
-
 def sections(path: str | Path) -> dict[str, dict[str, torch.Tensor]]:
     found = checkpoint.open_checkpoint(path)
     return {name: found.read_section(name) for name in found.sections}
