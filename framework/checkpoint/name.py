@@ -19,10 +19,11 @@ class NameTemplate:
     """A template whose fields are ``epoch``, ``step`` and metrics.
 
     With ``insert_names`` each value is preceded by its name: ``epoch=3-step=1200-val_loss=0.12``. A slash in such a
-    name becomes an underscore; one in the template itself makes a folder.
+    name becomes an underscore.
 
     Raises:
-        ConfigurationError: the template cannot be read, or a field's format does not fit numbers.
+        ConfigurationError: the template cannot be read, a field's format does not fit numbers, or there is a slash
+            outside fields, which would put checkpoints where nobody looks for them.
     """
 
     def __init__(self, template: str, insert_names: bool = True) -> None:
@@ -40,6 +41,11 @@ class NameTemplate:
                 f"filename={template!r}: write a metric's name in each field, such as {{val_loss:.2f}}."
             )
 
+        if any("/" in text for text, _, _, _ in self._parts):
+            raise ConfigurationError(
+                f"filename={template!r} must name no folder: give that as dirpath=, where a resumed run looks."
+            )
+
     @property
     def metrics(self) -> list[str]:
         """The metrics that a name needs."""
@@ -47,13 +53,13 @@ class NameTemplate:
 
     @property
     def pattern(self) -> str:
-        """A regular expression of the names that this template gives: their last part alone, without a suffix."""
+        """A regular expression of the names that this template gives, without a suffix."""
         text = ""
         for literal, field, _, _ in self._parts:
             text += re.escape(literal)
             if field is not None:
                 text += (re.escape(f"{field.replace('/', '_')}=") if self._insert_names else "") + ".+"
-        return text.rpartition("/")[2]
+        return text
 
     def fill(self, epoch: int, step: int, metrics: Mapping[str, float]) -> str:
         """Return the name, without a suffix.
