@@ -28,7 +28,6 @@ CELLS = {
     "single": ("single", 1, "32-true"),
     "ddp": ("ddp", 2, "32-true"),
     "fsdp": ("fsdp", 2, "32-true"),
-    "zero1": ("zero1", 2, "32-true"),
     "zero2": ("zero2", 2, "32-true"),
     "zero3": ("zero3", 2, "32-true"),
     "zero3-nvme": ("zero3-nvme", 2, "32-true"),

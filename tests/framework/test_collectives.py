@@ -49,25 +49,24 @@ def collectives(epochs: int, steps: int, window: int, names: int) -> Counter[str
 
 def per_step(window: int, names: int) -> dict[str, float]:
     """Return the collectives of one optimizer step: the difference between a long epoch and a short one."""
-    long, short = collectives(1, 25, window, names), collectives(1, 5, window, names)
-    return {name: (long[name] - short[name]) / 20 for name in long if long[name] != short[name]}
+    long, short = collectives(1, 11, window, names), collectives(1, 3, window, names)
+    return {name: (long[name] - short[name]) / 8 for name in long if long[name] != short[name]}
 
 
 def per_epoch(names: int) -> dict[str, float]:
     """Return the collectives of an epoch's end: those of an epoch, less those of its steps."""
-    more, fewer = collectives(9, 2, 1, names), collectives(1, 2, 1, names)
+    more, fewer = collectives(5, 2, 1, names), collectives(1, 2, 1, names)
     step = per_step(1, names)
-    return {name: (more[name] - fewer[name]) / 8 - 2 * step.get(name, 0) for name in more}
+    return {name: (more[name] - fewer[name]) / 4 - 2 * step.get(name, 0) for name in more}
 
 
-@pytest.mark.parametrize("names", [0, 1, 100])
-@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize(("window", "names"), [(1, 0), (1, 50), (4, 1), (4, 50)])
 def test_a_step_takes_one_gradient_reduction_and_one_control_reduction(window: int, names: int) -> None:
     for found in run_on_ranks(2, per_step, window, names):
         assert found == {"gloo:all_reduce": 1.0, "board": 1.0}
 
 
-@pytest.mark.parametrize("names", [1, 10, 100])
+@pytest.mark.parametrize("names", [1, 50])
 def test_an_epoch_ends_with_one_exchange_of_metrics_and_one_of_triggers(names: int) -> None:
     for found in run_on_ranks(2, per_epoch, names):
         assert {name: count for name, count in found.items() if count} == {

@@ -27,8 +27,11 @@ from phalanx import Trainer, TrainModule, seed_everything
 from phalanx.loggers import CSVLogger
 
 root, strategy, ranks, moment, what, whom, workers = sys.argv[1:]
+told = False
 
 def tell():
+    global told
+    told = True
     number = getattr(signal, what)
     if whom == "launcher":
         os.kill(os.getppid(), number)
@@ -38,8 +41,7 @@ def tell():
         os.kill(os.getpid(), number)
 
 def at(name, step, rank):
-    if moment == f"{name} {step}" and rank == int(ranks) - 1 and not os.path.exists(root + "/told"):
-        open(root + "/told", "w").close()
+    if moment == f"{name} {step}" and rank == int(ranks) - 1 and not told:
         tell()
 
 class Model(TrainModule):
@@ -101,34 +103,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], str
     return ended
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "moment", "what", "whom", "code", "steps"),
-    [
-        ("ddp", 2, "step 5", "SIGINT", "launcher", 130, {6, 7}),
-        ("ddp", 2, "step 5", "SIGTERM", "group", 75, {6, 7}),
-        ("single", 1, "validation 8", "SIGUSR2", "rank", 75, {8}),
-        ("single", 1, "save 12", "SIGTERM", "rank", 75, {12, 13}),
-        # Python ends so itself, and a shell makes 130 of it.
-        ("single", 1, "step 5", "SIGINT", "rank", -signal.SIGINT, {6}),
+# When, which signal, to whom, the exit code, and at which steps the run may stop. Each goes on from the one before.
+INTERRUPTIONS = {
+    ("ddp", 2): [
+        ("step 5", "SIGTERM", "group", 75, {6, 7}),
+        ("step 8", "SIGINT", "launcher", 130, {9, 10}),
     ],
-    ids=lambda value: str(value).replace(" ", "-"),
-)
-def test_no_step_is_lost(
-    tmp_path: Path,
-    whole: dict[tuple[str, int], str],
-    strategy: str,
-    ranks: int,
-    moment: str,
-    what: str,
-    whom: str,
-    code: int,
-    steps: set[int],
-) -> None:
-    workers = 2 if whom == "group" else 0
-    found, output = run(tmp_path, strategy, ranks, moment, what, whom, workers)
-    assert found == code, output
-    assert saved_step(tmp_path) in steps
-    found, output = run(tmp_path, strategy, ranks, moment, what, whom, workers)
+    ("single", 1): [
+        # Python ends so itself, and a shell makes 130 of it.
+        ("step 3", "SIGINT", "rank", -signal.SIGINT, {4}),
+        ("validation 8", "SIGUSR2", "rank", 75, {8}),
+        ("save 24", "SIGTERM", "rank", 75, {24, 25}),
+    ],
+}
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), INTERRUPTIONS)
+def test_no_step_is_lost(tmp_path: Path, whole: dict[tuple[str, int], str], strategy: str, ranks: int) -> None:
+    workers = 2 if ranks == 2 else 0
+    for moment, what, whom, code, steps in INTERRUPTIONS[strategy, ranks]:
+        found, output = run(tmp_path, strategy, ranks, moment, what, whom, workers)
+        assert found == code, output
+        assert saved_step(tmp_path) in steps
+    found, output = run(tmp_path, strategy, ranks, "never", "SIGTERM", "rank", workers)
     assert found == 0, output
     assert whole[strategy, ranks] in output.splitlines()
 

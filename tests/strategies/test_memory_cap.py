@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import run_script
 
-LAYERS, WIDTH = 24, 1536
+LAYERS, WIDTH = 32, 1024
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 
 SCRIPT = f"""
@@ -48,10 +48,10 @@ strategies = {{
     ),
 }}
 trainer = Trainer(
-    accelerator="cpu", devices=2, strategy=strategies[strategy](), max_steps=3, logger=False,
+    accelerator="cpu", devices=2, strategy=strategies[strategy](), max_steps=2, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
-trainer.fit(Deep(), [torch.randn(2, {WIDTH}) for _ in range(6)])
+trainer.fit(Deep(), [torch.randn(2, {WIDTH}) for _ in range(4)])
 if trainer.is_global_zero:
     print("TRAINED", trainer.global_step)
 """
@@ -65,16 +65,16 @@ def fit(strategy: str, path: Path, bytes_each: float) -> str:
 
 
 # AdamW in fp32 takes 16 bytes for each parameter (weight, gradient, two moments), and ddp's buckets 4 more. On two
-# ranks zero3-offload takes 12 and zero3-nvme 2; DeepSpeed itself 130 MB, which is 2.4 for each parameter of this model.
+# ranks zero3-offload takes 12 and zero3-nvme 2; DeepSpeed itself 130 MB, which is 3.9 for each parameter of this model.
 
 
 def test_ddp_does_not_fit(tmp_path: Path) -> None:
-    output = fit("ddp", tmp_path, 18)
+    output = fit("ddp", tmp_path, 19)
     assert "TRAINED" not in output
     assert "memory" in output.lower()
-    assert "TRAINED 3" in fit("ddp", tmp_path, 26)
+    assert "TRAINED 2" in fit("ddp", tmp_path, 26)
 
 
-@pytest.mark.parametrize(("strategy", "bytes_each"), [("zero3-offload", 18), ("zero3-nvme", 10)])
+@pytest.mark.parametrize(("strategy", "bytes_each"), [("zero3-offload", 19), ("zero3-nvme", 13)])
 def test_split_and_offloaded_state_fits(strategy: str, bytes_each: float, tmp_path: Path) -> None:
-    assert "TRAINED 3" in fit(strategy, tmp_path, bytes_each)
+    assert "TRAINED 2" in fit(strategy, tmp_path, bytes_each)
