@@ -240,14 +240,14 @@ def test_ranks_may_have_any_number_of_batches_or_none_at_all(name: str, count: i
 
 @pytest.mark.parametrize("rule", ["alternate", "together", "first"])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", ["fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["fsdp", "zero2", "zero3"])
 def test_a_step_may_return_none_under_sharded_strategies(name: str, when: str, rule: str) -> None:
     check_fickle(run_on_ranks(2, fickle, name, rule, when, 3, 47, True), 3, 47)
 
 
 @pytest.mark.parametrize("length", [True, False])
-@pytest.mark.parametrize("count", [1, 3, 13])
-@pytest.mark.parametrize("name", ["fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("count", [1, 13])
+@pytest.mark.parametrize("name", ["fsdp", "zero1", "zero3"])
 def test_ranks_may_have_any_number_of_batches_under_sharded_strategies(name: str, count: int, length: bool) -> None:
     check_fickle(run_on_ranks(2, fickle, name, "never", "before", 2, count, length), 2, count)
 

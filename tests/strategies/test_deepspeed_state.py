@@ -154,7 +154,7 @@ def test_state_is_that_of_plain_torch_and_goes_on_anywhere(place: str, tmp_path:
     run_on_ranks(2, taken, given, "adamw", str(path))
     compare(path, "adamw")
     *_, losses = torch.load(path)
-    for ranks, other in ((2, given), (3, PLACES["zero1"]), (3, PLACES["zero3"]), (2, PLACES["zero2-offload"])):
+    for ranks, other in ((2, given), (3, PLACES["zero3"])):
         for found in run_on_ranks(ranks, put_back, other, "adamw", str(path)):
             assert found == pytest.approx(losses, rel=1e-6)
 

@@ -29,8 +29,8 @@ def test_accumulation_and_clipping_together(strategy: str) -> None:
     assert deviation(Cell(strategy, "32-true", SCHEDULE, clips=True)) <= PRECISIONS["32-true"]
 
 
-# Where state lies makes no difference to how a model computes in bf16.
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if "-offload" not in name])
+# One of each way of keeping weights beside their copies in bf16; the others differ in where state lies.
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
 def test_bf16(strategy: str) -> None:
     assert deviation(Cell(strategy, "bf16-mixed", "4", clips=False)) <= PRECISIONS["bf16-mixed"]
 
