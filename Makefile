@@ -15,7 +15,7 @@ TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
-	@echo "make test     lint, format, types, tests"
+	@echo "make test     lint, format, types, tests (JOBS=2 at a time)"
 	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
@@ -26,8 +26,10 @@ help:
 demo: $(DEV)
 	$(PY) examples/digits.py --strategy ddp --devices 2
 
+# Two at a time, on two cores: most tests have ranks that wait for one another half of the time.
+JOBS ?= 2
 test: lint types ops
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(DEV)
 	$(PY) -m ruff check

@@ -308,6 +308,14 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
     return plan
 
 
+def _tell_of_other_data(run: Run, then: str | None, now: str | None) -> None:
+    if None not in (then, now) and then != now:
+        run.trainer.note(
+            f"The checkpoint was saved within an epoch of {then}; the data has {now} now. The epoch goes on at the same "
+            "place, so that samples may be seen twice in it, or not at all."
+        )
+
+
 def _restore(loop: FitLoop, resumption: Resumption, origin: Origin, given: str | Path | None) -> None:
     """Put the run back to where a checkpoint stands; ``given`` is how that was asked for. Collective."""
     run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
@@ -315,6 +323,7 @@ def _restore(loop: FitLoop, resumption: Resumption, origin: Origin, given: str |
     progress = run.progress
     if loop.position is not None:
         progress.batch_in_epoch = source.batches_before(loop.position)
+        _tell_of_other_data(run, checkpoint.document.get("data"), source.described())
     loop.random = restore_rank(run, checkpoint, loop.windows)
     if given == "auto":
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))

@@ -100,6 +100,10 @@ class TrainingSource(ABC):
     def position_from(self, began_at: Position | None, batches: int) -> Position:
         """Return the position at ``batches`` of an epoch that was started at ``began_at``."""
 
+    def described(self) -> str | None:
+        """Say for a person what an epoch is made of, where that is known; alike on any number of ranks."""
+        return None
+
     def start(self, epoch: int, position: Position | None = None) -> Iterator[Any]:
         """Yield this rank's batches, and ``NO_BATCH`` where it has none, from ``position`` on.
 
@@ -183,6 +187,10 @@ class MapSource(CountedSource):
         if self._shares > 1:
             return None  # the user shards, and ranks may have different numbers of samples
         return self._sampler.order.length()
+
+    def described(self) -> str | None:
+        total = self.total_items()
+        return None if total is None else f"{total} {self.unit}, {self._sampler.order.described()}"
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
         self._sampler.start = self.items_before(position) // self._shares

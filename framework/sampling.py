@@ -55,6 +55,9 @@ class Order(Protocol):
     def items(self, epoch: int) -> Sequence[Any] | LazyItems:
         """Return the items of an epoch."""
 
+    def described(self) -> str:
+        """Say for a person how the items are ordered."""
+
 
 class NaturalOrder:
     """All samples of a dataset, once each: shuffled, or as they stand."""
@@ -71,6 +74,9 @@ class NaturalOrder:
         count = len(self._data)
         return permutation(count, self._seed, epoch) if self._shuffle else range(count)
 
+    def described(self) -> str:
+        return "shuffled" if self._shuffle else "as they stand"
+
 
 class SamplerOrder:
     """What a sampler or batch sampler of the user's yields, made repeatable by running it on a stream of its own."""
@@ -86,6 +92,9 @@ class SamplerOrder:
         stream = RandomStream(mix_seed(self._seed, epoch), own_generators(self._sampler))
         lazy = LazyItems(self._sampler, stream, self.length())
         return lazy if lazy.length is None or lazy.length > _MOST_KEPT else lazy.take(lazy.length)
+
+    def described(self) -> str:
+        return f"drawn by {type(self._sampler).__name__}"
 
 
 class LazyItems:

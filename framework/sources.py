@@ -155,6 +155,10 @@ class CombinedTraining(TrainingSource):
         for part in self._parts:
             part.announce_by(announce)
 
+    def described(self) -> str | None:
+        parts = [part.described() for part in self._parts]
+        return "; ".join(str(part) for part in parts) if any(parts) else None
+
     def position_from(self, began_at: Position | None, batches: int) -> Position:
         places = []
         for number, part in enumerate(self._parts):

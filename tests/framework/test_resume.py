@@ -380,3 +380,27 @@ def test_a_rank_without_data_saves_with_the_others(tmp_path: Path, samples: int)
     (first, names), (second, _) = run_on_ranks(2, ragged, str(tmp_path), samples)
     assert first == second == list(range(1, len(first) + 1))
     assert len([name for name in names if name.endswith(".ckpt")]) == len(first)
+
+
+def told_on_resuming(root: Path, capsys: pytest.CaptureFixture[str], saved: Any, given: Any) -> str:
+    saver = ModelCheckpoint(root, "middle", every_n_train_steps=5)
+    silent_trainer(max_steps=5, callbacks=[saver], enable_checkpointing=True).fit(Regressor(), saved)
+    capsys.readouterr()
+    silent_trainer(max_steps=6).fit(Regressor(), given, ckpt_path=root / "middle.ckpt")
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "said"),
+    [
+        ({}, {"count": 96}, "within an epoch of 64 samples, as they stand; the data has 96 samples, as they stand now"),
+        ({}, {"shuffle": True}, "as they stand; the data has 64 samples, shuffled now"),
+        ({"shuffle": True}, {"batch_size": 2, "shuffle": True}, ""),
+    ],
+)
+def test_who_goes_on_within_an_epoch_of_other_data_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: dict[str, Any], given: dict[str, Any], said: str
+) -> None:
+    told = told_on_resuming(tmp_path, capsys, loader(**saved), loader(**given))
+    assert said in told
+    assert ("The checkpoint was saved within" in told) == bool(said)
