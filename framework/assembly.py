@@ -311,8 +311,8 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
 def _tell_of_other_data(run: Run, then: str | None, now: str | None) -> None:
     if None not in (then, now) and then != now:
         run.trainer.note(
-            f"The checkpoint was saved within an epoch of {then}; the data has {now} now. The epoch goes on at the same "
-            "place, so that samples may be seen twice in it, or not at all."
+            f"The checkpoint was saved within an epoch of {then}; the data has {now} now. The epoch goes on at the "
+            "same place, so that samples may be seen twice in it, or not at all."
         )
 
 
