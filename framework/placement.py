@@ -58,6 +58,28 @@ def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placemen
     return Placement()
 
 
+@dataclass(frozen=True)
+class Job:
+    """A job as its queue knows it; ``end`` is when it is ended, in seconds since 1970, where that is known."""
+
+    name: str
+    end: int | None
+
+
+def read_job(variables: Mapping[str, str]) -> Job | None:
+    """Return the job of SLURM's that ``variables`` describe.
+
+    Raises:
+        ConfigurationError: they hold a time that is no number.
+    """
+    read = _Reader(variables)
+    name = read.text("SLURM_JOB_ID", "SLURM_JOBID")
+    if name is None:
+        return None
+    array, task = read.text("SLURM_ARRAY_JOB_ID"), read.text("SLURM_ARRAY_TASK_ID")
+    return Job(f"{array}_{task}" if array and task else name, read.number("SLURM_JOB_END_TIME"))
+
+
 def check_devices(requested: int, placement: Placement, num_nodes: int = 1) -> None:
     """Raise unless ``requested`` devices on each of ``num_nodes`` nodes is what the launcher started.
 

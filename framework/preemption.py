@@ -16,7 +16,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import ConfigurationError, NonFiniteError, Preempted, unknown
+from .job_queue import NEAR_END, REQUEUED_AT, requeue
 from .triggers import Triggers
+from .world import current_job
 
 if TYPE_CHECKING:
     from .run import Run
@@ -124,10 +126,15 @@ def leave(run: Run, path: Path | None) -> NoReturn:
     rank, name = run.told_to_leave
     step = run.progress.global_step
     where = f"rank {rank} got {name}" if run.world.size > 1 else f"{name} came"
+    if name == NEAR_END:
+        where = "the job's time is nearly up"
     message = f"{where}: stopped after optimizer step {step}, {_saved(run, path)}"
     if name == "SIGINT":
         run.trainer.note(message)
         raise KeyboardInterrupt(message)
+    job = current_job()
+    if job is not None and name in REQUEUED_AT and run.trainer.requeue and run.world.is_global_zero:
+        run.trainer.note(requeue(job))
     raise Preempted(message)
 
 

@@ -11,13 +11,16 @@ import torch
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
 from .errors import StorageError
 from .evaluation import evaluate, predict
+from .job_queue import TimeLimit
 from .launch import install_rank_hooks
 from .model_state import encode_known
 from .planning import settle_strategy
+from .preemption import TRIGGER as LEAVE
 from .preemption import SignalWatch
 from .report import box, end_lines, report, start_lines
 from .trainer_view import TrainerState
 from .training import FitLoop
+from .world import current_job
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -58,10 +61,13 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
 
 
 def _fit(trainer: Trainer, request: FitRequest) -> None:
-    with SignalWatch(trainer.preemption_signals) as watch:
+    limit = TimeLimit(current_job(), trainer.time_limit_margin)
+    with SignalWatch(trainer.preemption_signals) as watch, limit:
         settle_strategy(trainer, request)
         loop = assemble_fit(trainer, request)
         watch.tell(loop.run.triggers)
+        if loop.run.world.is_global_zero:
+            limit.tell(loop.run.triggers, LEAVE)
         _begin(trainer, loop)
         with torch.autograd.set_detect_anomaly(True) if trainer.settings.detect_anomaly else nullcontext():
             loop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from .resume import check_checkpoint_path
 from .run import Run
 from .rundir import RunDirectory
 from .saver import SaveOrder
-from .settings import Settings, resolve_settings
+from .settings import Settings, resolve_duration, resolve_settings
 from .stages import run_stage
 from .strategy import Strategy
 from .trainer_view import METRIC_KINDS, TrainerState, TrainerView
@@ -78,6 +79,8 @@ class Trainer(TrainerView):
         nonfinite: what a loss that is NaN or infinite does: ``"raise"``, ``"skip"`` its update, or ``"ignore"``.
         preemption_signals: at which signals to finish the step, save and end: SIGTERM, SIGUSR1, SIGUSR2 with exit code
             75, SIGINT with 130; a second SIGINT stops at once.
+        requeue: after SIGUSR1 or SIGUSR2 in a SLURM job, as ``sbatch --signal`` sends them, put it back into the queue.
+        time_limit_margin: how long before a SLURM job's time is up to save and end with exit code 75.
 
     Raises:
         ConfigurationError: an argument is not known, breaks a rule or contradicts another one.
@@ -127,6 +130,8 @@ class Trainer(TrainerView):
         plugins: None = None,
         nonfinite: str = "raise",
         preemption_signals: Sequence[str] = SIGNALS,
+        requeue: bool = True,
+        time_limit_margin: Any = timedelta(minutes=2),
         **unknown_arguments: Any,
     ) -> None:
         install_exit_codes()
@@ -145,6 +150,7 @@ class Trainer(TrainerView):
             use_distributed_sampler=use_distributed_sampler,
             detect_anomaly=detect_anomaly,
             barebones=barebones,
+            requeue=requeue,
             sync_batchnorm=sync_batchnorm,
         )
         self.settings: Settings = resolve_settings(
@@ -179,6 +185,8 @@ class Trainer(TrainerView):
             callbacks, self.settings, enable_checkpointing, enable_progress_bar, enable_model_summary
         )
         self.preemption_signals = check_signals(preemption_signals)
+        self.requeue = requeue
+        self.time_limit_margin = resolve_duration("time_limit_margin", time_limit_margin)
         self.inference_mode = inference_mode
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -73,6 +74,8 @@ class TrainerView:
     callbacks: list[Callback]
     loggers: list[Logger]
     preemption_signals: tuple[str, ...]
+    requeue: bool
+    time_limit_margin: timedelta
     directory: RunDirectory
     state: TrainerState
     accumulation: AccumulationSchedule

@@ -27,7 +27,7 @@ from torch import Tensor
 from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 from .errors import ConfigurationError, unknown
 from .failures import record_leaving, record_meeting
-from .placement import ERROR_DIR, LOOPBACK, Launcher, Placement, check_devices, read_placement
+from .placement import ERROR_DIR, LOOPBACK, Job, Launcher, Placement, check_devices, read_job, read_placement
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
 
@@ -60,6 +60,11 @@ class _Done:
 
 
 _DONE = _Done()
+
+
+def current_job() -> Job | None:
+    """Return the job of a queue that this process belongs to."""
+    return read_job(os.environ)
 
 
 def placement(num_nodes: int = 1) -> Placement:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import Regressor, loader, silent_trainer
-from ranks import run_script
+from ranks import run_script, wait_until
 
 from phalanx import Trainer
 from phalanx.checkpoint import open_checkpoint, verify
 from phalanx.framework.errors import ConfigurationError, Preempted
+from phalanx.framework.job_queue import TimeLimit
+from phalanx.framework.placement import Job
 from phalanx.framework.preemption import SignalWatch, check_signals
 from phalanx.framework.triggers import Triggers
 from phalanx.framework.world import World
@@ -220,3 +225,86 @@ def test_unknown_signals_are_refused(given: object, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         Trainer(preemption_signals=given)  # type: ignore[arg-type]
     assert check_signals([]) == ()
+
+
+# ---- jobs of a queue --------------------------------------------------------------------------------------------
+
+
+class Slow(Regressor):
+    """Is told to end by a signal at its third step, if it is given one."""
+
+    def __init__(self, signum: int | None = None) -> None:
+        super().__init__()
+        self.signum = signum
+
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
+        time.sleep(0.01)
+        if self.signum is not None and batch_idx == 2:
+            os.kill(os.getpid(), self.signum)
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Be a job of a queue; return the file to which its command writes what it is called with."""
+    calls = tmp_path / "calls"
+    command = tmp_path / "bin" / "scontrol"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$@" >> {calls}\ntest "$2" = 7 || {{ echo "no such job" >&2; exit 1; }}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return calls
+
+
+def told(root: Path, module: Regressor, **settings: Any) -> str:
+    """Train without an end until the run is told to leave; return with what words it did."""
+    trainer = silent_trainer(max_epochs=-1, default_root_dir=root, enable_checkpointing=True, **settings)
+    with pytest.raises(Preempted) as ended:
+        trainer.fit(module, loader(64))
+    return str(ended.value)
+
+
+def test_a_run_leaves_before_its_job_is_ended(tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 61))
+    message = told(tmp_path, Slow(), time_limit_margin={"minutes": 1})
+    assert "the job's time is nearly up: stopped after optimizer step" in message
+    assert saved_step(tmp_path) > 1
+    assert not queue.exists()
+
+
+def test_of_a_short_job_half_is_trained() -> None:
+    triggers = Triggers(World.single())
+    with TimeLimit(Job("7", int(time.time()) + 2), timedelta(minutes=5)) as limit:
+        limit.tell(triggers, "leave")
+        assert not triggers.posted
+        wait_until(lambda: bool(triggers.posted), seconds=5.0)
+    assert triggers.posted.popleft() == ("leave", "time limit")
+
+
+@pytest.mark.parametrize(("name", "called"), [("SIGUSR1", True), ("SIGUSR2", True), ("SIGTERM", False)])
+def test_a_job_that_asked_for_a_signal_is_put_back(
+    tmp_path: Path, queue: Path, capsys: pytest.CaptureFixture[str], name: str, called: bool
+) -> None:
+    told(tmp_path, Slow(getattr(signal, name)))
+    assert queue.exists() == called
+    assert ("Job 7 was put back into the queue." in capsys.readouterr().out) == called
+    assert not called or queue.read_text() == "requeue 7\n"
+    queue.unlink(missing_ok=True)
+    told(tmp_path / "again", Slow(getattr(signal, name)), requeue=False)
+    assert not queue.exists()
+
+
+def test_what_the_queue_says_against_it_is_told(
+    tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    told(tmp_path, Slow(signal.SIGUSR1))
+    assert "Job 5_2 was not put back into the queue: no such job" in capsys.readouterr().out
+    assert queue.read_text() == "requeue 5_2\n"
+
+
+def test_a_time_that_is_none_is_refused(queue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
+    with pytest.raises(ConfigurationError, match="SLURM_JOB_END_TIME='soon'"):
+        silent_trainer(max_steps=1).fit(Regressor(), loader())
