@@ -16,6 +16,7 @@ from .checkpoint.read import Checkpoint
 from .checkpoint.stored import SavedTensor, StoredTensors
 from .errors import ConfigurationError
 from .matching import ModelMatch, SavedModel, match_model, refuse
+from .secrets import holds_secret
 from .strategy import Strategy
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -66,10 +67,16 @@ def check_model(
 
 
 def encode_known(hparams: Mapping[str, Any]) -> tuple[JSON, list[str]]:
-    """Encode the hyperparameters that a checkpoint can hold; return them and the names of the others."""
+    """Encode the hyperparameters that a checkpoint can hold; return them and the names of the others.
+
+    Secret ones are not held.
+    """
     known: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in hparams.items():
+        if holds_secret(name, value):
+            unknown.append(name)
+            continue
         try:
             encode_inline({name: value})
             known[name] = value

@@ -10,19 +10,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from .secrets import without_secrets
+
 # Words that YAML 1.1 reads as a boolean or as null when they stand without quotes.
 _RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
 
 
 def as_mapping(params: Any) -> dict[str, Any]:
-    """Return the hyperparameters in a mapping, a ``Namespace`` or a dataclass as a dict; None is empty."""
+    """Return the hyperparameters in a mapping, a ``Namespace`` or a dataclass as a dict; None is empty.
+
+    Secret values are masked.
+    """
     if params is None:
         return {}
     if isinstance(params, Namespace):
-        return vars(params)
+        return without_secrets(vars(params))
     if is_dataclass(params) and not isinstance(params, type):
-        return asdict(params)
-    return {str(key): value for key, value in dict(params).items()}
+        return without_secrets(asdict(params))
+    return without_secrets({str(key): value for key, value in dict(params).items()})
 
 
 def flattened(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:

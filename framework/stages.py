@@ -18,6 +18,7 @@ from .planning import settle_strategy
 from .preemption import TRIGGER as LEAVE
 from .preemption import SignalWatch
 from .report import box, end_lines, report, start_lines
+from .secrets import without_secrets
 from .trainer_view import TrainerState
 from .training import FitLoop
 from .world import current_job
@@ -78,7 +79,7 @@ def _fit(trainer: Trainer, request: FitRequest) -> None:
 def _begin(trainer: Trainer, loop: FitLoop) -> None:
     """Tell loggers and the person how the fit is set up."""
     run = loop.run
-    if hyperparameters := dict(run.module.hparams_to_log):
+    if hyperparameters := without_secrets(run.module.hparams_to_log):
         run.loggers.log_hyperparams(hyperparameters)
     if not run.world.is_global_zero:
         return

@@ -1,0 +1,63 @@
+"""What must not be written down: hyperparameters and environment variables whose names say that they are secret."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MASK = "***"
+_ALWAYS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential", "credentials"}
+# In training, most keys and tokens are none that open anything: `pad_token`, `sort_key`, `max_tokens`.
+_PERHAPS = {"token", "tokens", "key", "keys", "apikey"}
+_LEAST_CHARACTERS = 16
+# Shorter ones would blot out words that mean something else.
+_LEAST_IN_TEXT = 6
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Whether a value is not to be written: a password or secret by name; a key or token that looks like one, too.
+
+    Those are texts of at least 16 characters, without spaces, with letters and digits.
+    """
+    if not isinstance(value, str) or not value:
+        return False
+    words = set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()))
+    looks = len(value) >= _LEAST_CHARACTERS and re.fullmatch(r"(?=.*[A-Za-z])(?=.*\d)\S+", value) is not None
+    return bool(words & _ALWAYS) or (looks and bool(words & _PERHAPS))
+
+
+def holds_secret(name: str, value: object) -> bool:
+    """Whether a value is secret, or has one in it, under a name of its own."""
+    if isinstance(value, (Mapping, Namespace)):
+        inner = vars(value) if isinstance(value, Namespace) else value
+        return any(holds_secret(str(key), one) for key, one in inner.items())
+    return is_secret(name, value)
+
+
+def without_secrets(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with ``***`` in the place of secret values."""
+    shown: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, (Mapping, Namespace)):
+            shown[name] = without_secrets(vars(value) if isinstance(value, Namespace) else value)
+        else:
+            shown[name] = MASK if is_secret(str(name), value) else value
+    return shown
+
+
+def hiding(variables: Mapping[str, str]) -> Callable[[str], str]:
+    """Return what blots out of a text the values of secret variables.
+
+    Any variable counts whose name has TOKEN, KEY, SECRET or PASSWORD in it, if its value has at least 6 characters.
+    """
+    found = {
+        value
+        for name, value in variables.items()
+        if re.search("TOKEN|KEY|SECRET|PASSWORD", name.upper()) and len(value) >= _LEAST_IN_TEXT
+    }
+    if not found:
+        return lambda text: text
+    pattern = re.compile("|".join(re.escape(value) for value in sorted(found, key=len, reverse=True)))
+    return lambda text: pattern.sub(MASK, text)

@@ -1,0 +1,86 @@
+"""Secrets are in no file that a run leaves."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import Regressor, loader, silent_trainer
+
+from phalanx.framework.errors import PhalanxError
+from phalanx.framework.secrets import hiding, is_secret, without_secrets
+from phalanx.loggers import CSVLogger, TensorBoardLogger
+
+TOKEN = "hf_" + "a1B2c3D4e5F6g7H8"
+
+
+@pytest.mark.parametrize("name", ["hf_token", "API_KEY", "apiKey", "hub-token", "wandb.key", "accessKey"])
+def test_keys_that_look_like_some_are_secret(name: str) -> None:
+    assert is_secret(name, TOKEN)
+
+
+@pytest.mark.parametrize("name", ["password", "DB_PASSWORD", "clientSecret", "secret"])
+def test_passwords_are_secret_whatever_they_are(name: str) -> None:
+    assert is_secret(name, "x")
+    assert not is_secret(name, "")
+    assert not is_secret(name, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 4096),
+        ("pad_token", "<pad>"),
+        ("eos_token", "<|end_of_the_text|>"),
+        ("sort_key", "length"),
+        ("label_key", "segmentation_mask"),
+        ("prompt_token", "a text of 24 characters"),
+        ("monkey", TOKEN),
+        ("tokenizer", "sentence-transformers/all-minilm-l6-v2"),
+        ("path", TOKEN),
+    ],
+)
+def test_what_training_calls_keys_and_tokens_is_not(name: str, value: object) -> None:
+    assert not is_secret(name, value)
+
+
+def test_nested_ones_are_masked_where_they_are() -> None:
+    params = {"lr": 0.1, "hub": {"token": TOKEN, "name": "x"}, "of": Namespace(password="p")}
+    assert without_secrets(params) == {"lr": 0.1, "hub": {"token": "***", "name": "x"}, "of": {"password": "***"}}
+
+
+def test_values_of_secret_variables_are_blotted_out() -> None:
+    hide = hiding({"MY_TOKEN": "abcdef", "API_KEY": "abcdefgh", "KEY_SHORT": "abc", "HOME": "/home/abc"})
+    assert hide("abc abcdef /home/abc abcdefgh") == "abc *** /home/abc ***"
+    assert hiding({"HOME": "/root"})("/root") == "/root"
+
+
+class Hub(Regressor):
+    def __init__(self, hub_token: str, options: Any = None, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_no_file_of_a_run_holds_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = silent_trainer(
+        max_steps=2,
+        logger=[CSVLogger(tmp_path), TensorBoardLogger(tmp_path)],
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Hub(TOKEN, {"db": {"password": "hunter2-hunter2"}}), loader())
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"hparams.yaml", "config.json", "manifest.json"} <= {path.name for path in files}
+    for path in files:
+        data = path.read_bytes()
+        assert TOKEN.encode() not in data, path
+        assert b"hunter2" not in data, path
+    # What is left out of a checkpoint is told, and asked for when it is loaded.
+    assert "cannot hold the hyperparameters hub_token, options" in " ".join(capsys.readouterr().out.split())
+    (saved,) = tmp_path.rglob("*.ckpt")
+    with pytest.raises(PhalanxError, match="hub_token"):
+        Hub.load_from_checkpoint(saved)
+    loaded = Hub.load_from_checkpoint(saved, hub_token="another", options=None)
+    assert loaded.hparams["width"] == 3
