@@ -90,7 +90,7 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     else:
         loop.step = ManualStep(run, train_transfer, settings.nonfinite)
     if resumption is not None:
-        _restore(loop, resumption, origin, request.ckpt_path)
+        _restore(loop, resumption, origin)
     elif run.world.data_rank > 0:
         # Ranks draw different numbers from here on (dropout); rank 0 stays where one process would be.
         seed_generators(mix_seed(trainer.seed, run.world.data_rank))
@@ -308,15 +308,15 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
     return plan
 
 
-def _restore(loop: FitLoop, resumption: Resumption, origin: Origin, given: str | Path | None) -> None:
-    """Put the run back to where a checkpoint stands; ``given`` is how that was asked for. Collective."""
+def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
+    """Put the run back to where a checkpoint stands. Collective."""
     run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
     restore_run(run, resumption)
     progress = run.progress
     if loop.position is not None:
         progress.batch_in_epoch = source.batches_before(loop.position)
     loop.random = restore_rank(run, checkpoint, loop.windows)
-    if given == "auto":
+    if origin.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
     loop.resumed_from = origin.checkpoint
     if loop.plan.max_epochs is not None and 0 <= loop.plan.max_epochs < progress.epoch:

@@ -46,7 +46,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def record_failure(directory: str, failure: Failure) -> None:
     """Leave ``failure`` for the process that started this one."""
-    _write(_path(directory, failure.rank), json.dumps(asdict(failure)))
+    write_whole(_path(directory, failure.rank), json.dumps(asdict(failure)))
 
 
 def read_failure(directory: str, rank: int) -> Failure | None:
@@ -57,7 +57,7 @@ def read_failure(directory: str, rank: int) -> Failure | None:
 
 def record_leaving(directory: str, rank: int) -> None:
     """Note the moment from which other ranks may fail because ``rank`` leaves them."""
-    _write(_leaving_path(directory, rank), repr(time.monotonic()))
+    write_whole(_leaving_path(directory, rank), repr(time.monotonic()))
 
 
 def read_leaving(directory: str, rank: int) -> float | None:
@@ -68,7 +68,7 @@ def read_leaving(directory: str, rank: int) -> float | None:
 
 def record_meeting(directory: str, rank: int) -> None:
     """Note that ``rank`` has met the others: from now on it may hold something that would be lost with it."""
-    _write(_meeting_path(directory, rank), "")
+    write_whole(_meeting_path(directory, rank), "")
 
 
 def has_met(directory: str, rank: int) -> bool:
@@ -76,8 +76,8 @@ def has_met(directory: str, rank: int) -> bool:
     return _meeting_path(directory, rank).exists()
 
 
-def _write(path: Path, text: str) -> None:
-    """Write whole or not at all: the file may be read at any moment, and this process may be killed."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: the file may be read at any moment, and this process may be killed."""
     draft = path.with_suffix(".draft")
     draft.write_text(text, encoding="utf-8", errors="backslashreplace")
     draft.replace(path)

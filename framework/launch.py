@@ -30,7 +30,8 @@ import torch
 
 from .errors import ConfigurationError, RankError
 from .failures import INTERRUPTED, Failure, exit_code_of, record_failure
-from .supervisor import Supervisor, die_with_parent
+from .restarts import Restarts, attempt_directory
+from .supervisor import Supervisor, Verdict, die_with_parent
 from .world import Placement, adopt_environment, error_dir, rank_environment, threads_for_ranks
 
 T = TypeVar("T")
@@ -43,11 +44,12 @@ _PREFIX = "phalanx-"
 
 @dataclass(frozen=True)
 class _Meeting:
-    """What the ranks of one launch share: a private directory, and a socket that listens on loopback alone."""
+    """What the ranks of one attempt share: a private directory, and a socket that listens on loopback alone."""
 
     directory: str
     listener: socket.socket
     num_ranks: int
+    attempt: int = 0
 
     def environment(self, rank: int) -> dict[str, str]:
         return rank_environment(
@@ -57,6 +59,7 @@ class _Meeting:
             store_fd=self.listener.fileno() if rank == 0 else None,
             error_dir=self.directory,
             threads=threads_for_ranks(self.num_ranks),
+            attempt=self.attempt,
         )
 
 
@@ -79,20 +82,32 @@ def _is_running(process: int) -> bool:
 
 
 @contextlib.contextmanager
-def _meeting(num_ranks: int) -> Iterator[_Meeting]:
+def _private_directory() -> Iterator[str]:
+    """Make the directory in which ranks leave their notes; it is removed at the end."""
     _remove_leftovers(Path(tempfile.gettempdir()))
     directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
-    # Bound now and handed to rank 0, so that no other process can take the port in between.
-    listener = socket.create_server(("127.0.0.1", 0), backlog=max(64, 4 * num_ranks))
     try:
-        yield _Meeting(directory, listener, num_ranks)
+        yield directory
     finally:
-        listener.close()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def launch_script(num_ranks: int) -> NoReturn:
+@contextlib.contextmanager
+def _meeting(launch_directory: str, num_ranks: int, attempt: int = 0) -> Iterator[_Meeting]:
+    directory = attempt_directory(launch_directory, attempt)
+    os.mkdir(directory)
+    # Bound now and handed to rank 0, so that no other process can take the port in between.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(64, 4 * num_ranks))
+    try:
+        yield _Meeting(directory, listener, num_ranks, attempt)
+    finally:
+        listener.close()
+
+
+def launch_script(num_ranks: int, max_restarts: int = 0) -> NoReturn:
     """Run this script once for each rank, watch them, and end with their exit code.
+
+    Ranks that fail are started again up to ``max_restarts`` times, unless that would not change their end.
 
     Raises:
         SystemExit: always, once all ranks have ended.
@@ -103,21 +118,42 @@ def launch_script(num_ranks: int) -> NoReturn:
             "There is no script that could be run again for each rank; in a notebook or an interpreter, fork them."
         )
     command = _command()
-    with _meeting(num_ranks) as meeting:
-        supervisor = Supervisor(meeting.directory, adopts_orphans=True)
+    restarts = Restarts(max_restarts)
+    with _private_directory() as directory:
+        supervisor = Supervisor(directory, adopts_orphans=True)
         in_main_thread = threading.current_thread() is threading.main_thread()
         with supervisor.handling_signals() if in_main_thread else contextlib.nullcontext():
-            try:
-                for rank in range(num_ranks):
-                    supervisor.add(_start(command, meeting, rank))
-                meeting.listener.close()
-                verdict = supervisor.watch()
-            except BaseException:
-                supervisor.stop()
-                raise
+            while True:
+                with _meeting(directory, num_ranks, restarts.done) as meeting:
+                    verdict = _attempt(command, meeting, supervisor)
+                wait = None if supervisor.was_told_to_end else restarts.after(verdict.exit_code, verdict.step)
+                if wait is None:
+                    break
+                _write_error(
+                    f"{verdict.message}\nphalanx: the ranks are started again in {wait:g} s, from the newest good "
+                    f"checkpoint (restart {restarts.done} of {max_restarts})"
+                )
+                if (told := supervisor.pause(wait)) is not None:
+                    verdict = told
+                    break
+    if restarts.refusal:
+        _write_error(f"phalanx: {restarts.refusal}")
     if verdict.message:
         _write_error(verdict.message)
     raise SystemExit(verdict.exit_code)
+
+
+def _attempt(command: Sequence[str], meeting: _Meeting, supervisor: Supervisor) -> Verdict:
+    """Start the ranks once and watch them to their end."""
+    supervisor.begin_again(meeting.directory)
+    try:
+        for rank in range(meeting.num_ranks):
+            supervisor.add(_start(command, meeting, rank))
+        meeting.listener.close()
+        return supervisor.watch()
+    except BaseException:
+        supervisor.stop()
+        raise
 
 
 def _start(command: Sequence[str], meeting: _Meeting, rank: int) -> subprocess.Popen[bytes]:
@@ -138,7 +174,7 @@ def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: 
         RankError: a rank failed; the others were ended. The message holds its traceback.
     """
     _check_fork()
-    with _meeting(num_ranks) as meeting:
+    with _private_directory() as directory, _meeting(directory, num_ranks) as meeting:
         ranks = [
             partial(_run_rank, meeting, rank, meeting.environment(rank), function, args) for rank in range(num_ranks)
         ]

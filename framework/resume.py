@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +17,9 @@ from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
 from .errors import CheckpointError, PhalanxError, StorageError
+from .restarts import FitPlace, earlier_fit, record_fit
 from .rundir import RunDirectory, identity_of, next_version, versions
-from .world import World
+from .world import World, attempt, error_dir
 
 T = TypeVar("T")
 
@@ -47,6 +49,8 @@ class Origin:
     """Whether rank 0 has read every byte of it, and found it good."""
     identity: str | None = None
     """That of the run's directory, where it is written."""
+    continues: bool = False
+    """Whether the fit goes on in the directory that the checkpoint was saved from."""
 
 
 def check_checkpoint_path(given: str | Path | None) -> None:
@@ -72,31 +76,67 @@ def claim_directory(
     """Decide on a run's directory and where it starts from; lock it if the run writes. Collective.
 
     ``"auto"`` continues the newest version that holds a checkpoint which verifies, or the newest of all where the
-    callbacks' own directories hold the one that got furthest; all else starts a new version.
+    callbacks' own directories hold the one that got furthest; all else starts a new version. A fit whose ranks were
+    started again after a failure continues what it had begun, whatever was asked for.
 
     Raises:
         CheckpointError: what was asked for is not there.
         StorageError: the directory cannot be written, or another process writes it.
     """
 
+    notes = error_dir() if world.placement.launcher == "phalanx" else None
+    before = None if notes is None or not world.is_global_zero else earlier_fit(notes, attempt())
+
+    def find() -> Origin:
+        again = None if before is None else _continued(before, directory, note)
+        return again or _find(given, directory.root, directory.name, callbacks, note)
+
     def claim() -> Origin:
         root, name = directory.root, directory.name
-        found = _find(given, root, name, callbacks, note)
+        found = find()
         if writes and given == "auto" and found.checkpoint is None:
             found = replace(found, version=_interrupted(root, name, callbacks, otherwise=found.version))
         directory.version = found.version
         if writes:
-            directory.acquire(fresh=found.version not in versions(root, name) or given != "auto")
-            if _clean(directory, callbacks, note) and given == "auto":
-                found = _find(given, root, name, callbacks, note)
+            goes_on = found.continues or given == "auto"
+            directory.acquire(fresh=found.version not in versions(root, name) or not goes_on)
+            if _clean(directory, callbacks, note) and goes_on:
+                found = find()
             if given == "auto":
                 _clean_passed_over(directory, found, note)
+        if notes is not None:
+            _leave_note(notes, directory, callbacks, writes, before)
         return replace(found, version=directory.version, identity=directory.identity)
 
     origin = on_rank_zero(world, claim)
     directory.version, directory.identity = origin.version, origin.identity
     directory.claimed = True
     return origin
+
+
+def _leave_note(
+    notes: str, directory: RunDirectory, callbacks: Sequence[Callback], writes: bool, before: FitPlace | None
+) -> None:
+    """Tell the process that started the ranks, and an attempt after this one, where a fit writes."""
+    folders = [str(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
+    began = time.time() if before is None else before.began
+    path = str(directory.path) if writes else ""
+    with contextlib.suppress(OSError):
+        record_fit(notes, FitPlace(directory.version, path, folders, began))
+
+
+def _continued(before: FitPlace, directory: RunDirectory, note: Callable[[str], None]) -> Origin | None:
+    """Return where a fit stands that an earlier attempt of this launch began; None where it saved nothing."""
+
+    def of_another_run(manifest: Manifest) -> str | None:
+        mine = manifest.saved_at >= before.began
+        return not_resumable(manifest) if mine else "it was saved before this run began."
+
+    own = RunDirectory(directory.root, directory.name, before.version).checkpoints
+    for folder, refuse in ((own, not_resumable), *((Path(folder), of_another_run) for folder in before.folders)):
+        if (checkpoint := newest_good(folder, note, refuse)) is not None:
+            return Origin(before.version, checkpoint, verified=True, continues=True)
+    return None
 
 
 def on_rank_zero(world: World, function: Callable[[], T]) -> T:
@@ -187,7 +227,7 @@ def _find(
         if found is None:
             return Origin(fresh, None)
         version, checkpoint = found
-        return Origin(fresh if version is None else version, checkpoint, verified=True)
+        return Origin(fresh if version is None else version, checkpoint, verified=True, continues=True)
     path = find_checkpoint(given, root, name, callbacks, note, not_resumable)
     reason = not_resumable(read_manifest(path))
     if reason is not None:

@@ -104,7 +104,7 @@ def resolve_settings(
         ("log_every_n_steps", log_every_n_steps, 0),
         ("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0),
     ):
-        _check_count(name, value, least)
+        check_count(name, value, least)
     limits = {
         stage: _limit(_LIMITS[stage], value)
         for stage, value in (
@@ -184,7 +184,12 @@ def resolve_duration(name: str, given: Any) -> timedelta:
     return duration
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def check_count(name: str, value: Any, least: int) -> None:
+    """Refuse what is no whole number of at least ``least``; None is one that was not given.
+
+    Raises:
+        ConfigurationError: naming the argument.
+    """
     if value is not None and not is_count(value, least):
         raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from .errors import Preempted
 from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving
+from .whereabouts import read_whereabouts
 
 POLL_SECONDS = 0.02
 # After a rank was seen to fail: how long a crash on another rank, which takes the system longer to end, may still show.
@@ -74,10 +75,14 @@ class Verdict:
     exit_code: int
     message: str
     failed: bool
+    step: int | None = None
+    """The optimizer step that was under way at a failure; None where training had not begun."""
 
 
 class Supervisor:
     """The watch over the ranks of one machine. Ranks are handed over as they start, in order.
+
+    Ranks that are started again after a failure are handed over anew, after ``begin_again``.
 
     With ``adopts_orphans``, what dead ranks leave running becomes a child of this process, and ends after a failure.
     """
@@ -94,6 +99,29 @@ class Supervisor:
         if self._adopts_orphans:
             self._others = _children()
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    @property
+    def was_told_to_end(self) -> bool:
+        """Whether this process was told from outside to end."""
+        return self._received is not None
+
+    def begin_again(self, error_dir: str) -> None:
+        """Forget the ranks that have ended."""
+        self._error_dir = error_dir
+        self._ranks, self._crashed, self._stopping = [], [], False
+        self._deadline = float("inf")
+
+    def pause(self, seconds: float) -> Verdict | None:
+        """Wait, with no rank running; return how all ends where this process is told to end meanwhile, else None."""
+        until = time.monotonic() + seconds
+        while self._received is None and (left := until - time.monotonic()) > 0:
+            time.sleep(min(POLL_SECONDS, left))
+        if self._received is None:
+            return None
+        if self._received is signal.SIGINT:
+            return Verdict(INTERRUPTED, "interrupted", failed=True)
+        text = "ended by SIGTERM before the ranks were started again; run the same command again"
+        return Verdict(Preempted.exit_code, text, failed=True)
 
     def add(self, process: Process) -> None:
         """Take a rank that was just started under watch."""
@@ -224,18 +252,24 @@ class Supervisor:
                     f"{rank} was ended by {_signal_name(signum)} as it started; run the same command again",
                     failed=True,
                 )
-            return Verdict(128 + signum, f"{rank} was killed by {_signal_name(signum)}", failed=True)
+            return self._blame(rank, 128 + signum, f"{rank} was killed by {_signal_name(signum)}")
         failures = self._failures()
         silent = self._first_silent({failure.rank for failure in failures})
         if silent and (not failures or self._left_at(silent) < failures[0].seconds):
             code = silent.code or 0
             how = f"ended with exit code {code}" if code > 0 else "left the others, and had to be killed"
-            return Verdict(max(code, 1), f"{silent} {how}", failed=True)
+            return self._blame(silent, max(code, 1), f"{silent} {how}")
         if failures:
             first = failures[0]
-            text = f"rank {first.rank} (pid {first.pid}) failed:\n{first.traceback.rstrip()}"
-            return Verdict(first.exit_code, text, failed=True)
+            text, trace = f"rank {first.rank} (pid {first.pid}) failed", f":\n{first.traceback.rstrip()}"
+            return self._blame(self._ranks[first.rank], first.exit_code, text, trace)
         return self._verdict_without_failure()
+
+    def _blame(self, rank: _Rank, exit_code: int, text: str, trace: str = "") -> Verdict:
+        """Return the verdict that ``rank`` is at fault, and where in the training that was."""
+        place = read_whereabouts(self._error_dir, rank.rank)
+        where, step = ("", None) if place is None else (f" at {place}", place.step)
+        return Verdict(exit_code, f"{text}{where}{trace}", failed=True, step=step)
 
     def _first_silent(self, recorded: set[int]) -> _Rank | None:
         """Return the first rank that ended, or began to, of its own accord and without an exception."""

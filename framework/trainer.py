@@ -30,7 +30,7 @@ from .resume import check_checkpoint_path
 from .run import Run
 from .rundir import RunDirectory
 from .saver import SaveOrder
-from .settings import Settings, resolve_settings
+from .settings import Settings, check_count, resolve_settings
 from .stages import run_stage
 from .strategy import Strategy
 from .trainer_view import METRIC_KINDS, TrainerState, TrainerView
@@ -78,6 +78,8 @@ class Trainer(TrainerView):
         nonfinite: what a loss that is NaN or infinite does: ``"raise"``, ``"skip"`` its update, or ``"ignore"``.
         preemption_signals: at which signals to finish the step, save and end: SIGTERM, SIGUSR1, SIGUSR2 with exit code
             75, SIGINT with 130; a second SIGINT stops at once.
+        max_restarts: how often ranks that phalanx started are started again after a failure, from the newest good
+            checkpoint. It ends when a step fails twice in a row, and for whatever starting again would not change.
 
     Raises:
         ConfigurationError: an argument is not known, breaks a rule or contradicts another one.
@@ -127,6 +129,7 @@ class Trainer(TrainerView):
         plugins: None = None,
         nonfinite: str = "raise",
         preemption_signals: Sequence[str] = SIGNALS,
+        max_restarts: int = 0,
         **unknown_arguments: Any,
     ) -> None:
         install_exit_codes()
@@ -179,6 +182,8 @@ class Trainer(TrainerView):
             callbacks, self.settings, enable_checkpointing, enable_progress_bar, enable_model_summary
         )
         self.preemption_signals = check_signals(preemption_signals)
+        check_count("max_restarts", max_restarts, 0)
+        self.max_restarts = max_restarts
         self.inference_mode = inference_mode
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler
@@ -321,12 +326,16 @@ class Trainer(TrainerView):
     def _launched_or_here(self, stage: str, request: FitRequest) -> Any:
         """Run a stage in this rank; where ranks are still to be started, start them."""
         resources = self.fabric.resources
-        if not resources.must_launch:
-            return run_stage(self, stage, request)
-        if can_rerun_script():
+        place = resources.place
+        # One rank that is to be started again needs somebody to do so too.
+        restarts = bool(self.max_restarts) and place.launcher is None and place.size == 1
+        if (resources.must_launch or restarts) and can_rerun_script():
             # This process only watches from here on; the ranks come to this line by running the script.
-            launch_script(resources.world_size)
-        return run_in_function(self, stage, request)
+            launch_script(resources.world_size, self.max_restarts)
+        if self.max_restarts and place.launcher != "phalanx":
+            started = "there is no script to run again" if place.launcher is None else f"{place.launcher} started it"
+            self.note(f"max_restarts={self.max_restarts} has no effect on this run, since {started}.")
+        return run_in_function(self, stage, request) if resources.must_launch else run_stage(self, stage, request)
 
     # ---- the run under way ----------------------------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ class FitLoop:
         self.random: dict[str, Any] | None = None
         self.reload_every = 0
         self.reload: Callable[[], None] | None = None
+        self.tell = run.world.whereabouts()
         self._validated_time = clock()
 
     def estimated_steps(self) -> int | float:
@@ -90,6 +91,7 @@ class FitLoop:
     def __call__(self) -> None:
         """Train until a limit or a stop. Collective."""
         run = self.run
+        self._tell_where()
         with logging_to(run, NoLog("on_fit_start", "log in on_train_start instead")):
             run.call("on_fit_start")
         self._sanity_check()
@@ -136,7 +138,7 @@ class FitLoop:
         run, plan, step, log = self.run, self.plan, self.step, self.run.train_log
         progress, triggers, take = run.progress, run.triggers, self.windows.take
         one_rank = run.world.size == 1
-        every, log_every = plan.validate_every_batches, plan.log_every_n_steps
+        every, log_every, tell = plan.validate_every_batches, plan.log_every_n_steps, self.tell
         stops = plan.max_steps if plan.max_steps >= 0 else math.inf
         log.in_step = True
         if progress.batch_in_epoch:
@@ -145,6 +147,8 @@ class FitLoop:
             self._validate_in_epoch(every)
         try:
             while progress.global_step < stops:
+                if tell is not None:
+                    tell(progress.global_step, progress.epoch, progress.batch_in_epoch)
                 window = take()
                 if window is None or not step(*window):
                     if not step.refused:
@@ -167,6 +171,12 @@ class FitLoop:
         finally:
             step.flush()
             log.in_step = False
+
+    def _tell_where(self) -> None:
+        """Note where this rank stands, for whoever looks at what became of it."""
+        if self.tell is not None:
+            progress = self.run.progress
+            self.tell(progress.global_step, progress.epoch, progress.batch_in_epoch)
 
     def _publish_if_due(self) -> None:
         progress = self.run.progress

@@ -27,7 +27,8 @@ from torch import Tensor
 from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 from .errors import ConfigurationError, unknown
 from .failures import record_leaving, record_meeting
-from .placement import ERROR_DIR, LOOPBACK, Launcher, Placement, check_devices, read_placement
+from .placement import ATTEMPT, ERROR_DIR, LOOPBACK, Launcher, Placement, check_devices, read_placement
+from .whereabouts import WhereaboutsFile
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
 
@@ -95,7 +96,7 @@ def threads_for_ranks(num_ranks: int) -> int:
 
 
 def rank_environment(
-    rank: int, size: int, port: int, store_fd: int | None, error_dir: str, threads: int
+    rank: int, size: int, port: int, store_fd: int | None, error_dir: str, threads: int, attempt: int = 0
 ) -> dict[str, str]:
     """Return the whole environment for a rank that phalanx starts on this machine.
 
@@ -118,6 +119,7 @@ def rank_environment(
         "GLOO_SOCKET_IFNAME": _loopback_interface(),
         "NCCL_SOCKET_IFNAME": _loopback_interface(),
         ERROR_DIR: error_dir,
+        ATTEMPT: str(attempt),
         _STORE_FD: "" if store_fd is None else str(store_fd),
     }
 
@@ -162,6 +164,11 @@ def library_environment(**variables: str) -> Iterator[None]:
 def error_dir() -> str | None:
     """Return the directory where a rank that phalanx started records why it failed, or None elsewhere."""
     return os.environ.get(ERROR_DIR) or None
+
+
+def attempt() -> int:
+    """Return how often the ranks of this launch were started before."""
+    return int(os.environ.get(ATTEMPT) or 0)
 
 
 class World:
@@ -223,6 +230,9 @@ class World:
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             _share_cores(place)
             _meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
+        if place.launcher == "phalanx" and (directory := error_dir()):
+            with contextlib.suppress(OSError):
+                record_meeting(directory, place.rank)
         return cls(place, device)
 
     @contextlib.contextmanager
@@ -294,6 +304,13 @@ class World:
             return Board(memory, self.rank, [pid for _, pid in answers])
         if memory is not None:
             memory.close()
+        return None
+
+    def whereabouts(self) -> Callable[[int, int, int], None] | None:
+        """Return what takes the step, the epoch and the batch before every step, or None where nobody would look."""
+        directory = error_dir() if self.placement.launcher == "phalanx" else None
+        with contextlib.suppress(OSError):
+            return None if directory is None else WhereaboutsFile(directory, self.rank).tell
         return None
 
     @property
@@ -473,9 +490,6 @@ def _meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     else:
         address = f"tcp://{place.master_addr}:{place.master_port}"
         dist.init_process_group(backend, init_method=address, **common)
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_meeting(directory, place.rank)
     atexit.unregister(_leave)
     atexit.register(_leave)
 
