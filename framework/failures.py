@@ -9,6 +9,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .brief import brief_traceback
 from .errors import PhalanxError
 
 INTERRUPTED = 130
@@ -25,12 +26,15 @@ class Failure:
     kind: str
     message: str
     traceback: str
+    brief: str = ""
+    """The traceback without what lies in phalanx and torch."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Describe ``error``, which ends this process."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), type(error).__qualname__, str(error), text)
+        kind, brief = type(error).__qualname__, brief_traceback(error)
+        return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), kind, str(error), text, brief)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ import torch
 
 from .errors import ConfigurationError, RankError
 from .failures import INTERRUPTED, Failure, exit_code_of, record_failure
-from .restarts import Restarts, attempt_directory
+from .rank_output import RankOutput
+from .restarts import Restarts, attempt_directory, run_directory
 from .supervisor import Supervisor, Verdict, die_with_parent
 from .world import Placement, adopt_environment, error_dir, rank_environment, threads_for_ranks
 
@@ -40,6 +42,8 @@ T = TypeVar("T")
 _TEST_RUNNERS = frozenset({"pytest", "py.test", "_pytest", "unittest", "nose2"})
 # Of the directory that the ranks of a launch share; the supervisor's process number follows.
 _PREFIX = "phalanx-"
+# Of what a rank printed that ended without a traceback.
+_LAST_LINES = 10
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,11 @@ def _meeting(launch_directory: str, num_ranks: int, attempt: int = 0) -> Iterato
         listener.close()
 
 
-def launch_script(num_ranks: int, max_restarts: int = 0) -> NoReturn:
+def launch_script(num_ranks: int, max_restarts: int = 0, keeps_files: bool = False) -> NoReturn:
     """Run this script once for each rank, watch them, and end with their exit code.
 
-    Ranks that fail are started again up to ``max_restarts`` times, unless that would not change their end.
+    Ranks that fail are started again up to ``max_restarts`` times, unless that would not change their end. What others
+    than rank 0 print is shown where they keep no files that it could go to.
 
     Raises:
         SystemExit: always, once all ranks have ended.
@@ -125,7 +130,7 @@ def launch_script(num_ranks: int, max_restarts: int = 0) -> NoReturn:
         with supervisor.handling_signals() if in_main_thread else contextlib.nullcontext():
             while True:
                 with _meeting(directory, num_ranks, restarts.done) as meeting:
-                    verdict = _attempt(command, meeting, supervisor)
+                    verdict = _attempt(command, meeting, supervisor, shows_all=not keeps_files)
                 wait = None if supervisor.was_told_to_end else restarts.after(verdict.exit_code, verdict.step)
                 if wait is None:
                     break
@@ -143,27 +148,49 @@ def launch_script(num_ranks: int, max_restarts: int = 0) -> NoReturn:
     raise SystemExit(verdict.exit_code)
 
 
-def _attempt(command: Sequence[str], meeting: _Meeting, supervisor: Supervisor) -> Verdict:
+def _attempt(command: Sequence[str], meeting: _Meeting, supervisor: Supervisor, shows_all: bool) -> Verdict:
     """Start the ranks once and watch them to their end."""
     supervisor.begin_again(meeting.directory)
-    try:
-        for rank in range(meeting.num_ranks):
-            supervisor.add(_start(command, meeting, rank))
-        meeting.listener.close()
-        return supervisor.watch()
-    except BaseException:
-        supervisor.stop()
-        raise
+    head = f"attempt {meeting.attempt + 1}, begun {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    with RankOutput(partial(run_directory, meeting.directory), head, shows_all) as output:
+        try:
+            for rank in range(meeting.num_ranks):
+                supervisor.add(_start(command, meeting, rank, output))
+            meeting.listener.close()
+            verdict = supervisor.watch()
+        except BaseException:
+            supervisor.stop()
+            raise
+        output.settle()
+        _show_circumstances(verdict, output, shows_all)
+        output.close()
+    return verdict
 
 
-def _start(command: Sequence[str], meeting: _Meeting, rank: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        env=meeting.environment(rank),
-        pass_fds=(meeting.listener.fileno(),) if rank == 0 else (),
-        stdin=subprocess.DEVNULL,
-        preexec_fn=die_with_parent(),
-    )
+def _show_circumstances(verdict: Verdict, output: RankOutput, shown: bool) -> None:
+    """Before the cause of a failure: what the rank at fault printed last, where the screen lacks it, and the files."""
+    if verdict.rank is None:
+        return
+    if verdict.traceback:
+        output.add(verdict.rank, verdict.traceback)
+    elif verdict.rank != 0 and not shown:
+        for line in output.tail(verdict.rank, _LAST_LINES):
+            _write_error(f"[rank {verdict.rank}] {line}")
+    if output.folder is not None:
+        _write_error(f"phalanx: what the ranks printed is in {output.folder}")
+
+
+def _start(command: Sequence[str], meeting: _Meeting, rank: int, output: RankOutput) -> subprocess.Popen[bytes]:
+    with output.streams(rank) as (stdout, stderr):
+        return subprocess.Popen(
+            command,
+            env=meeting.environment(rank),
+            pass_fds=(meeting.listener.fileno(),) if rank == 0 else (),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            preexec_fn=die_with_parent(),
+        )
 
 
 def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: int) -> T:

@@ -84,6 +84,11 @@ def record_fit(directory: str, place: FitPlace) -> None:
     write_whole(_path(directory, len(fits(directory))), json.dumps(asdict(place)))
 
 
+def run_directory(directory: str) -> Path | None:
+    """Return the directory of the first fit of an attempt that keeps files, or None as long as there is none."""
+    return next((Path(place.directory) for place in fits(directory) if place.directory), None)
+
+
 def earlier_fit(directory: str, attempt: int) -> FitPlace | None:
     """Return where the fit that ``attempt`` has come to wrote in the attempt before that came to it, or None."""
     number = len(fits(directory))

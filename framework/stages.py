@@ -44,15 +44,14 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
         request.datamodule.trainer = trainer
     try:
         yield
-    except BaseException as error:
-        trainer.state.status = "interrupted"
-        _fail(trainer, error)
-        raise
-    else:
         trainer.state.status = "finished"
         if trainer.run is not None:
             trainer.run.fabric.strategy.restore(trainer.run.module)
         _teardown(trainer, stage)
+    except BaseException as error:
+        trainer.state.status = "interrupted"
+        _fail(trainer, error)
+        raise
     finally:
         _let_go(trainer, request)
 
@@ -113,13 +112,19 @@ def _keep(trainer: Trainer, name: str, document: Any) -> None:
 
 
 def _fail(trainer: Trainer, error: BaseException) -> None:
-    """Tell callbacks and loggers. No collective: other ranks may never come."""
+    """Tell callbacks and loggers. No collective: other ranks may never come.
+
+    What a callback raises here is told of, and takes the place of nothing: the error stays the run's.
+    """
     run = trainer.run
     if run is None:
         return
     for callback in run.callbacks:
         if callback.wants("on_exception"):
-            callback.on_exception(trainer, run.module, error)
+            try:
+                callback.on_exception(trainer, run.module, error)
+            except Exception as another:
+                trainer.note(f"{type(callback).__name__}.on_exception failed: {type(another).__name__}: {another}")
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
 

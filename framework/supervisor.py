@@ -77,6 +77,10 @@ class Verdict:
     failed: bool
     step: int | None = None
     """The optimizer step that was under way at a failure; None where training had not begun."""
+    rank: int | None = None
+    """The rank at fault, where one is."""
+    traceback: str = ""
+    """All of its traceback, of which ``message`` holds a part."""
 
 
 class Supervisor:
@@ -261,15 +265,17 @@ class Supervisor:
             return self._blame(silent, max(code, 1), f"{silent} {how}")
         if failures:
             first = failures[0]
-            text, trace = f"rank {first.rank} (pid {first.pid}) failed", f":\n{first.traceback.rstrip()}"
-            return self._blame(self._ranks[first.rank], first.exit_code, text, trace)
+            text = f"rank {first.rank} (pid {first.pid}) failed"
+            return self._blame(self._ranks[first.rank], first.exit_code, text, first)
         return self._verdict_without_failure()
 
-    def _blame(self, rank: _Rank, exit_code: int, text: str, trace: str = "") -> Verdict:
+    def _blame(self, rank: _Rank, exit_code: int, text: str, failure: Failure | None = None) -> Verdict:
         """Return the verdict that ``rank`` is at fault, and where in the training that was."""
+        trace = "" if failure is None else f":\n{(failure.brief or failure.traceback).rstrip()}"
         place = read_whereabouts(self._error_dir, rank.rank)
         where, step = ("", None) if place is None else (f" at {place}", place.step)
-        return Verdict(exit_code, f"{text}{where}{trace}", failed=True, step=step)
+        whole = "" if failure is None else failure.traceback
+        return Verdict(exit_code, f"{text}{where}{trace}", failed=True, step=step, rank=rank.rank, traceback=whole)
 
     def _first_silent(self, recorded: set[int]) -> _Rank | None:
         """Return the first rank that ended, or began to, of its own accord and without an exception."""
@@ -332,6 +338,12 @@ def die_with_parent() -> Callable[[], None]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return arm
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when the thread that forked it ends. Linux only; elsewhere nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _children() -> set[int]:

@@ -331,7 +331,7 @@ class Trainer(TrainerView):
         restarts = bool(self.max_restarts) and place.launcher is None and place.size == 1
         if (resources.must_launch or restarts) and can_rerun_script():
             # This process only watches from here on; the ranks come to this line by running the script.
-            launch_script(resources.world_size, self.max_restarts)
+            launch_script(resources.world_size, self.max_restarts, keeps_files=self.writes)
         if self.max_restarts and place.launcher != "phalanx":
             started = "there is no script to run again" if place.launcher is None else f"{place.launcher} started it"
             self.note(f"max_restarts={self.max_restarts} has no effect on this run, since {started}.")

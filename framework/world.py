@@ -106,6 +106,8 @@ def rank_environment(
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {
         "OMP_NUM_THREADS": str(threads),
+        # A rank that is killed loses nothing of what it printed.
+        "PYTHONUNBUFFERED": "1",
         **inherited,
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
