@@ -31,7 +31,7 @@ TOKEN_BYTES = 16
 # A late rank is looked for eagerly at first, for it is mostly microseconds late, then in sleeps that grow.
 _EAGER_LOOKS = 200
 _LONGEST_SLEEP = 0.001
-_ASK_SECONDS = 1.0
+_ASK_SECONDS = 0.2
 _LIMIT_SECONDS = 1800.0
 
 

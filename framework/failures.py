@@ -59,6 +59,22 @@ def read_failure(directory: str, rank: int) -> Failure | None:
     return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
+def record_trouble(directory: str, failure: Failure) -> None:
+    """Note an error that is about to end ``rank``: what it does on its way out other ranks may fail of."""
+    write_whole(_trouble_path(directory, failure.rank), json.dumps(asdict(failure)))
+
+
+def read_trouble(directory: str, rank: int) -> Failure | None:
+    """Return the error that is about to end ``rank``, or None."""
+    path = _trouble_path(directory, rank)
+    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def forget_trouble(directory: str, rank: int) -> None:
+    """The error did not end ``rank``: somebody caught it."""
+    _trouble_path(directory, rank).unlink(missing_ok=True)
+
+
 def record_leaving(directory: str, rank: int) -> None:
     """Note the moment from which other ranks may fail because ``rank`` leaves them."""
     write_whole(_leaving_path(directory, rank), repr(time.monotonic()))
@@ -85,6 +101,10 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(text, encoding="utf-8", errors="backslashreplace")
     draft.replace(path)
+
+
+def _trouble_path(directory: str, rank: int) -> Path:
+    return Path(directory) / f"rank_{rank}.trouble"
 
 
 def _leaving_path(directory: str, rank: int) -> Path:

@@ -18,6 +18,7 @@ from .preemption import SignalWatch
 from .report import box, end_lines, report, start_lines
 from .trainer_view import TrainerState
 from .training import FitLoop
+from .world import tell_of_no_trouble, tell_of_trouble
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -37,7 +38,9 @@ def run_stage(trainer: Trainer, stage: str, request: FitRequest) -> Any:
 @contextmanager
 def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None, None, None]:
     """Hold a run: what is set up is taken down, whatever happens in between."""
-    install_rank_hooks(trainer.fabric.resources.place)
+    place = trainer.fabric.resources.place
+    install_rank_hooks(place)
+    tell_of_no_trouble(place)
     trainer.state = TrainerState(stage, "running")
     trainer.last_module, trainer.datamodule = request.module, request.datamodule
     if request.datamodule is not None:
@@ -50,6 +53,7 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
         _teardown(trainer, stage)
     except BaseException as error:
         trainer.state.status = "interrupted"
+        tell_of_trouble(place, error)
         _fail(trainer, error)
         raise
     finally:

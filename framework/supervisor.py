@@ -12,13 +12,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from .errors import Preempted
-from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving
+from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
 from .whereabouts import read_whereabouts
 
 POLL_SECONDS = 0.02
@@ -223,9 +223,19 @@ class Supervisor:
 
     def _failures(self) -> list[Failure]:
         """Return what the ranks recorded, first failure first, without those that were only preempted."""
-        found = [read_failure(self._error_dir, rank.rank) for rank in self._ranks]
+        found = [self._failure_of(rank) for rank in self._ranks]
         failures = [failure for failure in found if failure and failure.exit_code != Preempted.exit_code]
         return sorted(failures, key=lambda failure: failure.seconds)
+
+    def _failure_of(self, rank: _Rank) -> Failure | None:
+        """Return what ended a rank, at the time when it met it: others fail of what it does on its way out."""
+        recorded = read_failure(self._error_dir, rank.rank)
+        if recorded is None and rank.code in (None, 0):
+            return None
+        trouble = read_trouble(self._error_dir, rank.rank)
+        if recorded is None or trouble is None:
+            return recorded or trouble
+        return replace(recorded, seconds=min(recorded.seconds, trouble.seconds))
 
     def _let_settle(self) -> None:
         """Wait until it shows who failed first: ranks that run their exit handlers end, and a crash is seen."""
@@ -235,8 +245,7 @@ class Supervisor:
     def _is_ending(self, rank: _Rank) -> bool:
         if rank.code is not None:
             return False
-        recorded = read_failure(self._error_dir, rank.rank) is not None
-        return recorded or read_leaving(self._error_dir, rank.rank) is not None
+        return any(read(self._error_dir, rank.rank) is not None for read in (read_failure, read_trouble, read_leaving))
 
     def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
         until = time.monotonic() + seconds

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 from .errors import ConfigurationError, unknown
-from .failures import record_leaving, record_meeting
+from .failures import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
 from .placement import ATTEMPT, ERROR_DIR, LOOPBACK, Launcher, Placement, check_devices, read_placement
 from .whereabouts import WhereaboutsFile
 
@@ -166,6 +166,20 @@ def library_environment(**variables: str) -> Iterator[None]:
 def error_dir() -> str | None:
     """Return the directory where a rank that phalanx started records why it failed, or None elsewhere."""
     return os.environ.get(ERROR_DIR) or None
+
+
+def tell_of_trouble(place: Placement, error: BaseException) -> None:
+    """Leave word of an error before anything is taken down: other ranks may fail of that, and are not to be blamed."""
+    if place.launcher == "phalanx" and (directory := error_dir()):
+        with contextlib.suppress(OSError):
+            record_trouble(directory, Failure.of(place.rank, error))
+
+
+def tell_of_no_trouble(place: Placement) -> None:
+    """Take that back: the error was caught."""
+    if place.launcher == "phalanx" and (directory := error_dir()):
+        with contextlib.suppress(OSError):
+            forget_trouble(directory, place.rank)
 
 
 def attempt() -> int:
