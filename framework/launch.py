@@ -29,7 +29,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from .errors import ConfigurationError, RankError
+from .errors import ConfigurationError, RankError, StalledError
 from .failures import INTERRUPTED, Failure, exit_code_of, record_failure
 from .rank_output import RankOutput
 from .restarts import Restarts, attempt_directory, run_directory
@@ -199,6 +199,7 @@ def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: 
     Raises:
         ConfigurationError: this process cannot be forked, or CUDA is in use in it.
         RankError: a rank failed; the others were ended. The message holds its traceback.
+        StalledError: a rank stalled; all were ended. The message holds their stacks.
     """
     _check_fork()
     with _private_directory() as directory, _meeting(directory, num_ranks) as meeting:
@@ -210,7 +211,7 @@ def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: 
             meeting.listener.close()
             verdict = supervisor.watch()
         if verdict.failed:
-            raise RankError(verdict.message)
+            raise (StalledError if verdict.exit_code == StalledError.exit_code else RankError)(verdict.message)
         result = _result_path(meeting).read_bytes()
     value: T = pickle.loads(result)
     return value

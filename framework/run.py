@@ -57,6 +57,7 @@ class Run:
         self.loggers = loggers
         self.stage = stage
         self.progress = Progress()
+        self.heartbeat = trainer.heartbeat
         self.triggers = Triggers(self.world)
         self.accumulation = AccumulationSchedule(1)
         self.optimizers: list[Optimizer] = []

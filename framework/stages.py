@@ -16,6 +16,7 @@ from .model_state import encode_known
 from .planning import settle_strategy
 from .preemption import SignalWatch
 from .report import box, end_lines, report, start_lines
+from .self_watch import watched
 from .trainer_view import TrainerState
 from .training import FitLoop
 from .world import tell_of_no_trouble, tell_of_trouble
@@ -45,19 +46,22 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
     trainer.last_module, trainer.datamodule = request.module, request.datamodule
     if request.datamodule is not None:
         request.datamodule.trainer = trainer
-    try:
-        yield
-        trainer.state.status = "finished"
-        if trainer.run is not None:
-            trainer.run.fabric.strategy.restore(trainer.run.module)
-        _teardown(trainer, stage)
-    except BaseException as error:
-        trainer.state.status = "interrupted"
-        tell_of_trouble(place, error)
-        _fail(trainer, error)
-        raise
-    finally:
-        _let_go(trainer, request)
+    with watched(trainer.heartbeat, trainer.fabric.resources.place, trainer.stall_limits):
+        try:
+            yield
+            trainer.heartbeat.enter("teardown")
+            trainer.state.status = "finished"
+            if trainer.run is not None:
+                trainer.run.fabric.strategy.restore(trainer.run.module)
+            _teardown(trainer, stage)
+        except BaseException as error:
+            trainer.heartbeat.enter("teardown")
+            trainer.state.status = "interrupted"
+            tell_of_trouble(place, error)
+            _fail(trainer, error)
+            raise
+        finally:
+            _let_go(trainer, request)
 
 
 def _fit(trainer: Trainer, request: FitRequest) -> None:

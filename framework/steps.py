@@ -17,6 +17,7 @@ from torch import Tensor
 from .batch_norm import is_collective
 from .call_watch import zero_gradients
 from .errors import LoopError, NonFiniteError
+from .heartbeat import LAST_BACKWARD, UPDATE
 from .losses import DeviceLossWatch
 from .run import Run
 from .standins import STAND_IN, StandIns
@@ -38,6 +39,7 @@ class TrainingStep:
         self.log = run.train_log
         self.triggers = run.triggers
         self.strategy = run.fabric.strategy
+        self.phase = run.heartbeat.phase
         self.world_size = run.world.size
         self.transfer = transfer
         self.batch_start = run.hooks("on_train_batch_start")
@@ -188,6 +190,7 @@ class AutomaticStep(TrainingStep):
         self.run.in_window = True
         contributed = False
         for position, batch in enumerate(batches):
+            self.phase[0] = position
             batch = self.start_batch(batch, index) if position or first is None else first
             if several or final:
                 self.strategy.sync_gradients(position == final and not fillers)
@@ -208,6 +211,8 @@ class AutomaticStep(TrainingStep):
                         self.run.heed_triggers()
                 self._drop_gradients()
             weight = 1.0 if weights is None else weights[position]
+            if position == final:
+                self.phase[0] = LAST_BACKWARD
             if loss is not None and weight:
                 contributed = True
             if self.asks and position == final and not fillers:
@@ -288,6 +293,7 @@ class AutomaticStep(TrainingStep):
         Callbacks hear of its end, with a loss of 0: what they do after it on other ranks, such as saving, may need all.
         """
         index = self.progress.batch_in_epoch
+        self.phase[0] = LAST_BACKWARD
         self.run.in_window = True
         self._drop_gradients()
         if fillers:
@@ -335,6 +341,7 @@ class AutomaticStep(TrainingStep):
             hook()
 
     def _update(self, contributed: bool, mean: float, consumed: int, index: int) -> None:
+        self.phase[0] = UPDATE
         if self.asks:
             contributed = self._anyone_contributed()
         if mean and (contributed or (self.world_size > 1 and not self.asks and self.strategy.contributed())):

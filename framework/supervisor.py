@@ -17,8 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from .errors import Preempted
+from .errors import Preempted, StalledError
 from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
+from .stalls import Stalls, StartedRanks
 from .whereabouts import read_whereabouts
 
 POLL_SECONDS = 0.02
@@ -100,6 +101,8 @@ class Supervisor:
         self._stopping = False
         self._crashed: list[_Rank] = []
         self._others: set[int] = set()
+        self._stalls = Stalls(StartedRanks(error_dir))
+        self._stall = ""
         if self._adopts_orphans:
             self._others = _children()
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -141,6 +144,9 @@ class Supervisor:
                 self.stop()
             elif time.monotonic() >= self._deadline:
                 self.stop()
+            elif self._has_stalled():
+                # Nothing that is stuck, or waits for that, could act on SIGTERM.
+                self._kill()
             else:
                 time.sleep(POLL_SECONDS)
         verdict = self._verdict()
@@ -157,6 +163,10 @@ class Supervisor:
                 rank.was_signalled = True
                 rank.send(signal.SIGTERM)
         self._wait(TERMINATE_SECONDS, lambda: False)
+        self._kill()
+
+    def _kill(self) -> None:
+        self._stopping = True
         for rank in self._ranks:
             if rank.code is None:
                 rank.was_signalled = rank.was_killed = True
@@ -221,6 +231,11 @@ class Supervisor:
             return False
         return any(self._is_bad(rank) for rank in self._ranks) or bool(self._failures())
 
+    def _has_stalled(self) -> bool:
+        if self._received is not signal.SIGINT:
+            self._stall = self._stalls.look({rank.rank: rank.process.pid for rank in self._ranks if rank.code is None})
+        return bool(self._stall)
+
     def _failures(self) -> list[Failure]:
         """Return what the ranks recorded, first failure first, without those that were only preempted."""
         found = [self._failure_of(rank) for rank in self._ranks]
@@ -256,6 +271,8 @@ class Supervisor:
         """Name the rank at fault: a crash beats a traceback, for the others only saw it; then the first failure."""
         if self._received is signal.SIGINT:
             return Verdict(INTERRUPTED, "interrupted", failed=True)
+        if self._stall:
+            return Verdict(StalledError.exit_code, self._stall, failed=True)
         if self._crashed:
             rank = min(self._crashed, key=lambda rank: rank.ended_at)
             signum = -(rank.code or 0)

@@ -17,6 +17,7 @@ from .datamodule import DataModule
 from .errors import ConfigurationError, is_count
 from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
+from .heartbeat import Heartbeat, StallTimeout, resolve_stall_timeout
 from .launch import can_rerun_script, install_exit_codes, launch_script
 from .memory.plan import MemoryPlan
 from .module import TrainModule
@@ -80,6 +81,8 @@ class Trainer(TrainerView):
             75, SIGINT with 130; a second SIGINT stops at once.
         max_restarts: how often ranks that phalanx started are started again after a failure, from the newest good
             checkpoint. It ends when a step fails twice in a row, and for whatever starting again would not change.
+        stall_timeout: after how many seconds (or which timedelta) without a sign of life a run ends with exit code 76,
+            all ranks' stacks shown; also a dict by section. None learns the limits, False sets none.
 
     Raises:
         ConfigurationError: an argument is not known, breaks a rule or contradicts another one.
@@ -130,6 +133,7 @@ class Trainer(TrainerView):
         nonfinite: str = "raise",
         preemption_signals: Sequence[str] = SIGNALS,
         max_restarts: int = 0,
+        stall_timeout: StallTimeout = None,
         **unknown_arguments: Any,
     ) -> None:
         install_exit_codes()
@@ -184,6 +188,8 @@ class Trainer(TrainerView):
         self.preemption_signals = check_signals(preemption_signals)
         check_count("max_restarts", max_restarts, 0)
         self.max_restarts = max_restarts
+        self.stall_limits = resolve_stall_timeout(stall_timeout)
+        self.heartbeat = Heartbeat()
         self.inference_mode = inference_mode
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler

@@ -17,6 +17,7 @@ from .datamodule import DataModule
 from .errors import ConfigurationError
 from .evaluation import EvaluationPlan
 from .fabric.fabric import Fabric
+from .heartbeat import Heartbeat
 from .logger import Logger
 from .module import TrainModule
 from .optimization import SchedulerConfig
@@ -73,6 +74,8 @@ class TrainerView:
     callbacks: list[Callback]
     loggers: list[Logger]
     preemption_signals: tuple[str, ...]
+    stall_limits: tuple[float, ...]
+    heartbeat: Heartbeat
     directory: RunDirectory
     state: TrainerState
     accumulation: AccumulationSchedule

@@ -136,7 +136,7 @@ class FitLoop:
     def _batches(self) -> bool:
         """Train on the epoch's batches; return whether they were all taken."""
         run, plan, step, log = self.run, self.plan, self.step, self.run.train_log
-        progress, triggers, take = run.progress, run.triggers, self.windows.take
+        progress, triggers, take, beat = run.progress, run.triggers, self.windows.take, run.heartbeat.step
         one_rank = run.world.size == 1
         every, log_every, tell = plan.validate_every_batches, plan.log_every_n_steps, self.tell
         stops = plan.max_steps if plan.max_steps >= 0 else math.inf
@@ -150,6 +150,7 @@ class FitLoop:
                 if tell is not None:
                     tell(progress.global_step, progress.epoch, progress.batch_in_epoch)
                 window = take()
+                beat(progress.global_step, progress.epoch, progress.batch_in_epoch)
                 if window is None or not step(*window):
                     if not step.refused:
                         self._check_not_empty()
@@ -171,6 +172,7 @@ class FitLoop:
         finally:
             step.flush()
             log.in_step = False
+            run.heartbeat.enter("epoch")
 
     def _tell_where(self) -> None:
         """Note where this rank stands, for whoever looks at what became of it."""
