@@ -254,7 +254,8 @@ def describe(
         if threads := stacks[rank].threads():
             lines.append(threads)
     silent = behind.get(guilty[0]) or max(behind.values(), key=lambda silent: silent.seconds)
-    state = " (stopped by a signal)" if stacks[guilty[0]].is_stopped else ""
+    first = stacks[guilty[0]]
+    state = " (stopped by a signal)" if first.is_stopped else " (waiting for another rank)" if first.waits else ""
     where = beats[guilty[0]] or "before fit"
     how = ", learned from this run" if silent.learned else ""
     lines.append(

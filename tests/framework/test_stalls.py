@@ -194,7 +194,7 @@ def told(
         # Neither is behind: the one that does not wait is at fault, the stopped one before all.
         ([[WAITING], [AT_WORK]], set(), "rank 1 (pid 1) stalled"),
         ([[AT_WORK], [STOPPED]], set(), "rank 1 (pid 1) stalled (stopped by a signal)"),
-        ([[WAITING], [WAITING]], set(), "ranks 0, 1 stalled"),
+        ([[WAITING], [WAITING]], set(), "ranks 0, 1 stalled (waiting for another rank)"),
         # It computes, and stays at the same line: a loop that never ends.
         ([[WAITING], [AT_WORK]], {1}, "rank 1 (pid 1) stalled"),
         # It computes, and its stack changes: it is slow, and who waits for it is not at fault either.
