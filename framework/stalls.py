@@ -3,7 +3,7 @@
 A rank that waits for another one is silent too. So only those are judged that all others wait for: the ranks that have
 come least far. A limit that nobody gave is learned: ten times the longest silence that a section has shown, and more
 while little of it was seen. A rank whose stack changes is at work, only slower than was thought, as on a machine that
-others use too: it gets ten times the limit.
+others use too: its limit begins anew, up to ten times.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Silent:
     seconds: float
     limit: float
     learned: bool
+    granted: float
+    """The limit as far as it was extended."""
 
     @property
     def doubt_seconds(self) -> float:
@@ -66,9 +68,14 @@ class Silent:
         return min(_DOUBT_SECONDS, self.limit / 2)
 
     @property
+    def longest(self) -> float:
+        """How long it may be silent if it is seen to work."""
+        return max(_LEAST_EXCUSE, FACTOR * self.limit)
+
+    @property
     def is_late(self) -> bool:
         """Whether the limit is over."""
-        return self.seconds > self.limit
+        return self.seconds > self.granted
 
 
 @dataclass
@@ -119,14 +126,14 @@ class StallWatch:
     def _silence(self, rank: int) -> float:
         return self.now - self._silences[rank].since
 
-    def _limit(self, rank: int) -> tuple[float, bool]:
-        """Return how long a rank may be silent where it is, and whether that was learned."""
+    def _limit(self, rank: int) -> tuple[float, bool, float]:
+        """Return how long a rank may be silent where it is, whether that was learned, and what it was granted."""
         silence = self._silences[rank]
         if silence.beat is None or silence.beat.section == OUTSIDE:
-            return FIRST_SECONDS, False
+            return FIRST_SECONDS, False, max(FIRST_SECONDS, silence.excused)
         given = silence.beat.limits[silence.beat.section]
         limit = self._sections[silence.beat.section].limit if given == LEARNED else given
-        return max(limit, silence.excused), given == LEARNED
+        return limit, given == LEARNED, max(limit, silence.excused)
 
 
 def _place(beat: Beat | None) -> tuple[int, int]:
@@ -185,7 +192,7 @@ class Stalls:
         """
         beats = self._ranks.beats(pids)
         behind = self._watch.look(beats)
-        doubtful = [silent for silent in behind.values() if silent.seconds > silent.limit - silent.doubt_seconds]
+        doubtful = [silent for silent in behind.values() if silent.seconds > silent.granted - silent.doubt_seconds]
         if not doubtful:
             self._doubt = None
             return ""
@@ -219,7 +226,11 @@ class Stalls:
         late = [rank for rank, silent in behind.items() if silent.is_late]
         watched = [rank for rank in behind if stacks[rank].is_debugged]
         stopped = [rank for rank, each in stacks.items() if each.is_stopped]
-        working = [rank for rank in before if before[rank].frames != stacks[rank].frames]
+        working = [
+            rank
+            for rank in before
+            if before[rank].frames != stacks[rank].frames and behind[rank].seconds < behind[rank].longest
+        ]
         stuck = [rank for rank in late if rank not in working and not stacks[rank].waits]
         if not watched and (stopped or stuck):
             return stopped or stuck
@@ -227,9 +238,10 @@ class Stalls:
             # Each of them waits for others.
             return late
         for rank in {*late, *working}:
-            limit = math.inf if watched else max(_LEAST_EXCUSE, FACTOR * behind[rank].limit)
+            silent = behind[rank]
             # One that waits for a rank that is not late yet gets as long as that one.
-            self._watch.excuse(rank, limit if watched or working else behind[rank].seconds + _DOUBT_SECONDS)
+            more = min(silent.seconds + silent.limit, silent.longest) if working else silent.seconds + _DOUBT_SECONDS
+            self._watch.excuse(rank, math.inf if watched else more)
         return []
 
 
