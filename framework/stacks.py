@@ -54,6 +54,11 @@ class Stacks:
         return _any_in(self.frames[:3], _WAITING) or _any_in(self.frames[:1], _WAITING_INNERMOST)
 
     @property
+    def collects(self) -> bool:
+        """Whether Python collects garbage, which takes a second where a core is shared, and always ends."""
+        return "Garbage-collecting" in "".join(self.frames[:1])
+
+    @property
     def is_debugged(self) -> bool:
         """Whether a person looks into it."""
         return self.state == "t" or _any_in(self.frames, _DEBUGGERS)
@@ -94,7 +99,7 @@ def read_stacks(
 def _wait_for_answers(before: Mapping[Path, int]) -> None:
     until = time.monotonic() + ANSWER_SECONDS
     sizes = dict(before)
-    while time.monotonic() < until:
+    while sizes and time.monotonic() < until:
         time.sleep(_QUIET_SECONDS)
         now = {path: _size(path) for path in before}
         if now == sizes and all(now[path] > size for path, size in before.items()):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .heartbeat import LEARNED, OUTSIDE, SECTIONS, Beat, BeatReader
-from .stacks import Stacks, read_stacks, work_seconds
+from .stacks import Stacks, process_state, read_stacks, work_seconds
 
 # The limit where nothing is known yet; after n signs of life in a section an n-th of it still holds.
 FIRST_SECONDS = 1800.0
@@ -173,8 +173,9 @@ class _Doubt:
     beats: dict[int, Beat | None]
     since: float
     work: dict[int, float]
+    busy: set[int] = field(default_factory=set)
     stacks: dict[int, Stacks] | None = None
-    """Of those that were at work."""
+    """Of those that are busy."""
 
 
 class Stalls:
@@ -198,10 +199,11 @@ class Stalls:
             return ""
         doubt = self._doubt = self._doubt_of({rank: beats[rank] for rank in behind}, pids)
         looked = (self._watch.now - doubt.since) / min(silent.doubt_seconds for silent in doubtful)
-        if doubt.stacks is None and looked > 0.5:
-            # One that sleeps is not asked before it is sure that it stalls: a signal might wake it.
-            busy = {rank: pids[rank] for rank in behind if self._works(doubt, rank, pids[rank])}
-            doubt.stacks = self._ranks.stacks(busy, beats) if busy else {}
+        if doubt.stacks is None:
+            doubt.busy |= {rank for rank in behind if self._is_busy(doubt, rank, pids[rank])}
+            if looked > 0.5:
+                # One that sleeps is not asked before it is sure that it stalls: a signal might wake it.
+                doubt.stacks = self._ranks.stacks({rank: pids[rank] for rank in doubt.busy}, beats)
         if doubt.stacks is None or looked < 0.9 or not any(silent.is_late for silent in doubtful):
             return ""
         self._doubt = None
@@ -216,8 +218,11 @@ class Stalls:
             return self._doubt
         return _Doubt(beats, self._watch.now, {rank: work_seconds(pids[rank]) for rank in beats})
 
-    def _works(self, doubt: _Doubt, rank: int, pid: int) -> bool:
-        return work_seconds(pid) - doubt.work[rank] > _ASLEEP * (self._watch.now - doubt.since)
+    def _is_busy(self, doubt: _Doubt, rank: int, pid: int) -> bool:
+        # What waits for a core or a disk may not have been given either in all the time since.
+        return process_state(pid) in ("R", "D") or work_seconds(pid) - doubt.work[rank] > _ASLEEP * (
+            self._watch.now - doubt.since
+        )
 
     def _guilty(
         self, behind: Mapping[int, Silent], before: Mapping[int, Stacks], stacks: Mapping[int, Stacks]
@@ -229,7 +234,7 @@ class Stalls:
         working = [
             rank
             for rank in before
-            if before[rank].frames != stacks[rank].frames and behind[rank].seconds < behind[rank].longest
+            if behind[rank].seconds < behind[rank].longest and _works(before[rank], stacks[rank])
         ]
         stuck = [rank for rank in late if rank not in working and not stacks[rank].waits]
         if not watched and (stopped or stuck):
@@ -243,6 +248,13 @@ class Stalls:
             more = min(silent.seconds + silent.limit, silent.longest) if working else silent.seconds + _DOUBT_SECONDS
             self._watch.excuse(rank, math.inf if watched else more)
         return []
+
+
+def _works(before: Stacks, after: Stacks) -> bool:
+    """Whether a rank that is busy gets on, by its stacks."""
+    # One that would run and does not answer has no core to do so.
+    starved = after.state == "R" and not after.frames
+    return before.frames != after.frames or after.collects or starved
 
 
 def describe(

@@ -31,6 +31,8 @@ AT_WORK = Stacks(('  File "train.py", line 3 in training_step',))
 ELSEWHERE = Stacks(('  File "train.py", line 4 in training_step',))
 WAITING = Stacks(('  File "/lib/torch/distributed/distributed_c10d.py", line 9 in all_reduce',))
 STOPPED = Stacks(state="T")
+COLLECTING = Stacks(("  Garbage-collecting", *AT_WORK.frames))
+STARVED = Stacks(state="R")
 DEBUGGED = Stacks(('  File "/lib/python3.11/pdb.py", line 9 in user_line',))
 
 
@@ -169,7 +171,8 @@ class OnPaper:
         return {rank: self._beats[rank] for rank in pids}
 
     def stacks(self, pids: Mapping[int, int], beats: Mapping[int, Beat | None]) -> dict[int, Stacks]:
-        self.asked.append(set(pids))
+        if pids:
+            self.asked.append(set(pids))
         return {rank: next(self._stacks[rank]) for rank in pids}
 
 
@@ -179,6 +182,7 @@ def told(
     """Return what is told of ranks within so many seconds; those in ``computing`` use a core."""
     now = [0.0]
     monkeypatch.setattr(stalls, "work_seconds", lambda pid: now[0] if pid in computing else 0.0)
+    monkeypatch.setattr(stalls, "process_state", lambda pid: "S")
     watch = Stalls(ranks)
     watch._watch = StallWatch(lambda: now[0])
     while now[0] < seconds:
@@ -199,6 +203,9 @@ def told(
         ([[WAITING], [AT_WORK]], {1}, "rank 1 (pid 1) stalled"),
         # It computes, and its stack changes: it is slow, and who waits for it is not at fault either.
         ([[WAITING], [AT_WORK, ELSEWHERE]], {1}, ""),
+        # It would run, and was given no core to answer on.
+        ([[WAITING], [STARVED]], {1}, ""),
+        ([[WAITING], [COLLECTING]], {1}, ""),
         ([[WAITING], [DEBUGGED]], set(), ""),
     ],
 )
