@@ -379,7 +379,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (1, "single")])
 def test_a_run_that_stalls_ends_with_76(ranks: int, strategy: str) -> None:
-    done = run_script(SCRIPT, str(ranks), strategy)
+    done = run_script(SCRIPT, str(ranks), strategy, timeout=180.0)
     assert done.returncode == 76, done.stdout
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"rank {ranks - 1} (pid ")
