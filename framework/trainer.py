@@ -76,7 +76,8 @@ class Trainer(TrainerView):
         reload_dataloaders_every_n_epochs: ask for new loaders every n epochs.
         default_root_dir: where ``<name>/version_<n>`` goes (default: the working directory).
         plugins: None; strategies, loggers and callbacks are registered by name instead.
-        nonfinite: what a loss that is NaN or infinite does: ``"raise"``, ``"skip"`` its update, or ``"ignore"``.
+        nonfinite: what a loss or gradient that is NaN or infinite does: ``"raise"`` on all ranks before its update,
+            ``"skip"`` the update, at most 10 in a row, or ``"ignore"``.
         preemption_signals: at which signals to finish the step, save and end: SIGTERM, SIGUSR1, SIGUSR2 with exit code
             75, SIGINT with 130; a second SIGINT stops at once.
         max_restarts: how often ranks that phalanx started are started again after a failure, from the newest good
@@ -180,7 +181,6 @@ class Trainer(TrainerView):
             default_root_dir=default_root_dir,
         )
         self.fabric = Fabric(accelerator, strategy, devices, num_nodes, precision)
-        self.fabric.updater.guarded |= nonfinite == "skip"
         self.loggers = resolve_loggers(logger, self.settings)
         self.callbacks = resolve_callbacks(
             callbacks, self.settings, enable_checkpointing, enable_progress_bar, enable_model_summary
@@ -226,7 +226,7 @@ class Trainer(TrainerView):
         Raises:
             ConfigurationError: something cannot work; before any process starts.
             CheckpointError: the checkpoint is refused.
-            NonFiniteError: a loss is NaN or infinite.
+            NonFiniteError: a loss or gradient is NaN or infinite.
         """
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
