@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
+from .collective_watch import comparing_collectives
 from .errors import StorageError
 from .evaluation import evaluate, predict
 from .launch import install_rank_hooks
@@ -70,7 +71,11 @@ def _fit(trainer: Trainer, request: FitRequest) -> None:
         loop = assemble_fit(trainer, request)
         watch.tell(loop.run.triggers)
         _begin(trainer, loop)
-        with torch.autograd.set_detect_anomaly(True) if trainer.settings.detect_anomaly else nullcontext():
+        with ExitStack() as modes:
+            if trainer.settings.detect_anomaly:
+                modes.enter_context(torch.autograd.set_detect_anomaly(True))
+            if trainer.settings.debug == "collectives":
+                modes.enter_context(comparing_collectives(loop.run, loop.step))
             loop()
         loop.run.saver.settle()
         _end(trainer, loop)

@@ -21,9 +21,10 @@ from .heartbeat import LAST_BACKWARD, UPDATE
 from .losses import DeviceLossWatch
 from .nonfinite import NonFiniteGuard, Seen
 from .run import Run
+from .spikes import LossSpikes
 from .standins import STAND_IN, StandIns
 from .strategy import StepFunction
-from .triggers import Agreement
+from .triggers import NOTE, Agreement
 from .user_code import StrategyOptimizer, in_context, is_overridden, with_arity
 from .windows import Windows
 from .world import Pending
@@ -59,7 +60,10 @@ class TrainingStep:
         self.guard.newest = lambda: Seen(None, self.log.batch, self.index)
         self.reads_loss = run.world.device.type == "cpu"
         watches = nonfinite == "raise" and run.world.device.type == "cuda"
-        self.watch = DeviceLossWatch(self.report) if watches else None
+        self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
+        self.spikes = LossSpikes()
+        self.pace = run.triggers.pace
+        self.pace.forward_counts = not self.strategy.traits.lockstep_forward
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step, in the precision's context, through the strategy."""
@@ -91,13 +95,30 @@ class TrainingStep:
         """Keep a loss for whoever shows it, and see whether it is finite."""
         if self.reads_loss:
             number = loss.item()
-            if number - number != 0.0 and self.guard.sees_losses:
-                self.meet_nonfinite(number)
+            if number - number != 0.0:
+                if self.guard.sees_losses:
+                    self.meet_nonfinite(number)
+            elif self.spikes(number):
+                self.tell_spike(number, self.progress.global_step)
             self.run.latest_loss = number
         else:
             self.run.latest_loss = loss.detach()
             if self.watch is not None:
                 self.watch(loss, self.progress.global_step)
+
+    def judge(self, number: float, step: int) -> None:
+        """Look at a loss that a device told late."""
+        if self.spikes(number):
+            self.tell_spike(number, step)
+
+    def tell_spike(self, number: float, step: int) -> None:
+        """Have rank 0 note a loss of this rank that is far above those before it."""
+        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
+        self.triggers.set(
+            NOTE,
+            f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self.progress.epoch}){where}; it had been "
+            f"about {self.spikes.mean:.4g}, give or take {self.spikes.deviation:.2g}.",
+        )
 
     def meet_nonfinite(self, number: float) -> None:
         """Take note of a loss of this rank that is not finite."""
@@ -108,6 +129,8 @@ class TrainingStep:
         self.progress.batch_in_epoch += consumed
         self.progress.global_batch += consumed
         self.progress.attempts += 1
+        if self.world_size > 1:
+            self.pace.updated()
 
     def start_batch(self, batch: Any, index: int) -> Any:
         """Transfer a batch, tell the log, call the hooks; return the batch."""

@@ -78,6 +78,7 @@ class Trainer(TrainerView):
         plugins: None; strategies, loggers and callbacks are registered by name instead.
         nonfinite: what a loss or gradient that is NaN or infinite does: ``"raise"`` on all ranks before its update,
             ``"skip"`` the update, at most 10 in a row, or ``"ignore"``.
+        debug: ``"collectives"`` compares what ranks do before each collective and names the first difference; slow.
         preemption_signals: at which signals to finish the step, save and end: SIGTERM, SIGUSR1, SIGUSR2 with exit code
             75, SIGINT with 130; a second SIGINT stops at once.
         max_restarts: how often ranks that phalanx started are started again after a failure, from the newest good
@@ -132,6 +133,7 @@ class Trainer(TrainerView):
         default_root_dir: str | Path | None = None,
         plugins: None = None,
         nonfinite: str = "raise",
+        debug: str | None = None,
         preemption_signals: Sequence[str] = SIGNALS,
         max_restarts: int = 0,
         stall_timeout: StallTimeout = None,
@@ -174,6 +176,7 @@ class Trainer(TrainerView):
             gradient_clip_val=gradient_clip_val,
             gradient_clip_algorithm=gradient_clip_algorithm,
             nonfinite=nonfinite,
+            debug=debug,
             fast_dev_run=fast_dev_run,
             barebones=barebones,
             detect_anomaly=detect_anomaly,
