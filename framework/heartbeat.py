@@ -1,9 +1,10 @@
 """``Heartbeat``: how far a rank has come, in a few bytes of memory that its supervisor reads.
 
 A run goes through sections: set-up, epoch (what lies between the batches of two epochs), step, evaluation, save and
-teardown. A rank notes which one it is in, and every sign of life in it. A step costs one write of a struct and three of
-a number, into memory: no system call, no lock, no clock. Whoever watches has a clock of its own, and looks whether the
-bytes have changed.
+teardown. A rank notes which one it is in, every sign of life in it, and the optimizer step, the epoch and the batch
+where it stands. A step costs two writes of a struct and three of a number, into memory: no system call, no lock, no
+clock. Whoever watches has a clock of its own, and looks whether the bytes have changed; what it has opened outlives the
+rank, and so tells where one was that was killed.
 
 What is noted goes the same way on all ranks, so that it can be compared: the rank whose number is lowest is the one
 that the others wait for. Within a step or an evaluation ``phase`` counts on.
@@ -39,11 +40,13 @@ LAST_BACKWARD = 1 << 30
 UPDATE = LAST_BACKWARD + 1
 
 _HEAD = struct.Struct(f"<QQQ{len(SECTIONS)}d")
-_BEAT = struct.Struct("<QIIQQQ")
 _MARK = struct.Struct("<QII")
-_BEAT_AT = 128
-_PHASE_AT = _BEAT_AT + 12
-_BYTES = 256
+_PLACE = struct.Struct("<qqq")
+_MARK_AT = 128
+_PHASE_AT = _MARK_AT + 12
+_PLACE_AT = _MARK_AT + _MARK.size
+_NOWHERE = -1
+_UNTOUCHED = bytes(_PLACE_AT) + _PLACE.pack(_NOWHERE, _NOWHERE, _NOWHERE)
 # Of those that a program hardly uses; sent to a process only that has said it takes it.
 _SIGNALS = range(signal.SIGRTMIN + 9, signal.SIGRTMIN + 13) if hasattr(signal, "SIGRTMIN") else range(0)
 
@@ -87,7 +90,7 @@ class Heartbeat:
         self._file = -1
         self._asks = 0
         self._section = OUTSIDE
-        self._use(bytearray(_BYTES))
+        self._use(bytearray(_UNTOUCHED))
 
     def _use(self, memory: Any) -> None:
         self._bytes = memory
@@ -104,15 +107,14 @@ class Heartbeat:
                 self._file = _make(path)
             if path != self._path:
                 with open(path, "r+b") as file:
-                    self._use(mmap.mmap(file.fileno(), _BYTES))
+                    self._use(mmap.mmap(file.fileno(), len(_UNTOUCHED)))
                 self._path, self._asks = path, _offer_stacks(path.with_suffix(".stacks"))
             return True
         return False
 
     def begin(self, limits: tuple[float, ...]) -> None:
         """Enter the first section of a stage, in which the given limits hold."""
-        number, _, _ = _MARK.unpack_from(self._bytes, _BEAT_AT)
-        self._number = int(number)
+        self._number = int(_MARK.unpack_from(self._bytes, _MARK_AT)[0])
         main = threading.main_thread().ident or 0
         _HEAD.pack_into(self._bytes, 0, os.getpid(), main, self._asks, *limits)
         self.enter("set-up")
@@ -121,7 +123,7 @@ class Heartbeat:
         """Be in another section. All ranks do so alike."""
         self._section = SECTIONS.index(section)
         self._number += 1
-        _MARK.pack_into(self._bytes, _BEAT_AT, self._number, self._section, 0)
+        _MARK.pack_into(self._bytes, _MARK_AT, self._number, self._section, 0)
 
     def reach(self) -> None:
         """Note that this rank has come to a place in its section where it may have to wait for the others."""
@@ -137,11 +139,15 @@ class Heartbeat:
         finally:
             self.enter(before)
 
-    def step(self, step: int, epoch: int, batch: int, pack: Any = _BEAT.pack_into) -> None:
-        """Begin an optimizer step, whose data is there. All ranks do so alike."""
+    def stand_at(self, step: int, epoch: int, batch: int, pack: Any = _PLACE.pack_into) -> None:
+        """Note which optimizer step comes next, and the epoch and the batch that it begins with."""
+        pack(self._bytes, _PLACE_AT, step, epoch, batch)
+
+    def step(self, pack: Any = _MARK.pack_into) -> None:
+        """Begin that step, whose data is there. All ranks do so alike."""
         self._section = _STEP
         self._number = number = self._number + 1
-        pack(self._bytes, _BEAT_AT, number, _STEP, 0, step, epoch, batch)
+        pack(self._bytes, _MARK_AT, number, _STEP, 0)
 
     def read(self) -> Beat:
         """Return what was noted last."""
@@ -161,6 +167,7 @@ class Beat:
     section: int
     phase: int
     step: int
+    """The optimizer step that is under way, or comes next; negative where training has not begun."""
     epoch: int
     batch: int
 
@@ -168,18 +175,23 @@ class Beat:
     def of(cls, content: bytes) -> Beat:
         """Read the bytes that a Heartbeat wrote."""
         pid, main, asks, *limits = _HEAD.unpack_from(content, 0)
-        return cls(pid, main, asks, tuple(limits), *_BEAT.unpack_from(content, _BEAT_AT))
+        mark, where = _MARK.unpack_from(content, _MARK_AT), _PLACE.unpack_from(content, _PLACE_AT)
+        return cls(pid, main, asks, tuple(limits), *mark, *where)
 
     @property
     def place(self) -> tuple[int, int]:
         """How far the rank has come, to be compared between ranks."""
         return self.number, self.phase
 
+    @property
+    def where(self) -> str:
+        """Where in its training the rank is; empty where that has not begun."""
+        return "" if self.step < 0 else f"at step {self.step} (epoch {self.epoch}, batch {self.batch})"
+
     def __str__(self) -> str:
         if self.number == 0 or self.section == OUTSIDE:
             return "outside of fit"
-        where = f", epoch {self.epoch}, batch {self.batch}" if self.step or self.batch or self.epoch else ""
-        return f"in the section {SECTIONS[self.section]!r} (optimizer step {self.step}{where})"
+        return f"in the section {SECTIONS[self.section]!r} {self.where}".rstrip()
 
 
 class BeatReader:
@@ -195,7 +207,7 @@ class BeatReader:
         """Return what the rank noted last, the same object while that is unchanged; None before it has begun."""
         if self._memory is None:
             with contextlib.suppress(OSError, ValueError), open(self._path, "rb") as file:
-                self._memory = mmap.mmap(file.fileno(), _BYTES, prot=mmap.PROT_READ)
+                self._memory = mmap.mmap(file.fileno(), len(_UNTOUCHED), prot=mmap.PROT_READ)
         if self._memory is not None and (content := self._memory[:]) != self._content:
             self._content, beat = content, Beat.of(content)
             self._beat = beat if beat.number else None
@@ -214,10 +226,10 @@ def _make(path: Path) -> int:
     """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("phalanx-beat")
-        os.write(file, bytes(_BYTES))
+        os.write(file, _UNTOUCHED)
         os.symlink(f"/proc/{os.getpid()}/fd/{file}", path)
         return file
-    path.write_bytes(bytes(_BYTES))
+    path.write_bytes(_UNTOUCHED)
     return -1
 
 

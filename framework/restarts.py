@@ -60,10 +60,8 @@ class FitPlace:
     version: int
     directory: str
     """The run's directory; empty for a run that keeps no files."""
-    folders: list[str]
-    """Folders of checkpoints outside of it, which may hold those of other runs too."""
-    began: float
-    """When the first attempt came to this fit, in seconds since 1970."""
+    identity: str | None
+    """What its checkpoints carry, also those in a folder that other runs share; None as long as it keeps none."""
 
 
 def attempt_directory(launch_directory: str, attempt: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,7 +87,7 @@ def claim_directory(
     before = None if notes is None or not world.is_global_zero else earlier_fit(notes, attempt())
 
     def find() -> Origin:
-        again = None if before is None else _continued(before, directory, note)
+        again = None if before is None else _continued(before, directory, callbacks, note)
         return again or _find(given, directory.root, directory.name, callbacks, note)
 
     def claim() -> Origin:
@@ -105,7 +104,9 @@ def claim_directory(
             if given == "auto":
                 _clean_passed_over(directory, found, note)
         if notes is not None:
-            _leave_note(notes, directory, callbacks, writes, before)
+            path = str(directory.path) if writes else ""
+            with contextlib.suppress(OSError):
+                record_fit(notes, FitPlace(directory.version, path, directory.identity))
         return replace(found, version=directory.version, identity=directory.identity)
 
     origin = on_rank_zero(world, claim)
@@ -114,29 +115,24 @@ def claim_directory(
     return origin
 
 
-def _leave_note(
-    notes: str, directory: RunDirectory, callbacks: Sequence[Callback], writes: bool, before: FitPlace | None
-) -> None:
-    """Tell the process that started the ranks, and an attempt after this one, where a fit writes."""
-    folders = [str(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
-    began = time.time() if before is None else before.began
-    path = str(directory.path) if writes else ""
-    with contextlib.suppress(OSError):
-        record_fit(notes, FitPlace(directory.version, path, folders, began))
-
-
-def _continued(before: FitPlace, directory: RunDirectory, note: Callable[[str], None]) -> Origin | None:
+def _continued(
+    before: FitPlace, directory: RunDirectory, callbacks: Sequence[Callback], note: Callable[[str], None]
+) -> Origin | None:
     """Return where a fit stands that an earlier attempt of this launch began; None where it saved nothing."""
+    if before.identity is None:
+        return None
 
-    def of_another_run(manifest: Manifest) -> str | None:
-        mine = manifest.saved_at >= before.began
-        return not_resumable(manifest) if mine else "it was saved before this run began."
+    def refused(manifest: Manifest) -> str | None:
+        return not_resumable(manifest) if _run_of(manifest) == before.identity else "another run saved it."
 
     own = RunDirectory(directory.root, directory.name, before.version).checkpoints
-    for folder, refuse in ((own, not_resumable), *((Path(folder), of_another_run) for folder in before.folders)):
-        if (checkpoint := newest_good(folder, note, refuse)) is not None:
-            return Origin(before.version, checkpoint, verified=True, continues=True)
-    return None
+    checkpoint = newest_good([own, *_places(callbacks)], note, refused)
+    return None if checkpoint is None else Origin(before.version, checkpoint, verified=True, continues=True)
+
+
+def _run_of(manifest: Manifest) -> object:
+    """Return the identity of the run that saved a checkpoint; None where it carries none."""
+    return manifest.document.get("run") if isinstance(manifest.document, dict) else None
 
 
 def on_rank_zero(world: World, function: Callable[[], T]) -> T:
@@ -168,7 +164,7 @@ def _passing_over_others(identity: str | None, refuse: Refuse | None) -> Refuse:
     """Return what refuses checkpoints of other runs too, as far as it can be told."""
 
     def refused(manifest: Manifest) -> str | None:
-        theirs = manifest.document.get("run") if isinstance(manifest.document, dict) else None
+        theirs = _run_of(manifest)
         if None not in (theirs, identity) and theirs != identity:
             return "another run saved it; give each run a dirpath of its own, or this path as ckpt_path."
         return refuse(manifest) if refuse is not None else None

@@ -64,8 +64,8 @@ class SelfWatch(threading.Thread):
     def run(self) -> None:
         """Look from time to time."""
         while not self._over.wait(LOOK_SECONDS):
-            if message := self._stalls.look({self._place.rank: os.getpid()}):
-                self._tell(message)
+            if stall := self._stalls.look({self._place.rank: os.getpid()}):
+                self._tell(stall.message)
                 return
 
     def beats(self, pids: Mapping[int, int]) -> dict[int, Beat | None]:

@@ -166,6 +166,14 @@ class StartedRanks:
         return read_stacks(pids, beats, {rank: reader.stacks for rank, reader in self._readers.items()})
 
 
+@dataclass(frozen=True)
+class Stall:
+    """The ranks that have stalled, and what to tell of it."""
+
+    ranks: tuple[int, ...]
+    message: str
+
+
 @dataclass
 class _Doubt:
     """What the ranks that have come least far were found to do since their limit is nearly over."""
@@ -186,8 +194,8 @@ class Stalls:
         self._watch = StallWatch()
         self._doubt: _Doubt | None = None
 
-    def look(self, pids: Mapping[int, int]) -> str:
-        """Return what to tell of a stall among the ranks that still run, given by their pids; empty if there is none.
+    def look(self, pids: Mapping[int, int]) -> Stall | None:
+        """Return the stall among the ranks that still run, given by their pids, or None where there is none.
 
         Takes up to 0.6 seconds where there may be one.
         """
@@ -196,7 +204,7 @@ class Stalls:
         doubtful = [silent for silent in behind.values() if silent.seconds > silent.granted - silent.doubt_seconds]
         if not doubtful:
             self._doubt = None
-            return ""
+            return None
         doubt = self._doubt = self._doubt_of({rank: beats[rank] for rank in behind}, pids)
         looked = (self._watch.now - doubt.since) / min(silent.doubt_seconds for silent in doubtful)
         if doubt.stacks is None:
@@ -205,13 +213,13 @@ class Stalls:
                 # One that sleeps is not asked before it is sure that it stalls: a signal might wake it.
                 doubt.stacks = self._ranks.stacks({rank: pids[rank] for rank in doubt.busy}, beats)
         if doubt.stacks is None or looked < 0.9 or not any(silent.is_late for silent in doubtful):
-            return ""
+            return None
         self._doubt = None
         stacks = self._ranks.stacks(pids, beats)
         if doubt.stacks and self._ranks.beats(pids) != beats:
-            return ""
+            return None
         guilty = self._guilty(behind, doubt.stacks, stacks)
-        return describe(guilty, behind, pids, beats, stacks) if guilty else ""
+        return Stall(tuple(guilty), describe(guilty, behind, pids, beats, stacks)) if guilty else None
 
     def _doubt_of(self, beats: dict[int, Beat | None], pids: Mapping[int, int]) -> _Doubt:
         if self._doubt is not None and self._doubt.beats == beats:

@@ -55,7 +55,7 @@ class Traits:
     """``load_model_state`` shows all ranks what one of them was given, by a collective."""
     carries_flags: bool = False
     """What is reduced anyway tells all ranks whether any had a loss, and whether one was not finite: ``contributed``
-    and ``met_nonfinite`` are asked. Else ranks exchange that in a message of their own."""
+    and ``met_nonfinite`` are asked. Else ranks exchange that in a message of their own in every update."""
     supports_several_optimizers: bool = True
     clips_by_value: bool = True
 
@@ -155,14 +155,14 @@ class Strategy(ABC):
         """Take part in the reduction of an optimizer step with a gradient of zero. Collective."""
 
     def contributed(self) -> bool:
-        """Whether any rank's loss took part since the last update. Asked only by a rank whose own did not."""
+        """Whether any rank's loss took part since the last update. Asked of ``carries_flags``, by those without one."""
         return False
 
     def mark_nonfinite(self) -> None:
         """Have all ranks know that the loss of this rank's coming backward is not finite. Only of ``carries_flags``."""
 
     def met_nonfinite(self) -> bool:
-        """Whether any rank marked a loss since the last update. Asked only where ``carries_flags``."""
+        """Whether any rank marked a loss since the last update. Only of ``carries_flags``."""
         return False
 
     @abstractmethod

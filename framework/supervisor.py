@@ -19,8 +19,8 @@ from typing import Protocol
 
 from .errors import Preempted, StalledError
 from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
-from .stalls import Stalls, StartedRanks
-from .whereabouts import read_whereabouts
+from .heartbeat import Beat
+from .stalls import Stall, Stalls, StartedRanks
 
 POLL_SECONDS = 0.02
 # After a rank was seen to fail: how long a crash on another rank, which takes the system longer to end, may still show.
@@ -93,16 +93,10 @@ class Supervisor:
     """
 
     def __init__(self, error_dir: str, adopts_orphans: bool = False) -> None:
-        self._error_dir = error_dir
         self._adopts_orphans = adopts_orphans and sys.platform == "linux"
-        self._ranks: list[_Rank] = []
         self._received: signal.Signals | None = None
-        self._deadline = float("inf")
-        self._stopping = False
-        self._crashed: list[_Rank] = []
         self._others: set[int] = set()
-        self._stalls = Stalls(StartedRanks(error_dir))
-        self._stall = ""
+        self.begin_again(error_dir)
         if self._adopts_orphans:
             self._others = _children()
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -115,8 +109,14 @@ class Supervisor:
     def begin_again(self, error_dir: str) -> None:
         """Forget the ranks that have ended."""
         self._error_dir = error_dir
-        self._ranks, self._crashed, self._stopping = [], [], False
-        self._deadline = float("inf")
+        self._ranks: list[_Rank] = []
+        self._crashed: list[_Rank] = []
+        self._stopping = False
+        if self._received is None:
+            self._deadline = float("inf")
+        self._notes = StartedRanks(error_dir)
+        self._stalls = Stalls(self._notes)
+        self._stall: Stall | None = None
 
     def pause(self, seconds: float) -> Verdict | None:
         """Wait, with no rank running; return how all ends where this process is told to end meanwhile, else None."""
@@ -234,7 +234,7 @@ class Supervisor:
     def _has_stalled(self) -> bool:
         if self._received is not signal.SIGINT:
             self._stall = self._stalls.look({rank.rank: rank.process.pid for rank in self._ranks if rank.code is None})
-        return bool(self._stall)
+        return self._stall is not None
 
     def _failures(self) -> list[Failure]:
         """Return what the ranks recorded, first failure first, without those that were only preempted."""
@@ -271,8 +271,10 @@ class Supervisor:
         """Name the rank at fault: a crash beats a traceback, for the others only saw it; then the first failure."""
         if self._received is signal.SIGINT:
             return Verdict(INTERRUPTED, "interrupted", failed=True)
-        if self._stall:
-            return Verdict(StalledError.exit_code, self._stall, failed=True)
+        if self._stall is not None:
+            rank = self._ranks[self._stall.ranks[0]]
+            step = _step_of(self._last_beat(rank))
+            return Verdict(StalledError.exit_code, self._stall.message, failed=True, step=step, rank=rank.rank)
         if self._crashed:
             rank = min(self._crashed, key=lambda rank: rank.ended_at)
             signum = -(rank.code or 0)
@@ -298,10 +300,13 @@ class Supervisor:
     def _blame(self, rank: _Rank, exit_code: int, text: str, failure: Failure | None = None) -> Verdict:
         """Return the verdict that ``rank`` is at fault, and where in the training that was."""
         trace = "" if failure is None else f":\n{(failure.brief or failure.traceback).rstrip()}"
-        place = read_whereabouts(self._error_dir, rank.rank)
-        where, step = ("", None) if place is None else (f" at {place}", place.step)
+        beat = self._last_beat(rank)
+        where = f"{text} {beat.where}".rstrip() if beat is not None else text
         whole = "" if failure is None else failure.traceback
-        return Verdict(exit_code, f"{text}{where}{trace}", failed=True, step=step, rank=rank.rank, traceback=whole)
+        return Verdict(exit_code, f"{where}{trace}", failed=True, step=_step_of(beat), rank=rank.rank, traceback=whole)
+
+    def _last_beat(self, rank: _Rank) -> Beat | None:
+        return self._notes.beats({rank.rank: rank.process.pid})[rank.rank]
 
     def _first_silent(self, recorded: set[int]) -> _Rank | None:
         """Return the first rank that ended, or began to, of its own accord and without an exception."""
@@ -393,6 +398,10 @@ def _terminal_signals_us() -> bool:
         return False
     finally:
         os.close(terminal)
+
+
+def _step_of(beat: Beat | None) -> int | None:
+    return None if beat is None or beat.step < 0 else beat.step
 
 
 def _signal_name(signum: int) -> str:

@@ -72,7 +72,6 @@ class FitLoop:
         self.random: dict[str, Any] | None = None
         self.reload_every = 0
         self.reload: Callable[[], None] | None = None
-        self.tell = run.world.whereabouts()
         self._validated_time = clock()
 
     def estimated_steps(self) -> int | float:
@@ -91,7 +90,8 @@ class FitLoop:
     def __call__(self) -> None:
         """Train until a limit or a stop. Collective."""
         run = self.run
-        self._tell_where()
+        progress = run.progress
+        run.heartbeat.stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
         with logging_to(run, NoLog("on_fit_start", "log in on_train_start instead")):
             run.call("on_fit_start")
         self._sanity_check()
@@ -136,9 +136,10 @@ class FitLoop:
     def _batches(self) -> bool:
         """Train on the epoch's batches; return whether they were all taken."""
         run, plan, step, log = self.run, self.plan, self.step, self.run.train_log
-        progress, triggers, take, beat = run.progress, run.triggers, self.windows.take, run.heartbeat.step
+        progress, triggers, take = run.progress, run.triggers, self.windows.take
+        stand_at, begin_step = run.heartbeat.stand_at, run.heartbeat.step
         one_rank = run.world.size == 1
-        every, log_every, tell = plan.validate_every_batches, plan.log_every_n_steps, self.tell
+        every, log_every = plan.validate_every_batches, plan.log_every_n_steps
         stops = plan.max_steps if plan.max_steps >= 0 else math.inf
         log.in_step = True
         if progress.batch_in_epoch:
@@ -147,10 +148,9 @@ class FitLoop:
             self._validate_in_epoch(every)
         try:
             while progress.global_step < stops:
-                if tell is not None:
-                    tell(progress.global_step, progress.epoch, progress.batch_in_epoch)
+                stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
                 window = take()
-                beat(progress.global_step, progress.epoch, progress.batch_in_epoch)
+                begin_step()
                 if window is None or not step(*window):
                     if not step.refused:
                         self._check_not_empty()
@@ -173,12 +173,6 @@ class FitLoop:
             step.flush()
             log.in_step = False
             run.heartbeat.enter("epoch")
-
-    def _tell_where(self) -> None:
-        """Note where this rank stands, for whoever looks at what became of it."""
-        if self.tell is not None:
-            progress = self.run.progress
-            self.tell(progress.global_step, progress.epoch, progress.batch_in_epoch)
 
     def _publish_if_due(self) -> None:
         progress = self.run.progress

@@ -28,7 +28,6 @@ from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 from .errors import ConfigurationError, unknown
 from .failures import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
 from .placement import ATTEMPT, ERROR_DIR, LOOPBACK, Launcher, Placement, check_devices, read_placement
-from .whereabouts import WhereaboutsFile
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
 
@@ -320,13 +319,6 @@ class World:
             return Board(memory, self.rank, [pid for _, pid in answers])
         if memory is not None:
             memory.close()
-        return None
-
-    def whereabouts(self) -> Callable[[int, int, int], None] | None:
-        """Return what takes the step, the epoch and the batch before every step, or None where nobody would look."""
-        directory = error_dir() if self.placement.launcher == "phalanx" else None
-        with contextlib.suppress(OSError):
-            return None if directory is None else WhereaboutsFile(directory, self.rank).tell
         return None
 
     @property

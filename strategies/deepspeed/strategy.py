@@ -313,10 +313,6 @@ class DeepSpeedStrategy(Strategy):
         """
         raise LoopError(f"strategy={self.name!r} reduces what a real backward pass computes: every rank must run one.")
 
-    def contributed(self) -> bool:
-        """Updates are steps that all ranks take together, with a gradient of zero from those without a loss."""
-        return True
-
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Gradients are reduced in every backward that ends a window; there is nothing left to do."""
 

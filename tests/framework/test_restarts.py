@@ -13,7 +13,6 @@ from small_fits import Tiny, loader, quiet_trainer
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.placement import ATTEMPT, ERROR_DIR
 from phalanx.framework.restarts import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Restarts
-from phalanx.framework.whereabouts import Whereabouts, WhereaboutsFile, read_whereabouts
 
 SCRIPT = """
 import os, signal, sys
@@ -124,16 +123,6 @@ def test_restarts_end_with_their_number_and_with_a_start_that_fails_twice() -> N
     assert starting.after(137, None) is None
     assert "their start failed twice in a row" in starting.refusal
     assert Restarts(0).after(1, 3) is None
-
-
-def test_where_a_rank_stands_outlives_it(tmp_path: Path) -> None:
-    assert read_whereabouts(str(tmp_path), 1) is None
-    file = WhereaboutsFile(str(tmp_path), 1)
-    assert read_whereabouts(str(tmp_path), 1) is None
-    file.tell(12, 1, 4)
-    del file
-    assert read_whereabouts(str(tmp_path), 1) == Whereabouts(12, 1, 4)
-    assert str(Whereabouts(12, 1, 4)) == "step 12 (epoch 1, batch 4)"
 
 
 class Ranks:

@@ -187,8 +187,8 @@ def told(
     watch._watch = StallWatch(lambda: now[0])
     while now[0] < seconds:
         now[0] += 0.1
-        if message := watch.look({rank: rank for rank in range(size)}):
-            return message
+        if stall := watch.look({rank: rank for rank in range(size)}):
+            return stall.message
     return ""
 
 
@@ -261,12 +261,14 @@ def test_what_a_rank_notes_is_read_by_another_process(tmp_path: Path) -> None:
     heartbeat.begin(resolve_stall_timeout({"save": 40}))
     first = reader.read()
     assert first is not None
+    assert (str(first), first.step) == ("in the section 'set-up'", -1)
     assert (first.pid, SECTIONS[first.section], first.limits[SECTIONS.index("save")]) == (os.getpid(), "set-up", 40.0)
     assert reader.read() is first
-    heartbeat.step(12, 1, 4)
+    heartbeat.stand_at(12, 1, 4)
+    heartbeat.step()
     heartbeat.phase[0] += 2
     with heartbeat.section("save"):
-        assert str(reader.read()) == "in the section 'save' (optimizer step 12, epoch 1, batch 4)"
+        assert str(reader.read()) == "in the section 'save' at step 12 (epoch 1, batch 4)"
     after = reader.read()
     assert after is not None
     assert (SECTIONS[after.section], after.step, after.epoch, after.batch) == ("step", 12, 1, 4)
@@ -284,7 +286,7 @@ def test_where_nothing_can_be_shared_a_rank_keeps_its_notes(tmp_path: Path) -> N
     heartbeat = Heartbeat()
     assert not heartbeat.share(str(tmp_path / "gone"), 0)
     heartbeat.begin(resolve_stall_timeout(None))
-    heartbeat.step(1, 0, 1)
+    heartbeat.stand_at(1, 0, 1)
     assert heartbeat.read().step == 1
 
 
@@ -307,13 +309,18 @@ directory, rank, how = sys.argv[1:]
 heartbeat = Heartbeat()
 heartbeat.share(directory, int(rank))
 heartbeat.begin(resolve_stall_timeout({"step": 1.0}))
-heartbeat.step(5, 0, 5)
+heartbeat.stand_at(5, 0, 5)
+heartbeat.step()
 
 def wait_for_others(): time.sleep(60)
 def sleep(): time.sleep(60)
 def stop(): os.kill(os.getpid(), signal.SIGSTOP)
 def sleep_with_lock(): ctypes.PyDLL(None).sleep(60)
 def compute_with_lock(): re.match("(a+)+$", "a" * 60 + "b")
+def get_on():
+    for _ in range(20):
+        time.sleep(0.1)
+        heartbeat.reach()
 
 if how == "wait":
     heartbeat.reach()
@@ -322,9 +329,8 @@ globals()[how]()
 """
 
 
-def watch_ranks(directory: Path, *hows: str) -> tuple[Verdict, float]:
+def watch_ranks(supervisor: Supervisor, directory: Path, *hows: str) -> tuple[Verdict, float]:
     """Supervise a small process for each of ``hows``; return how they ended, and after how many seconds."""
-    supervisor = Supervisor(str(directory))
     root = str(Path(phalanx.__file__).parent.parent)
     for rank, how in enumerate(hows):
         command = [sys.executable, "-c", RANK, str(directory), str(rank), how]
@@ -337,15 +343,26 @@ def watch_ranks(directory: Path, *hows: str) -> tuple[Verdict, float]:
     return supervisor.watch(), time.monotonic() - began
 
 
-@pytest.mark.parametrize("how", ["sleep", "stop", "sleep_with_lock", "compute_with_lock"])
+def test_ranks_that_are_started_again_are_watched_anew(tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    again.mkdir()
+    supervisor = Supervisor(str(tmp_path))
+    verdict, _ = watch_ranks(supervisor, tmp_path, "sleep")
+    assert verdict.exit_code == 76
+    supervisor.begin_again(str(again))
+    assert watch_ranks(supervisor, again, "get_on")[0] == Verdict(0, "", failed=False)
+
+
+@pytest.mark.parametrize("how", ["stop", "sleep_with_lock", "compute_with_lock"])
 def test_a_rank_that_hangs_is_named_and_all_are_ended(tmp_path: Path, how: str) -> None:
-    verdict, seconds = watch_ranks(tmp_path, "wait", how)
+    verdict, seconds = watch_ranks(Supervisor(str(tmp_path)), tmp_path, "wait", how)
     assert verdict.exit_code == StalledError.exit_code == 76
     # Within its limit of a second, and two more; the rest is for a machine under load.
     assert seconds < 3.0 * 3
+    assert (verdict.rank, verdict.step) == (1, 5)
     *stacks, sentence = verdict.message.splitlines()
     assert sentence.startswith("rank 1 (pid ")
-    assert "in the section 'step' (optimizer step 5, epoch 0, batch 5); the limit is 1 s" in sentence
+    assert "in the section 'step' at step 5 (epoch 0, batch 5); the limit is 1 s" in sentence
     assert any("in wait_for_others" in line for line in stacks)
     shown = "stopped by a signal, so it has no stack" if how == "stop" else f"in {how}"
     assert any(shown in line for line in stacks)
@@ -383,7 +400,7 @@ def test_a_run_that_stalls_ends_with_76(ranks: int, strategy: str) -> None:
     assert done.returncode == 76, done.stdout
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"rank {ranks - 1} (pid ")
-    assert "(optimizer step 3, epoch 0, batch 3); the limit is 2 s" in lines[-1]
+    assert "at step 3 (epoch 0, batch 3); the limit is 2 s" in lines[-1]
     assert any('script.py", line 14 in training_step' in line for line in lines[-40:])
     if ranks == 2:
         assert any(line.startswith("rank 0 ") and line.endswith("(waiting for others):") for line in lines)
