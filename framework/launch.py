@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -247,6 +248,7 @@ def install_exit_codes() -> None:
 
 def _end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
+    _end_workers()
     code = exit_code_of(error)
     if code not in (1, INTERRUPTED):
         _leave(code)
@@ -264,8 +266,19 @@ def _end_rank(
         else:
             record_failure(directory, failure)
     finally:
+        _end_workers()
         # The interpreter would end with 1 whatever the error, and wait for threads that may wait for other ranks.
         _leave(code)
+
+
+def _end_workers() -> None:
+    """End a loader's workers, which the traceback keeps: the exit would wait for each of them, for seconds."""
+    with contextlib.suppress(BaseException):
+        # torch raises where one of them dies.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
 
 
 def _leave(code: int) -> NoReturn:

@@ -137,15 +137,14 @@ class Saver:
                 "gathered: call it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
             )
         windows = run.trainer.loop.windows if run.trainer.loop is not None else None
-        with run.heartbeat.section("save"):
-            snapshot = capture_run(run, windows, run.trainer.seed, order.weights_only)
-        order.step = run.progress.global_step
-        if order.asynchronous:
-            self._write_behind(order, snapshot)
-            return
         notes: list[str] = []
         error: BaseException | None = None
         with run.heartbeat.section("save"):
+            snapshot = capture_run(run, windows, run.trainer.seed, order.weights_only)
+            order.step = run.progress.global_step
+            if order.asynchronous:
+                self._write_behind(order, snapshot)
+                return
             try:
                 self._write(order, snapshot, run.world, notes, lambda: False)
             except PhalanxError as met:

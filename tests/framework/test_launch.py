@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.synchronize
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +19,7 @@ from ranks import run_command, run_script, session_pids, started_script, wait_un
 
 from phalanx.framework.errors import ConfigurationError, RankError
 from phalanx.framework.launch import (
+    _end_workers,
     _interpreter_flags,
     _remove_leftovers,
     can_rerun_script,
@@ -206,6 +210,33 @@ def test_torchrun_starts_ranks_that_meet(tmp_path: Path) -> None:
     # torchrun leaves a folder behind.
     done = run_command([*torchrun, str(script)], tmp_path, env={"TMPDIR": str(tmp_path)}, timeout=90.0)
     assert "met ['torchrun', 'torchrun']" in done.stdout
+
+
+def stay(told: multiprocessing.synchronize.Event) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    told.set()
+    time.sleep(60)
+
+
+def test_a_process_that_fails_does_not_wait_for_a_loaders_workers() -> None:
+    context = multiprocessing.get_context("fork")
+    before = signal.getsignal(signal.SIGCHLD)
+    children = []
+    for daemon in (True, False):
+        told = context.Event()
+        children.append(context.Process(target=stay, args=(told,), daemon=daemon))
+        children[-1].start()
+        assert told.wait(30)
+    try:
+        _end_workers()
+        children[0].join(30)
+        assert children[0].exitcode == -signal.SIGKILL
+        # One that is no daemon is the user's own to end.
+        assert children[1].is_alive()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        children[1].kill()
+        children[1].join()
 
 
 @pytest.fixture
