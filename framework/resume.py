@@ -83,7 +83,7 @@ def claim_directory(
         StorageError: the directory cannot be written, or another process writes it.
     """
 
-    notes = error_dir() if world.placement.launcher == "phalanx" else None
+    notes = error_dir()
     before = None if notes is None or not world.is_global_zero else earlier_fit(notes, attempt())
 
     def find() -> Origin:
@@ -93,11 +93,13 @@ def claim_directory(
     def claim() -> Origin:
         root, name = directory.root, directory.name
         found = find()
-        if writes and given == "auto" and found.checkpoint is None:
-            found = replace(found, version=_interrupted(root, name, callbacks, otherwise=found.version))
+        goes_on = given == "auto" or before is not None
+        if writes and goes_on and found.checkpoint is None:
+            there = versions(root, name) if before is None else [before.version]
+            interrupted = _interrupted(root, name, there, callbacks)
+            found = replace(found, version=found.version if interrupted is None else interrupted)
         directory.version = found.version
         if writes:
-            goes_on = found.continues or given == "auto"
             directory.acquire(fresh=found.version not in versions(root, name) or not goes_on)
             if _clean(directory, callbacks, note) and goes_on:
                 found = find()
@@ -186,13 +188,13 @@ def _clean_passed_over(directory: RunDirectory, found: Origin, note: Callable[[s
                 other.release()
 
 
-def _interrupted(root: Path, name: str, callbacks: Sequence[Callback], otherwise: int) -> int:
+def _interrupted(root: Path, name: str, there: Sequence[int], callbacks: Sequence[Callback]) -> int | None:
     """Return the newest version in which a checkpoint was being replaced: it can be put back under that lock."""
     shared = any(map(_is_interrupted, _places(callbacks)))
-    for version in reversed(versions(root, name)):
+    for version in reversed(there):
         if shared or _is_interrupted(RunDirectory(root, name, version).checkpoints):
             return version
-    return otherwise
+    return None
 
 
 def _is_interrupted(folder: Path) -> bool:

@@ -163,20 +163,20 @@ def library_environment(**variables: str) -> Iterator[None]:
 
 
 def error_dir() -> str | None:
-    """Return the directory where a rank that phalanx started records why it failed, or None elsewhere."""
+    """Return the directory in which a rank that phalanx started leaves its notes, or None elsewhere."""
     return os.environ.get(ERROR_DIR) or None
 
 
 def tell_of_trouble(place: Placement, error: BaseException) -> None:
     """Leave word of an error before anything is taken down: other ranks may fail of that, and are not to be blamed."""
-    if place.launcher == "phalanx" and (directory := error_dir()):
+    if directory := error_dir():
         with contextlib.suppress(OSError):
             record_trouble(directory, Failure.of(place.rank, error))
 
 
 def tell_of_no_trouble(place: Placement) -> None:
     """Take that back: the error was caught."""
-    if place.launcher == "phalanx" and (directory := error_dir()):
+    if directory := error_dir():
         with contextlib.suppress(OSError):
             forget_trouble(directory, place.rank)
 
@@ -245,7 +245,7 @@ class World:
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             _share_cores(place)
             _meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
-        if place.launcher == "phalanx" and (directory := error_dir()):
+        if directory := error_dir():
             with contextlib.suppress(OSError):
                 record_meeting(directory, place.rank)
         return cls(place, device)

@@ -12,8 +12,6 @@ SECONDS = 6.0
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("strategy", "site"), [("ddp", "validation_step:1"), ("fsdp", "worker:1"), ("ddp", "callback:0")]
-)
+@pytest.mark.parametrize(("strategy", "site"), [("fsdp", "worker:1"), ("ddp", "callback:0")])
 def test_an_exception_on_one_rank_ends_all_and_is_named(tmp_path: Path, strategy: str, site: str) -> None:
     assert trial(tmp_path / "run", strategy, site, SECONDS).problems == ()

@@ -82,14 +82,14 @@ def test_the_rank_at_another_step_is_named() -> None:
 
 class Sleepy(Regressor):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(0.05 if self.global_rank == 1 else 0.0)
+        time.sleep(0.03 if self.global_rank == 1 else 0.0)
         return super().training_step(batch, batch_idx)
 
 
 def slept() -> list[str]:
     trainer = silent_trainer(devices=2, max_epochs=1)
     notes = capturing(trainer)
-    trainer.fit(Sleepy(), loader(8 * 3 * LASTING, 4))
+    trainer.fit(Sleepy(), loader(8 * 2 * LASTING, 4))
     return [note for note in notes if "holds up" in note]
 
 
