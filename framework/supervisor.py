@@ -271,7 +271,9 @@ class Supervisor:
         """Name the rank at fault: a crash beats a traceback, for the others only saw it; then the first failure."""
         if self._received is signal.SIGINT:
             return Verdict(INTERRUPTED, "interrupted", failed=True)
-        if self._stall is not None:
+        failures = self._failures()
+        # Where one rank failed and hangs on its way out, that is what the others wait for.
+        if self._stall is not None and not failures:
             rank = self._ranks[self._stall.ranks[0]]
             step = _step_of(self._last_beat(rank))
             return Verdict(StalledError.exit_code, self._stall.message, failed=True, step=step, rank=rank.rank)
@@ -285,7 +287,6 @@ class Supervisor:
                     failed=True,
                 )
             return self._blame(rank, 128 + signum, f"{rank} was killed by {_signal_name(signum)}")
-        failures = self._failures()
         silent = self._first_silent({failure.rank for failure in failures})
         if silent and (not failures or self._left_at(silent) < failures[0].seconds):
             code = silent.code or 0

@@ -22,6 +22,7 @@ import phalanx
 from phalanx import Trainer
 from phalanx.framework import stalls
 from phalanx.framework.errors import ConfigurationError, StalledError
+from phalanx.framework.failures import Failure, record_trouble
 from phalanx.framework.heartbeat import LAST_BACKWARD, SECTIONS, Beat, BeatReader, Heartbeat, resolve_stall_timeout
 from phalanx.framework.stacks import Stacks, parse_stacks
 from phalanx.framework.stalls import FIRST_SECONDS, LEAST_SECONDS, Stalls, StallWatch
@@ -366,6 +367,13 @@ def test_a_rank_that_hangs_is_named_and_all_are_ended(tmp_path: Path, how: str) 
     assert any("in wait_for_others" in line for line in stacks)
     shown = "stopped by a signal, so it has no stack" if how == "stop" else f"in {how}"
     assert any(shown in line for line in stacks)
+
+
+def test_a_rank_that_failed_and_hangs_on_its_way_out_is_told_with_its_error(tmp_path: Path) -> None:
+    record_trouble(str(tmp_path), Failure.of(1, ValueError("the cause")))
+    verdict, _ = watch_ranks(Supervisor(str(tmp_path)), tmp_path, "wait", "sleep")
+    assert (verdict.exit_code, verdict.rank) == (1, 1)
+    assert verdict.message.endswith("ValueError: the cause")
 
 
 SCRIPT = """
