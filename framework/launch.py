@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import gc
 import multiprocessing
 import os
 import pickle
@@ -146,6 +147,8 @@ def launch_script(num_ranks: int, max_restarts: int = 0, keeps_files: bool = Fal
         _write_error(f"phalanx: {restarts.refusal}")
     if verdict.message:
         _write_error(verdict.message)
+    # Else the interpreter looks through all that torch has made for garbage once more as it ends: up to a second.
+    gc.freeze()
     raise SystemExit(verdict.exit_code)
 
 
