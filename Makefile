@@ -11,7 +11,7 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py))))))
 
-.PHONY: help demo test lint types ops parity matrix bench kill format clean
+.PHONY: help demo test lint types ops parity matrix bench kill chaos faults format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
@@ -21,6 +21,8 @@ help:
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy)"
+	@echo "make chaos    disturb runs in every way a machine knows (TRIALS=20 for each strategy and fault)"
+	@echo "make faults   plant an exception at every place where a run may fail, and see that it ends within 2 s"
 	@echo "make lint | types | format | clean"
 
 demo: $(DEV)
@@ -60,6 +62,14 @@ matrix: $(DEV)
 TRIALS ?= 20
 kill: $(DEV)
 	$(PY) tests/kill_trials.py --trials $(TRIALS) $(ARGS)
+
+# ARGS='--strategies ddp --faults stop,full,damage --seed 7'
+chaos: $(DEV)
+	$(PY) tests/chaos.py --trials $(TRIALS) $(ARGS)
+
+# ARGS='--strategies fsdp --sites training_step,worker'
+faults: $(DEV)
+	$(PY) tests/fault_trials.py $(ARGS)
 
 format: $(DEV)
 	$(PY) -m ruff check --fix

@@ -18,6 +18,7 @@ from .checkpoints import checkpoints
 from .collectives import collectives
 from .imports import imports
 from .memory import memory
+from .nonfinite import nonfinite
 from .sharded import by_hand, strategies
 from .step import bare_and_everyday, callbacks, logged_values
 
@@ -33,6 +34,7 @@ CONCERNS: dict[str, Callable[[int, bool], None]] = {
     "by_hand": by_hand,
     "memory": memory,
     "checkpoints": checkpoints,
+    "nonfinite": nonfinite,
 }
 
 

@@ -79,6 +79,7 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     if checkpoint is not None:
         resumption = agree_on_resumption(run, checkpoint)
         regroup(run, resumption)
+    run.heartbeat.reach()
     run.optimizers = run.fabric.strategy.setup(module, run.optimizers, training=True)
     transfer = batch_transfer(run.fabric, module, request.datamodule)
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
@@ -90,7 +91,7 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     else:
         loop.step = ManualStep(run, train_transfer, settings.nonfinite)
     if resumption is not None:
-        _restore(loop, resumption, origin, request.ckpt_path)
+        _restore(loop, resumption, origin)
     elif run.world.data_rank > 0:
         # Ranks draw different numbers from here on (dropout); rank 0 stays where one process would be.
         seed_generators(mix_seed(trainer.seed, run.world.data_rank))
@@ -142,6 +143,7 @@ def _begin(trainer: Trainer, request: FitRequest, stage: str) -> Run:
     request.module.__dict__["_run"] = run
     request.module.log_to(run.train_log)
     trainer.attach_run(run)
+    run.heartbeat.reach()
     return run
 
 
@@ -166,6 +168,7 @@ def _prepare(run: Run, request: FitRequest, stage: str) -> None:
     for callback in run.callbacks:
         callback.setup(run.trainer, module, stage)
     module.setup(stage)
+    run.heartbeat.reach()
 
 
 def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
@@ -316,8 +319,8 @@ def _tell_of_other_data(run: Run, then: str | None, now: str | None) -> None:
         )
 
 
-def _restore(loop: FitLoop, resumption: Resumption, origin: Origin, given: str | Path | None) -> None:
-    """Put the run back to where a checkpoint stands; ``given`` is how that was asked for. Collective."""
+def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
+    """Put the run back to where a checkpoint stands. Collective."""
     run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
     restore_run(run, resumption)
     progress = run.progress
@@ -325,7 +328,7 @@ def _restore(loop: FitLoop, resumption: Resumption, origin: Origin, given: str |
         progress.batch_in_epoch = source.batches_before(loop.position)
         _tell_of_other_data(run, checkpoint.document.get("data"), source.described())
     loop.random = restore_rank(run, checkpoint, loop.windows)
-    if given == "auto":
+    if origin.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
     loop.resumed_from = origin.checkpoint
     if loop.plan.max_epochs is not None and 0 <= loop.plan.max_epochs < progress.epoch:

@@ -31,7 +31,7 @@ TOKEN_BYTES = 16
 # A late rank is looked for eagerly at first, for it is mostly microseconds late, then in sleeps that grow.
 _EAGER_LOOKS = 200
 _LONGEST_SLEEP = 0.001
-_ASK_SECONDS = 1.0
+_ASK_SECONDS = 0.2
 _LIMIT_SECONDS = 1800.0
 
 
@@ -77,8 +77,11 @@ class Board:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Return the bytes that a board of so many ranks needs, with room for a token to know it by."""
-        return ranks * _DEPTH * _SLOT_BYTES + TOKEN_BYTES
+        """Return the bytes that a board of so many ranks needs, with room for a token to know it by.
+
+        After the slots comes a byte for each rank, which is set once it has left.
+        """
+        return ranks * (_DEPTH * _SLOT_BYTES + 1) + TOKEN_BYTES
 
     def post(self, vector: Tensor) -> Posted:
         """Start summing a 1-d float64 CPU tensor of at most ``CAPACITY`` elements over all ranks, in place."""
@@ -121,7 +124,7 @@ class Board:
         """Return what a rank wrote for a reduction, when it has.
 
         Raises:
-            RankError: its process is gone, or it has not come for half an hour.
+            RankError: it has left or its process is gone, or it has not come for half an hour.
         """
         looks, since, asked = 0, 0.0, 0.0
         while (found := self.look(rank, number, count)) is None:
@@ -129,6 +132,9 @@ class Board:
             if looks < _EAGER_LOOKS:
                 os.sched_yield()
                 continue
+            # It may have written before it left, and since the last look.
+            if self._bytes[self._left_at(rank)] and self.look(rank, number, count) is None:
+                raise RankError(f"rank {rank} (pid {self._pids[rank]}) has left, and rank {self._rank} waits for it.")
             now = time.monotonic()
             since, asked = since or now, asked or now
             if now - asked > _ASK_SECONDS:
@@ -159,8 +165,12 @@ class Board:
     def _start(rank: int, number: int) -> int:
         return (rank * _DEPTH + number % _DEPTH) * _SLOT_BYTES
 
+    def _left_at(self, rank: int) -> int:
+        return len(self) * _DEPTH * _SLOT_BYTES + rank
+
     def close(self) -> None:
-        """Let go of the memory."""
+        """Tell the others that this rank comes no more, and let go of the memory."""
+        self._bytes[self._left_at(self._rank)] = 1
         self._memory.close()
 
 

@@ -10,7 +10,7 @@
     ├── DataError                                1   a loader that yields nothing, or not what it promised
     ├── LoopError                                1   a step method that returns the wrong thing
     ├── MetricError                              1   a metric that is unknown, or logged differently on another rank
-    ├── NonFiniteError                           1   a loss that is NaN or infinite
+    ├── NonFiniteError                           1   a loss or gradient that is NaN or infinite
     ├── DesyncError                              1   ranks that are not at the same step
     └── RankError                                1   a rank of a launched function ended badly
 
@@ -84,7 +84,7 @@ class MetricError(PhalanxError, KeyError):
 
 
 class NonFiniteError(PhalanxError):
-    """A loss is NaN or infinite."""
+    """A loss or gradient is NaN or infinite."""
 
 
 class DesyncError(PhalanxError):

@@ -60,7 +60,7 @@ def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | Non
     """
     log = MetricLog(plan.stage, run.world)
     several = len(plan.sources) > 1
-    with evaluating(run, plan):
+    with run.heartbeat.section("evaluation"), evaluating(run, plan):
         with logging_to(run, log):
             _start(run, plan)
             for index, source in enumerate(plan.sources):
@@ -69,6 +69,7 @@ def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | Non
                 _run_loader(run, plan, source, index, _StepFigures(run, plan, log, index))
                 log.in_step = False
             log.loader = None
+            run.heartbeat.reach()
             reduced = run.publish_epoch(log, run.hooks(f"on_{plan.prefix}_epoch_end"))
         if evaluated is not None:
             evaluated()
@@ -86,10 +87,11 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
     """
     outputs: list[list[tuple[int, Any]]] = [[] for _ in plan.sources]
     refusal = NoLog("predict", "return it from predict_step, or hand it to self.logger")
-    with evaluating(run, plan), logging_to(run, refusal):
+    with run.heartbeat.section("evaluation"), evaluating(run, plan), logging_to(run, refusal):
         _start(run, plan)
         for index, source in enumerate(plan.sources):
             _run_loader(run, plan, source, index, outputs[index] if keep else None)
+        run.heartbeat.reach()
         mine = outputs if run.world.counts_data else [[] for _ in plan.sources]
         results = _in_order(run.world.all_gather_object(mine)) if keep else [[] for _ in plan.sources]
         run.call("on_predict_epoch_end")
@@ -157,8 +159,10 @@ def _run_loader(
         numbered = in_rounds(
             numbered, _certain_count(source, plan.limits[index]), run.world, _idle_step(run, plan, step, index)
         )
+    phase = run.heartbeat.phase
     # By position of the rank's own batches, as the user's step would count them.
     for batch_index, (place, batch) in enumerate(numbered):
+        phase[0] += 1
         if plan.transfer is not None:
             batch = plan.transfer(batch, index)
         if figures is not None:

@@ -9,6 +9,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .brief import brief_traceback
 from .errors import PhalanxError
 
 INTERRUPTED = 130
@@ -25,12 +26,15 @@ class Failure:
     kind: str
     message: str
     traceback: str
+    brief: str = ""
+    """The traceback without what lies in phalanx and torch."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Describe ``error``, which ends this process."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), type(error).__qualname__, str(error), text)
+        kind, brief = type(error).__qualname__, brief_traceback(error)
+        return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), kind, str(error), text, brief)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -46,7 +50,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def record_failure(directory: str, failure: Failure) -> None:
     """Leave ``failure`` for the process that started this one."""
-    _write(_path(directory, failure.rank), json.dumps(asdict(failure)))
+    write_whole(_path(directory, failure.rank), json.dumps(asdict(failure)))
 
 
 def read_failure(directory: str, rank: int) -> Failure | None:
@@ -55,9 +59,25 @@ def read_failure(directory: str, rank: int) -> Failure | None:
     return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
+def record_trouble(directory: str, failure: Failure) -> None:
+    """Note an error that is about to end ``rank``: what it does on its way out other ranks may fail of."""
+    write_whole(_trouble_path(directory, failure.rank), json.dumps(asdict(failure)))
+
+
+def read_trouble(directory: str, rank: int) -> Failure | None:
+    """Return the error that is about to end ``rank``, or None."""
+    path = _trouble_path(directory, rank)
+    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def forget_trouble(directory: str, rank: int) -> None:
+    """The error did not end ``rank``: somebody caught it."""
+    _trouble_path(directory, rank).unlink(missing_ok=True)
+
+
 def record_leaving(directory: str, rank: int) -> None:
     """Note the moment from which other ranks may fail because ``rank`` leaves them."""
-    _write(_leaving_path(directory, rank), repr(time.monotonic()))
+    write_whole(_leaving_path(directory, rank), repr(time.monotonic()))
 
 
 def read_leaving(directory: str, rank: int) -> float | None:
@@ -68,7 +88,7 @@ def read_leaving(directory: str, rank: int) -> float | None:
 
 def record_meeting(directory: str, rank: int) -> None:
     """Note that ``rank`` has met the others: from now on it may hold something that would be lost with it."""
-    _write(_meeting_path(directory, rank), "")
+    write_whole(_meeting_path(directory, rank), "")
 
 
 def has_met(directory: str, rank: int) -> bool:
@@ -76,11 +96,15 @@ def has_met(directory: str, rank: int) -> bool:
     return _meeting_path(directory, rank).exists()
 
 
-def _write(path: Path, text: str) -> None:
-    """Write whole or not at all: the file may be read at any moment, and this process may be killed."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: the file may be read at any moment, and this process may be killed."""
     draft = path.with_suffix(".draft")
     draft.write_text(text, encoding="utf-8", errors="backslashreplace")
     draft.replace(path)
+
+
+def _trouble_path(directory: str, rank: int) -> Path:
+    return Path(directory) / f"rank_{rank}.trouble"
 
 
 def _leaving_path(directory: str, rank: int) -> Path:

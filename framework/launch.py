@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import gc
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,9 +31,11 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from .errors import ConfigurationError, RankError
+from .errors import ConfigurationError, RankError, StalledError
 from .failures import INTERRUPTED, Failure, exit_code_of, record_failure
-from .supervisor import Supervisor, die_with_parent
+from .rank_output import RankOutput
+from .restarts import Restarts, attempt_directory, run_directory
+from .supervisor import Supervisor, Verdict, die_with_parent
 from .world import Placement, adopt_environment, error_dir, rank_environment, threads_for_ranks
 
 T = TypeVar("T")
@@ -39,15 +44,18 @@ T = TypeVar("T")
 _TEST_RUNNERS = frozenset({"pytest", "py.test", "_pytest", "unittest", "nose2"})
 # Of the directory that the ranks of a launch share; the supervisor's process number follows.
 _PREFIX = "phalanx-"
+# Of what a rank printed that ended without a traceback.
+_LAST_LINES = 10
 
 
 @dataclass(frozen=True)
 class _Meeting:
-    """What the ranks of one launch share: a private directory, and a socket that listens on loopback alone."""
+    """What the ranks of one attempt share: a private directory, and a socket that listens on loopback alone."""
 
     directory: str
     listener: socket.socket
     num_ranks: int
+    attempt: int = 0
 
     def environment(self, rank: int) -> dict[str, str]:
         return rank_environment(
@@ -57,6 +65,7 @@ class _Meeting:
             store_fd=self.listener.fileno() if rank == 0 else None,
             error_dir=self.directory,
             threads=threads_for_ranks(self.num_ranks),
+            attempt=self.attempt,
         )
 
 
@@ -79,20 +88,33 @@ def _is_running(process: int) -> bool:
 
 
 @contextlib.contextmanager
-def _meeting(num_ranks: int) -> Iterator[_Meeting]:
+def _private_directory() -> Iterator[str]:
+    """Make the directory in which ranks leave their notes; it is removed at the end."""
     _remove_leftovers(Path(tempfile.gettempdir()))
     directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
-    # Bound now and handed to rank 0, so that no other process can take the port in between.
-    listener = socket.create_server(("127.0.0.1", 0), backlog=max(64, 4 * num_ranks))
     try:
-        yield _Meeting(directory, listener, num_ranks)
+        yield directory
     finally:
-        listener.close()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def launch_script(num_ranks: int) -> NoReturn:
+@contextlib.contextmanager
+def _meeting(launch_directory: str, num_ranks: int, attempt: int = 0) -> Iterator[_Meeting]:
+    directory = attempt_directory(launch_directory, attempt)
+    os.mkdir(directory)
+    # Bound now and handed to rank 0, so that no other process can take the port in between.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(64, 4 * num_ranks))
+    try:
+        yield _Meeting(directory, listener, num_ranks, attempt)
+    finally:
+        listener.close()
+
+
+def launch_script(num_ranks: int, max_restarts: int = 0, keeps_files: bool = False) -> NoReturn:
     """Run this script once for each rank, watch them, and end with their exit code.
+
+    Ranks that fail are started again up to ``max_restarts`` times, unless that would not change their end. What others
+    than rank 0 print is shown where they keep no files that it could go to.
 
     Raises:
         SystemExit: always, once all ranks have ended.
@@ -103,31 +125,76 @@ def launch_script(num_ranks: int) -> NoReturn:
             "There is no script that could be run again for each rank; in a notebook or an interpreter, fork them."
         )
     command = _command()
-    with _meeting(num_ranks) as meeting:
-        supervisor = Supervisor(meeting.directory, adopts_orphans=True)
+    restarts = Restarts(max_restarts)
+    with _private_directory() as directory:
+        supervisor = Supervisor(directory, adopts_orphans=True)
         in_main_thread = threading.current_thread() is threading.main_thread()
         with supervisor.handling_signals() if in_main_thread else contextlib.nullcontext():
-            try:
-                for rank in range(num_ranks):
-                    supervisor.add(_start(command, meeting, rank))
-                meeting.listener.close()
-                verdict = supervisor.watch()
-            except BaseException:
-                supervisor.stop()
-                raise
+            while True:
+                with _meeting(directory, num_ranks, restarts.done) as meeting:
+                    verdict = _attempt(command, meeting, supervisor, shows_all=not keeps_files)
+                wait = None if supervisor.was_told_to_end else restarts.after(verdict.exit_code, verdict.step)
+                if wait is None:
+                    break
+                _write_error(
+                    f"{verdict.message}\nphalanx: the ranks are started again in {wait:g} s, from the newest good "
+                    f"checkpoint (restart {restarts.done} of {max_restarts})"
+                )
+                if (told := supervisor.pause(wait)) is not None:
+                    verdict = told
+                    break
+    if restarts.refusal:
+        _write_error(f"phalanx: {restarts.refusal}")
     if verdict.message:
         _write_error(verdict.message)
+    # Else the interpreter looks through all that torch has made for garbage once more as it ends: up to a second.
+    gc.freeze()
     raise SystemExit(verdict.exit_code)
 
 
-def _start(command: Sequence[str], meeting: _Meeting, rank: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        env=meeting.environment(rank),
-        pass_fds=(meeting.listener.fileno(),) if rank == 0 else (),
-        stdin=subprocess.DEVNULL,
-        preexec_fn=die_with_parent(),
-    )
+def _attempt(command: Sequence[str], meeting: _Meeting, supervisor: Supervisor, shows_all: bool) -> Verdict:
+    """Start the ranks once and watch them to their end."""
+    supervisor.begin_again(meeting.directory)
+    head = f"attempt {meeting.attempt + 1}, begun {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    with RankOutput(partial(run_directory, meeting.directory), head, shows_all) as output:
+        try:
+            for rank in range(meeting.num_ranks):
+                supervisor.add(_start(command, meeting, rank, output))
+            meeting.listener.close()
+            verdict = supervisor.watch()
+        except BaseException:
+            supervisor.stop()
+            raise
+        output.settle()
+        _show_circumstances(verdict, output, shows_all)
+        output.close()
+    return verdict
+
+
+def _show_circumstances(verdict: Verdict, output: RankOutput, shown: bool) -> None:
+    """Before the cause of a failure: what the rank at fault printed last, where the screen lacks it, and the files."""
+    if verdict.rank is None:
+        return
+    if verdict.traceback:
+        output.add(verdict.rank, verdict.traceback)
+    elif verdict.rank != 0 and not shown:
+        for line in output.tail(verdict.rank, _LAST_LINES):
+            _write_error(f"[rank {verdict.rank}] {line}")
+    if output.folder is not None:
+        _write_error(f"phalanx: what the ranks printed is in {output.folder}")
+
+
+def _start(command: Sequence[str], meeting: _Meeting, rank: int, output: RankOutput) -> subprocess.Popen[bytes]:
+    with output.streams(rank) as (stdout, stderr):
+        return subprocess.Popen(
+            command,
+            env=meeting.environment(rank),
+            pass_fds=(meeting.listener.fileno(),) if rank == 0 else (),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            preexec_fn=die_with_parent(),
+        )
 
 
 def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: int) -> T:
@@ -136,9 +203,10 @@ def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: 
     Raises:
         ConfigurationError: this process cannot be forked, or CUDA is in use in it.
         RankError: a rank failed; the others were ended. The message holds its traceback.
+        StalledError: a rank stalled; all were ended. The message holds their stacks.
     """
     _check_fork()
-    with _meeting(num_ranks) as meeting:
+    with _private_directory() as directory, _meeting(directory, num_ranks) as meeting:
         ranks = [
             partial(_run_rank, meeting, rank, meeting.environment(rank), function, args) for rank in range(num_ranks)
         ]
@@ -147,7 +215,7 @@ def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: 
             meeting.listener.close()
             verdict = supervisor.watch()
         if verdict.failed:
-            raise RankError(verdict.message)
+            raise (StalledError if verdict.exit_code == StalledError.exit_code else RankError)(verdict.message)
         result = _result_path(meeting).read_bytes()
     value: T = pickle.loads(result)
     return value
@@ -183,6 +251,7 @@ def install_exit_codes() -> None:
 
 def _end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
+    _end_workers()
     code = exit_code_of(error)
     if code not in (1, INTERRUPTED):
         _leave(code)
@@ -200,8 +269,19 @@ def _end_rank(
         else:
             record_failure(directory, failure)
     finally:
+        _end_workers()
         # The interpreter would end with 1 whatever the error, and wait for threads that may wait for other ranks.
         _leave(code)
+
+
+def _end_workers() -> None:
+    """End a loader's workers, which the traceback keeps: the exit would wait for each of them, for seconds."""
+    with contextlib.suppress(BaseException):
+        # torch raises where one of them dies.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
 
 
 def _leave(code: int) -> NoReturn:

@@ -7,6 +7,7 @@ result. In a step there is neither a collective nor a synchronisation with a dev
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -32,6 +33,7 @@ _EQUIVALENTS: dict[Any, str] = {
     max: "max",
 }
 _LOADER_SUFFIX = "/dataloader_idx_"
+_MARK = (1 << 20) - 1
 
 
 class MetricLog:
@@ -58,6 +60,8 @@ class MetricLog:
         self._training = stage == "train"
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
+        self.mark = 0
+        """Tells the names apart that are logged for the epoch's end by all ranks; below 2**20."""
 
     @property
     def in_step(self) -> bool:
@@ -191,7 +195,15 @@ class MetricLog:
             )
         suffix = key[len(name) :]
         entry = self._entries[key] = Entry(name, flags, fx, on_step, on_epoch, self._loader, suffix)
+        self.mark = self._mark()
         return entry
+
+    def epoch_names(self) -> list[str]:
+        """Return the names that every rank with data must have logged by the epoch's end."""
+        return [entry.epoch_name for entry in self if entry.on_epoch and not entry.rank_zero_only]
+
+    def _mark(self) -> int:
+        return sum(zlib.crc32(name.encode()) for name in self.epoch_names()) & _MARK
 
     def _when(self, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
         stepwise = self._training and self.in_step
@@ -241,6 +253,7 @@ class MetricLog:
         self._used_metrics += [entry.metric for entry in entries.values() if entry.metric is not None]
         for scope in self._scopes.values():
             scope.clear()
+        self.mark = 0
         fed = self.fed | ({None} if self.batches else set())
         return exchange(self.world, self.stage, entries, fed, more)
 
@@ -290,6 +303,7 @@ class MetricLog:
         for state in states:
             for item in state["entries"]:
                 self._restore_entry(item)
+        self.mark = self._mark()
         if self._module is not None:
             load_metric_states(self._module, *[state["metrics"] for state in states])
 

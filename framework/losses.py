@@ -18,8 +18,10 @@ class DeviceLossWatch:
     copies is full.
     """
 
-    def __init__(self, report: Callable[[float, int], None]) -> None:
+    def __init__(self, report: Callable[[float, int], None], look: Callable[[float, int], None]) -> None:
+        """``look`` is shown every number that is finite."""
         self._report = report
+        self._look = look
         self._ring = torch.zeros(_SLOTS, dtype=torch.float32, pin_memory=True)
         self._events = [torch.cuda.Event() for _ in range(_SLOTS)]
         self._waiting: deque[tuple[int, int]] = deque()
@@ -51,3 +53,5 @@ class DeviceLossWatch:
             number = float(self._ring[slot])
             if number - number != 0.0:
                 self._report(number, step)
+            else:
+                self._look(number, step)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import ConfigurationError
+from .nonfinite import NonFiniteGuard
 from .run import Run
 from .steps import TrainingStep
 from .strategy import Traits, parameters_of
@@ -26,8 +27,9 @@ class ManualOptimizer:
     Everything else is the optimizer's own.
     """
 
-    def __init__(self, optimizer: Optimizer, run: Run, applied: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Optimizer, run: Run, guard: NonFiniteGuard, applied: Callable[[], None]) -> None:
         self.optimizer = optimizer
+        self._guard = guard
         self._run = run
         self._applied = applied
         traits = run.fabric.strategy.traits
@@ -70,7 +72,11 @@ class ManualOptimizer:
                 "before it: call step() without closure, or use another precision and nonfinite='raise'."
             )
         hooks = partial(self._call_hooks, optimizer) if self._hooks else None
-        if fabric.updater(optimizer, hooks, apply):
+        if self._guard.agree():
+            self._guard.heed_loss()
+            fabric.updater.forget(optimizer)
+        elif fabric.updater(optimizer, hooks, apply, blind=closure is not None):
+            self._guard.in_a_row = 0
             self._applied()
         self.reduced = False
         return result
@@ -145,7 +151,7 @@ class ManualStep(TrainingStep):
         # step.
         self.forward = self.routed(training=self.reduced_before)
         self.stepped = False
-        run.manual_optimizers = [ManualOptimizer(optimizer, run, self._note) for optimizer in run.optimizers]
+        run.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
         run.manual_backward = self.manual_backward
         run.fabric.updater.settles_later = True
 

@@ -16,6 +16,8 @@ Launcher = Literal["phalanx", "torchrun", "slurm", "mpi"]
 LOOPBACK = "127.0.0.1"
 # Marks a rank that phalanx started, and names the directory where it records why it failed.
 ERROR_DIR = "PHALANX_ERROR_DIR"
+# How often the ranks of this launch were started before.
+ATTEMPT = "PHALANX_ATTEMPT"
 
 _TITLES = {"phalanx": "phalanx", "torchrun": "torchrun", "slurm": "SLURM", "mpi": "mpirun"}
 _HOW_TO_START = {

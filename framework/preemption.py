@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import ConfigurationError, NonFiniteError, Preempted, unknown
 from .job_queue import NEAR_END, REQUEUED_AT, requeue
+from .supervisor import end_with_parent
 from .triggers import Triggers
 from .world import current_job
 
@@ -101,8 +102,11 @@ class SignalWatch:
 def start_worker(own: Callable[[int], None] | None, worker: int) -> None:
     """Be a loader's worker: where the whole process group is told to end, its rank needs it a while longer.
 
-    ``own`` is the loader's ``worker_init_fn``.
+    It goes when its rank does. ``own`` is the loader's ``worker_init_fn``.
     """
+    if threading.current_thread().name == "MainThread":
+        # Of a worker that another thread forked it is that thread that it would go with.
+        end_with_parent()
     for name in _HANDLED:
         signal.signal(getattr(signal, name), _end_later)
     if own is not None:

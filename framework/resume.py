@@ -16,8 +16,9 @@ from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
 from .errors import CheckpointError, PhalanxError, StorageError
+from .restarts import FitPlace, earlier_fit, record_fit
 from .rundir import RunDirectory, identity_of, next_version, versions
-from .world import World
+from .world import World, attempt, error_dir
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class Origin:
     """Whether rank 0 has read every byte of it, and found it good."""
     identity: str | None = None
     """That of the run's directory, where it is written."""
+    continues: bool = False
+    """Whether the fit goes on in the directory that the checkpoint was saved from."""
 
 
 def check_checkpoint_path(given: str | Path | None) -> None:
@@ -72,31 +75,66 @@ def claim_directory(
     """Decide on a run's directory and where it starts from; lock it if the run writes. Collective.
 
     ``"auto"`` continues the newest version that holds a checkpoint which verifies, or the newest of all where the
-    callbacks' own directories hold the one that got furthest; all else starts a new version.
+    callbacks' own directories hold the one that got furthest; all else starts a new version. A fit whose ranks were
+    started again after a failure continues what it had begun, whatever was asked for.
 
     Raises:
         CheckpointError: what was asked for is not there.
         StorageError: the directory cannot be written, or another process writes it.
     """
 
+    notes = error_dir()
+    before = None if notes is None or not world.is_global_zero else earlier_fit(notes, attempt())
+
+    def find() -> Origin:
+        again = None if before is None else _continued(before, directory, callbacks, note)
+        return again or _find(given, directory.root, directory.name, callbacks, note)
+
     def claim() -> Origin:
         root, name = directory.root, directory.name
-        found = _find(given, root, name, callbacks, note)
-        if writes and given == "auto" and found.checkpoint is None:
-            found = replace(found, version=_interrupted(root, name, callbacks, otherwise=found.version))
+        found = find()
+        goes_on = given == "auto" or before is not None
+        if writes and goes_on and found.checkpoint is None:
+            there = versions(root, name) if before is None else [before.version]
+            interrupted = _interrupted(root, name, there, callbacks)
+            found = replace(found, version=found.version if interrupted is None else interrupted)
         directory.version = found.version
         if writes:
-            directory.acquire(fresh=found.version not in versions(root, name) or given != "auto")
-            if _clean(directory, callbacks, note) and given == "auto":
-                found = _find(given, root, name, callbacks, note)
+            directory.acquire(fresh=found.version not in versions(root, name) or not goes_on)
+            if _clean(directory, callbacks, note) and goes_on:
+                found = find()
             if given == "auto":
                 _clean_passed_over(directory, found, note)
+        if notes is not None:
+            path = str(directory.path) if writes else ""
+            with contextlib.suppress(OSError):
+                record_fit(notes, FitPlace(directory.version, path, directory.identity))
         return replace(found, version=directory.version, identity=directory.identity)
 
     origin = on_rank_zero(world, claim)
     directory.version, directory.identity = origin.version, origin.identity
     directory.claimed = True
     return origin
+
+
+def _continued(
+    before: FitPlace, directory: RunDirectory, callbacks: Sequence[Callback], note: Callable[[str], None]
+) -> Origin | None:
+    """Return where a fit stands that an earlier attempt of this launch began; None where it saved nothing."""
+    if before.identity is None:
+        return None
+
+    def refused(manifest: Manifest) -> str | None:
+        return not_resumable(manifest) if _run_of(manifest) == before.identity else "another run saved it."
+
+    own = RunDirectory(directory.root, directory.name, before.version).checkpoints
+    checkpoint = newest_good([own, *_places(callbacks)], note, refused)
+    return None if checkpoint is None else Origin(before.version, checkpoint, verified=True, continues=True)
+
+
+def _run_of(manifest: Manifest) -> object:
+    """Return the identity of the run that saved a checkpoint; None where it carries none."""
+    return manifest.document.get("run") if isinstance(manifest.document, dict) else None
 
 
 def on_rank_zero(world: World, function: Callable[[], T]) -> T:
@@ -128,7 +166,7 @@ def _passing_over_others(identity: str | None, refuse: Refuse | None) -> Refuse:
     """Return what refuses checkpoints of other runs too, as far as it can be told."""
 
     def refused(manifest: Manifest) -> str | None:
-        theirs = manifest.document.get("run") if isinstance(manifest.document, dict) else None
+        theirs = _run_of(manifest)
         if None not in (theirs, identity) and theirs != identity:
             return "another run saved it; give each run a dirpath of its own, or this path as ckpt_path."
         return refuse(manifest) if refuse is not None else None
@@ -150,13 +188,13 @@ def _clean_passed_over(directory: RunDirectory, found: Origin, note: Callable[[s
                 other.release()
 
 
-def _interrupted(root: Path, name: str, callbacks: Sequence[Callback], otherwise: int) -> int:
+def _interrupted(root: Path, name: str, there: Sequence[int], callbacks: Sequence[Callback]) -> int | None:
     """Return the newest version in which a checkpoint was being replaced: it can be put back under that lock."""
     shared = any(map(_is_interrupted, _places(callbacks)))
-    for version in reversed(versions(root, name)):
+    for version in reversed(there):
         if shared or _is_interrupted(RunDirectory(root, name, version).checkpoints):
             return version
-    return otherwise
+    return None
 
 
 def _is_interrupted(folder: Path) -> bool:
@@ -187,7 +225,7 @@ def _find(
         if found is None:
             return Origin(fresh, None)
         version, checkpoint = found
-        return Origin(fresh if version is None else version, checkpoint, verified=True)
+        return Origin(fresh if version is None else version, checkpoint, verified=True, continues=True)
     path = find_checkpoint(given, root, name, callbacks, note, not_resumable)
     reason = not_resumable(read_manifest(path))
     if reason is not None:

@@ -22,7 +22,7 @@ from .module import TrainModule
 from .optimization import SchedulerConfig
 from .preemption import TRIGGER as LEAVE
 from .progress import Progress
-from .triggers import Triggers
+from .triggers import NOTE, Triggers
 from .world import World
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Run:
         self.loggers = loggers
         self.stage = stage
         self.progress = Progress()
+        self.heartbeat = trainer.heartbeat
         self.triggers = Triggers(self.world)
         self.accumulation = AccumulationSchedule(1)
         self.optimizers: list[Optimizer] = []
@@ -66,6 +67,7 @@ class Run:
         """Whether learning rates are somebody else's to set for now."""
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
+        self.triggers.table = self.train_log
         self.logs: list[MetricLog] = [self.train_log]
         self.latest_loss: Any = None
         self.redone_from: dict[str, Any] | None = None
@@ -205,6 +207,8 @@ class Run:
         fired = self.triggers.fired
         if "nonfinite" in fired:
             raise NonFiniteError(next(iter(fired["nonfinite"].values())))
+        for text in fired.pop(NOTE, {}).values():
+            self.trainer.note(text)
         if SAVED in fired:
             self.saver.settle(next(iter(fired[SAVED].values())))
         if "end_epoch" in fired:

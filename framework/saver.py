@@ -137,17 +137,18 @@ class Saver:
                 "gathered: call it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
             )
         windows = run.trainer.loop.windows if run.trainer.loop is not None else None
-        snapshot = capture_run(run, windows, run.trainer.seed, order.weights_only)
-        order.step = run.progress.global_step
-        if order.asynchronous:
-            self._write_behind(order, snapshot)
-            return
         notes: list[str] = []
         error: BaseException | None = None
-        try:
-            self._write(order, snapshot, run.world, notes, lambda: False)
-        except PhalanxError as met:
-            error = met
+        with run.heartbeat.section("save"):
+            snapshot = capture_run(run, windows, run.trainer.seed, order.weights_only)
+            order.step = run.progress.global_step
+            if order.asynchronous:
+                self._write_behind(order, snapshot)
+                return
+            try:
+                self._write(order, snapshot, run.world, notes, lambda: False)
+            except PhalanxError as met:
+                error = met
         self._heed(order, error, notes)
 
     def settle(self, number: int | None = None) -> None:
@@ -158,7 +159,8 @@ class Saver:
         pending = self._pending
         if pending is None or number not in (None, pending.number):
             return
-        pending.work.wait()
+        with self._run.heartbeat.section("save"):
+            pending.work.wait()
         self._pending = None
         self._heed(pending.order, pending.work.error, pending.notes)
 

@@ -13,6 +13,7 @@ from .errors import ConfigurationError, is_count, unknown
 from .update import check_clipping
 
 NONFINITE = ("raise", "skip", "ignore")
+DEBUG = ("collectives",)
 Limit = int | float
 
 _LIMITS = {
@@ -42,6 +43,7 @@ class Settings:
     accumulation: AccumulationSchedule
     clipping: tuple[float | None, str]
     nonfinite: str
+    debug: str | None
     fast_dev_run: int
     barebones: bool
     detect_anomaly: bool
@@ -83,6 +85,7 @@ def resolve_settings(
     gradient_clip_val: float | None,
     gradient_clip_algorithm: str | None,
     nonfinite: str,
+    debug: str | None,
     fast_dev_run: bool | int,
     barebones: bool,
     detect_anomaly: bool,
@@ -104,7 +107,7 @@ def resolve_settings(
         ("log_every_n_steps", log_every_n_steps, 0),
         ("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0),
     ):
-        _check_count(name, value, least)
+        check_count(name, value, least)
     limits = {
         stage: _limit(_LIMITS[stage], value)
         for stage, value in (
@@ -119,6 +122,8 @@ def resolve_settings(
     interval = _interval(val_check_interval, check_val_every_n_epoch)
     if nonfinite not in NONFINITE:
         raise unknown("nonfinite", str(nonfinite), NONFINITE)
+    if debug is not None and debug not in DEBUG:
+        raise unknown("debug", str(debug), DEBUG)
     _check_order("min_epochs", min_epochs, "max_epochs", max_epochs)
     _check_order("min_steps", min_steps, "max_steps", max_steps)
     if overfit:
@@ -153,6 +158,7 @@ def resolve_settings(
         accumulation=resolve_accumulation(accumulate_grad_batches),
         clipping=check_clipping(gradient_clip_val, gradient_clip_algorithm),
         nonfinite=nonfinite,
+        debug=debug,
         fast_dev_run=dev,
         barebones=barebones,
         detect_anomaly=detect_anomaly,
@@ -184,7 +190,12 @@ def resolve_duration(name: str, given: Any) -> timedelta:
     return duration
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def check_count(name: str, value: Any, least: int) -> None:
+    """Refuse what is no whole number of at least ``least``; None is one that was not given.
+
+    Raises:
+        ConfigurationError: naming the argument.
+    """
     if value is not None and not is_count(value, least):
         raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
+from .collective_watch import comparing_collectives
 from .errors import StorageError
 from .evaluation import evaluate, predict
 from .job_queue import TimeLimit
@@ -19,9 +20,10 @@ from .preemption import TRIGGER as LEAVE
 from .preemption import SignalWatch
 from .report import box, end_lines, report, start_lines
 from .secrets import without_secrets
+from .self_watch import watched
 from .trainer_view import TrainerState
 from .training import FitLoop
-from .world import current_job
+from .world import current_job, tell_of_no_trouble, tell_of_trouble
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -41,24 +43,29 @@ def run_stage(trainer: Trainer, stage: str, request: FitRequest) -> Any:
 @contextmanager
 def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None, None, None]:
     """Hold a run: what is set up is taken down, whatever happens in between."""
-    install_rank_hooks(trainer.fabric.resources.place)
+    place = trainer.fabric.resources.place
+    install_rank_hooks(place)
+    tell_of_no_trouble(place)
     trainer.state = TrainerState(stage, "running")
     trainer.last_module, trainer.datamodule = request.module, request.datamodule
     if request.datamodule is not None:
         request.datamodule.trainer = trainer
-    try:
-        yield
-    except BaseException as error:
-        trainer.state.status = "interrupted"
-        _fail(trainer, error)
-        raise
-    else:
-        trainer.state.status = "finished"
-        if trainer.run is not None:
-            trainer.run.fabric.strategy.restore(trainer.run.module)
-        _teardown(trainer, stage)
-    finally:
-        _let_go(trainer, request)
+    with watched(trainer.heartbeat, trainer.fabric.resources.place, trainer.stall_limits):
+        try:
+            yield
+            trainer.heartbeat.enter("teardown")
+            trainer.state.status = "finished"
+            if trainer.run is not None:
+                trainer.run.fabric.strategy.restore(trainer.run.module)
+            _teardown(trainer, stage)
+        except BaseException as error:
+            trainer.heartbeat.enter("teardown")
+            trainer.state.status = "interrupted"
+            tell_of_trouble(place, error)
+            _fail(trainer, error)
+            raise
+        finally:
+            _let_go(trainer, request)
 
 
 def _fit(trainer: Trainer, request: FitRequest) -> None:
@@ -70,7 +77,11 @@ def _fit(trainer: Trainer, request: FitRequest) -> None:
         if loop.run.world.is_global_zero:
             limit.tell(loop.run.triggers, LEAVE)
         _begin(trainer, loop)
-        with torch.autograd.set_detect_anomaly(True) if trainer.settings.detect_anomaly else nullcontext():
+        with ExitStack() as modes:
+            if trainer.settings.detect_anomaly:
+                modes.enter_context(torch.autograd.set_detect_anomaly(True))
+            if trainer.settings.debug == "collectives":
+                modes.enter_context(comparing_collectives(loop.run, loop.step))
             loop()
         loop.run.saver.settle()
         _end(trainer, loop)
@@ -120,13 +131,19 @@ def _keep(trainer: Trainer, name: str, document: Any) -> None:
 
 
 def _fail(trainer: Trainer, error: BaseException) -> None:
-    """Tell callbacks and loggers. No collective: other ranks may never come."""
+    """Tell callbacks and loggers. No collective: other ranks may never come.
+
+    What a callback raises here is told of, and takes the place of nothing: the error stays the run's.
+    """
     run = trainer.run
     if run is None:
         return
     for callback in run.callbacks:
         if callback.wants("on_exception"):
-            callback.on_exception(trainer, run.module, error)
+            try:
+                callback.on_exception(trainer, run.module, error)
+            except Exception as another:
+                trainer.note(f"{type(callback).__name__}.on_exception failed: {type(another).__name__}: {another}")
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
 

@@ -17,11 +17,14 @@ from torch import Tensor
 from .batch_norm import is_collective
 from .call_watch import zero_gradients
 from .errors import LoopError, NonFiniteError
+from .heartbeat import LAST_BACKWARD, UPDATE
 from .losses import DeviceLossWatch
+from .nonfinite import NonFiniteGuard, Seen
 from .run import Run
+from .spikes import LossSpikes
 from .standins import STAND_IN, StandIns
 from .strategy import StepFunction
-from .triggers import Agreement
+from .triggers import NOTE, Agreement
 from .user_code import StrategyOptimizer, in_context, is_overridden, with_arity
 from .windows import Windows
 from .world import Pending
@@ -38,6 +41,7 @@ class TrainingStep:
         self.log = run.train_log
         self.triggers = run.triggers
         self.strategy = run.fabric.strategy
+        self.phase = run.heartbeat.phase
         self.world_size = run.world.size
         self.transfer = transfer
         self.batch_start = run.hooks("on_train_batch_start")
@@ -50,21 +54,33 @@ class TrainingStep:
         self.forward: StepFunction
         # Whether a hook wants neither this batch nor what comes after it in the epoch.
         self.refused = False
-        self.raises = nonfinite == "raise"
+        self.index = 0
+        self.guard = NonFiniteGuard(run, nonfinite)
+        self.guard.rerun = self.plain
+        self.guard.newest = lambda: Seen(None, self.log.batch, self.index)
         self.reads_loss = run.world.device.type == "cpu"
-        self.watch = DeviceLossWatch(self.report) if self.raises and run.world.device.type == "cuda" else None
+        watches = nonfinite == "raise" and run.world.device.type == "cuda"
+        self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
+        self.spikes = LossSpikes()
+        self.pace = run.triggers.pace
+        self.pace.forward_counts = not self.strategy.traits.lockstep_forward
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step, in the precision's context, through the strategy."""
         context = self.run.fabric.precision.context(self.run.world.device.type)
         return self.strategy.route(in_context(self.user_step(), context), training)
 
+    def plain(self) -> StepFunction:
+        """Return the user's step as an evaluation would run it, in the precision's context."""
+        context = self.run.fabric.precision.context(self.run.world.device.type)
+        return self.strategy.route(in_context(TrainingStep.user_step(self), context), False)
+
     def user_step(self) -> StepFunction:
         """Return the user's step."""
         return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
 
     def report(self, number: float, step: int) -> None:
-        """Stop all ranks for a loss that is not finite: at once in one process, through a trigger with several."""
+        """Stop all ranks for a loss that a device told late: at once in one process, through a trigger with several."""
         where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
         message = (
             f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
@@ -79,24 +95,48 @@ class TrainingStep:
         """Keep a loss for whoever shows it, and see whether it is finite."""
         if self.reads_loss:
             number = loss.item()
-            if self.raises and number - number != 0.0:
-                self.report(number, self.progress.global_step)
+            if number - number != 0.0:
+                if self.guard.sees_losses:
+                    self.meet_nonfinite(number)
+            elif self.spikes(number):
+                self.tell_spike(number, self.progress.global_step)
             self.run.latest_loss = number
         else:
             self.run.latest_loss = loss.detach()
             if self.watch is not None:
                 self.watch(loss, self.progress.global_step)
 
+    def judge(self, number: float, step: int) -> None:
+        """Look at a loss that a device told late."""
+        if self.spikes(number):
+            self.tell_spike(number, step)
+
+    def tell_spike(self, number: float, step: int) -> None:
+        """Have rank 0 note a loss of this rank that is far above those before it."""
+        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
+        self.triggers.set(
+            NOTE,
+            f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self.progress.epoch}){where}; it had been "
+            f"about {self.spikes.mean:.4g}, give or take {self.spikes.deviation:.2g}.",
+        )
+
+    def meet_nonfinite(self, number: float) -> None:
+        """Take note of a loss of this rank that is not finite."""
+        self.guard.see(number, self.log.batch, self.index)
+
     def advance(self, consumed: int) -> None:
         """Count the batches of a window."""
         self.progress.batch_in_epoch += consumed
         self.progress.global_batch += consumed
         self.progress.attempts += 1
+        if self.world_size > 1:
+            self.pace.updated()
 
     def start_batch(self, batch: Any, index: int) -> Any:
         """Transfer a batch, tell the log, call the hooks; return the batch."""
         if self.transfer is not None:
             batch = self.transfer(batch)
+        self.index = index
         log = self.log
         log.batch = batch
         log.items = None
@@ -135,7 +175,7 @@ class AutomaticStep(TrainingStep):
         self.optimizer = run.optimizers[0]
         traits = self.strategy.traits
         # Other strategies tell by what they reduce anyway.
-        self.asks = self.world_size > 1 and (traits.lockstep_forward or traits.lockstep_backward)
+        self.asks = self.world_size > 1 and not traits.carries_flags
         self.stand_ins = self._stand_ins(windows)
         self.forward = self.routed()
         self.backward = self.strategy.backward
@@ -188,6 +228,7 @@ class AutomaticStep(TrainingStep):
         self.run.in_window = True
         contributed = False
         for position, batch in enumerate(batches):
+            self.phase[0] = position
             batch = self.start_batch(batch, index) if position or first is None else first
             if several or final:
                 self.strategy.sync_gradients(position == final and not fillers)
@@ -208,8 +249,11 @@ class AutomaticStep(TrainingStep):
                         self.run.heed_triggers()
                 self._drop_gradients()
             weight = 1.0 if weights is None else weights[position]
+            if position == final:
+                self.phase[0] = LAST_BACKWARD
             if loss is not None and weight:
                 contributed = True
+                self.note_loss(loss)
             if self.asks and position == final and not fillers:
                 self._ask(contributed)
             if loss is not None and weight:
@@ -288,6 +332,7 @@ class AutomaticStep(TrainingStep):
         Callbacks hear of its end, with a loss of 0: what they do after it on other ranks, such as saving, may need all.
         """
         index = self.progress.batch_in_epoch
+        self.phase[0] = LAST_BACKWARD
         self.run.in_window = True
         self._drop_gradients()
         if fillers:
@@ -311,19 +356,26 @@ class AutomaticStep(TrainingStep):
 
     def _ask(self, contributed: bool) -> None:
         """Start to tell one another, before the last backward pass of a window, which hides it. Collective."""
-        losses = torch.tensor([float(contributed)], dtype=torch.float64)
+        losses = torch.tensor((contributed, self.guard.bad is not None), dtype=torch.float64)
         self._anyone = losses, self.run.world.control_reduce(losses)
 
-    def _anyone_contributed(self) -> bool:
+    def _answers(self) -> tuple[bool, bool]:
+        """Return whether any rank had a loss, and whether one was not finite."""
         assert self._anyone is not None
         losses, pending = self._anyone
         pending.wait()
-        return losses.item() > 0
+        contributed, bad = losses.tolist()
+        return contributed > 0, bad > 0
+
+    def meet_nonfinite(self, number: float) -> None:
+        """Take note of a loss that is not finite, and let it travel with the gradients where they carry flags."""
+        super().meet_nonfinite(number)
+        if not self.asks:
+            self.strategy.mark_nonfinite()
 
     # ---- gradients and weights ------------------------------------------------------------------------------------
 
     def _backward(self, loss: Tensor, factor: float | None) -> None:
-        self.note_loss(loss)
         if self.scaler is not None:
             factor = self.scaler.scale * (1.0 if factor is None else factor)
         if factor is not None and factor != 1.0:
@@ -335,11 +387,22 @@ class AutomaticStep(TrainingStep):
             hook()
 
     def _update(self, contributed: bool, mean: float, consumed: int, index: int) -> None:
+        self.phase[0] = UPDATE
+        guard = self.guard
         if self.asks:
-            contributed = self._anyone_contributed()
-        if mean and (contributed or (self.world_size > 1 and not self.asks and self.strategy.contributed())):
+            contributed, bad = self._answers()
+        elif self.world_size > 1:
+            bad = guard.sees_losses and self.strategy.met_nonfinite()
+        else:
+            bad = guard.bad is not None
+        if bad:
+            # No word of it to the loss scale, which does not explain it.
+            guard.heed_loss()
+            self.run.fabric.updater.forget(self.optimizer)
+        elif mean and (contributed or (self.world_size > 1 and not self.asks and self.strategy.contributed())):
             self.batch_index = index
             if self.apply():
+                guard.in_a_row = 0
                 self.progress.global_step += 1
                 if self.averages is not None:
                     self.averages.after_step(self.progress.global_step - 1)
@@ -397,7 +460,7 @@ class AutomaticStep(TrainingStep):
 
         step = self._user_step() if is_overridden("optimizer_step", module) else None
         prepare = before if self.before_update or clips else None
-        if not updater.guarded and prepare is None and step is None:
+        if not updater.guarded and updater.unexplained is None and prepare is None and step is None:
             return partial(self.strategy.step, optimizer)
         return partial(updater, optimizer, prepare, step)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .canonical import state_tensors
+from .checkpoint.finite import all_finite
 from .checkpoint.plan import Shard
 from .checkpoint.stored import StoredTensors
 from .errors import ConfigurationError
@@ -52,6 +53,9 @@ class Traits:
     """The weights that updates are applied to lie on a disk: canonical state is a copy of them, made when asked for."""
     gathers_loaded: bool = False
     """``load_model_state`` shows all ranks what one of them was given, by a collective."""
+    carries_flags: bool = False
+    """What is reduced anyway tells all ranks whether any had a loss, and whether one was not finite: ``contributed``
+    and ``met_nonfinite`` are asked. Else ranks exchange that in a message of their own in every update."""
     supports_several_optimizers: bool = True
     clips_by_value: bool = True
 
@@ -151,7 +155,14 @@ class Strategy(ABC):
         """Take part in the reduction of an optimizer step with a gradient of zero. Collective."""
 
     def contributed(self) -> bool:
-        """Whether any rank's loss took part since the last update. Asked only by a rank whose own did not."""
+        """Whether any rank's loss took part since the last update. Asked of ``carries_flags``, by those without one."""
+        return False
+
+    def mark_nonfinite(self) -> None:
+        """Have all ranks know that the loss of this rank's coming backward is not finite. Only of ``carries_flags``."""
+
+    def met_nonfinite(self) -> bool:
+        """Whether any rank marked a loss since the last update. Only of ``carries_flags``."""
         return False
 
     @abstractmethod
@@ -171,6 +182,13 @@ class Strategy(ABC):
         fed the parameter it is None, or zeros where a strategy cannot leave one out of its update, as DeepSpeed's.
         """
         return parameter.grad
+
+    def gradients_are_finite(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether no gradient of the coming update is NaN or infinite, the same on all ranks. Collective.
+
+        Waits for the device.
+        """
+        return all_finite(gradients_of(parameters))
 
     def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm of the whole gradient, a 0-d tensor, the same on all ranks. Collective."""

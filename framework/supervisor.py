@@ -12,13 +12,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from .errors import Preempted
-from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving
+from .errors import Preempted, StalledError
+from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
+from .heartbeat import Beat
+from .stalls import Stall, Stalls, StartedRanks
 
 POLL_SECONDS = 0.02
 # After a rank was seen to fail: how long a crash on another rank, which takes the system longer to end, may still show.
@@ -74,26 +76,59 @@ class Verdict:
     exit_code: int
     message: str
     failed: bool
+    step: int | None = None
+    """The optimizer step that was under way at a failure; None where training had not begun."""
+    rank: int | None = None
+    """The rank at fault, where one is."""
+    traceback: str = ""
+    """All of its traceback, of which ``message`` holds a part."""
 
 
 class Supervisor:
     """The watch over the ranks of one machine. Ranks are handed over as they start, in order.
 
+    Ranks that are started again after a failure are handed over anew, after ``begin_again``.
+
     With ``adopts_orphans``, what dead ranks leave running becomes a child of this process, and ends after a failure.
     """
 
     def __init__(self, error_dir: str, adopts_orphans: bool = False) -> None:
-        self._error_dir = error_dir
         self._adopts_orphans = adopts_orphans and sys.platform == "linux"
-        self._ranks: list[_Rank] = []
         self._received: signal.Signals | None = None
-        self._deadline = float("inf")
-        self._stopping = False
-        self._crashed: list[_Rank] = []
         self._others: set[int] = set()
+        self.begin_again(error_dir)
         if self._adopts_orphans:
             self._others = _children()
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    @property
+    def was_told_to_end(self) -> bool:
+        """Whether this process was told from outside to end."""
+        return self._received is not None
+
+    def begin_again(self, error_dir: str) -> None:
+        """Forget the ranks that have ended."""
+        self._error_dir = error_dir
+        self._ranks: list[_Rank] = []
+        self._crashed: list[_Rank] = []
+        self._stopping = False
+        if self._received is None:
+            self._deadline = float("inf")
+        self._notes = StartedRanks(error_dir)
+        self._stalls = Stalls(self._notes)
+        self._stall: Stall | None = None
+
+    def pause(self, seconds: float) -> Verdict | None:
+        """Wait, with no rank running; return how all ends where this process is told to end meanwhile, else None."""
+        until = time.monotonic() + seconds
+        while self._received is None and (left := until - time.monotonic()) > 0:
+            time.sleep(min(POLL_SECONDS, left))
+        if self._received is None:
+            return None
+        if self._received is signal.SIGINT:
+            return Verdict(INTERRUPTED, "interrupted", failed=True)
+        text = "ended by SIGTERM before the ranks were started again; run the same command again"
+        return Verdict(Preempted.exit_code, text, failed=True)
 
     def add(self, process: Process) -> None:
         """Take a rank that was just started under watch."""
@@ -109,6 +144,9 @@ class Supervisor:
                 self.stop()
             elif time.monotonic() >= self._deadline:
                 self.stop()
+            elif self._has_stalled():
+                # Nothing that is stuck, or waits for that, could act on SIGTERM.
+                self._kill()
             else:
                 time.sleep(POLL_SECONDS)
         verdict = self._verdict()
@@ -125,6 +163,10 @@ class Supervisor:
                 rank.was_signalled = True
                 rank.send(signal.SIGTERM)
         self._wait(TERMINATE_SECONDS, lambda: False)
+        self._kill()
+
+    def _kill(self) -> None:
+        self._stopping = True
         for rank in self._ranks:
             if rank.code is None:
                 rank.was_signalled = rank.was_killed = True
@@ -189,11 +231,26 @@ class Supervisor:
             return False
         return any(self._is_bad(rank) for rank in self._ranks) or bool(self._failures())
 
+    def _has_stalled(self) -> bool:
+        if self._received is not signal.SIGINT:
+            self._stall = self._stalls.look({rank.rank: rank.process.pid for rank in self._ranks if rank.code is None})
+        return self._stall is not None
+
     def _failures(self) -> list[Failure]:
         """Return what the ranks recorded, first failure first, without those that were only preempted."""
-        found = [read_failure(self._error_dir, rank.rank) for rank in self._ranks]
+        found = [self._failure_of(rank) for rank in self._ranks]
         failures = [failure for failure in found if failure and failure.exit_code != Preempted.exit_code]
         return sorted(failures, key=lambda failure: failure.seconds)
+
+    def _failure_of(self, rank: _Rank) -> Failure | None:
+        """Return what ended a rank, at the time when it met it: others fail of what it does on its way out."""
+        recorded = read_failure(self._error_dir, rank.rank)
+        if recorded is None and rank.code in (None, 0):
+            return None
+        trouble = read_trouble(self._error_dir, rank.rank)
+        if recorded is None or trouble is None:
+            return recorded or trouble
+        return replace(recorded, seconds=min(recorded.seconds, trouble.seconds))
 
     def _let_settle(self) -> None:
         """Wait until it shows who failed first: ranks that run their exit handlers end, and a crash is seen."""
@@ -203,8 +260,7 @@ class Supervisor:
     def _is_ending(self, rank: _Rank) -> bool:
         if rank.code is not None:
             return False
-        recorded = read_failure(self._error_dir, rank.rank) is not None
-        return recorded or read_leaving(self._error_dir, rank.rank) is not None
+        return any(read(self._error_dir, rank.rank) is not None for read in (read_failure, read_trouble, read_leaving))
 
     def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
         until = time.monotonic() + seconds
@@ -215,6 +271,12 @@ class Supervisor:
         """Name the rank at fault: a crash beats a traceback, for the others only saw it; then the first failure."""
         if self._received is signal.SIGINT:
             return Verdict(INTERRUPTED, "interrupted", failed=True)
+        failures = self._failures()
+        # Where one rank failed and hangs on its way out, that is what the others wait for.
+        if self._stall is not None and not failures:
+            rank = self._ranks[self._stall.ranks[0]]
+            step = _step_of(self._last_beat(rank))
+            return Verdict(StalledError.exit_code, self._stall.message, failed=True, step=step, rank=rank.rank)
         if self._crashed:
             rank = min(self._crashed, key=lambda rank: rank.ended_at)
             signum = -(rank.code or 0)
@@ -224,18 +286,28 @@ class Supervisor:
                     f"{rank} was ended by {_signal_name(signum)} as it started; run the same command again",
                     failed=True,
                 )
-            return Verdict(128 + signum, f"{rank} was killed by {_signal_name(signum)}", failed=True)
-        failures = self._failures()
+            return self._blame(rank, 128 + signum, f"{rank} was killed by {_signal_name(signum)}")
         silent = self._first_silent({failure.rank for failure in failures})
         if silent and (not failures or self._left_at(silent) < failures[0].seconds):
             code = silent.code or 0
             how = f"ended with exit code {code}" if code > 0 else "left the others, and had to be killed"
-            return Verdict(max(code, 1), f"{silent} {how}", failed=True)
+            return self._blame(silent, max(code, 1), f"{silent} {how}")
         if failures:
             first = failures[0]
-            text = f"rank {first.rank} (pid {first.pid}) failed:\n{first.traceback.rstrip()}"
-            return Verdict(first.exit_code, text, failed=True)
+            text = f"rank {first.rank} (pid {first.pid}) failed"
+            return self._blame(self._ranks[first.rank], first.exit_code, text, first)
         return self._verdict_without_failure()
+
+    def _blame(self, rank: _Rank, exit_code: int, text: str, failure: Failure | None = None) -> Verdict:
+        """Return the verdict that ``rank`` is at fault, and where in the training that was."""
+        trace = "" if failure is None else f":\n{(failure.brief or failure.traceback).rstrip()}"
+        beat = self._last_beat(rank)
+        where = f"{text} {beat.where}".rstrip() if beat is not None else text
+        whole = "" if failure is None else failure.traceback
+        return Verdict(exit_code, f"{where}{trace}", failed=True, step=_step_of(beat), rank=rank.rank, traceback=whole)
+
+    def _last_beat(self, rank: _Rank) -> Beat | None:
+        return self._notes.beats({rank.rank: rank.process.pid})[rank.rank]
 
     def _first_silent(self, recorded: set[int]) -> _Rank | None:
         """Return the first rank that ended, or began to, of its own accord and without an exception."""
@@ -300,6 +372,12 @@ def die_with_parent() -> Callable[[], None]:
     return arm
 
 
+def end_with_parent() -> None:
+    """Have the system kill this process when the thread that forked it ends. Linux only; elsewhere nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
 def _children() -> set[int]:
     """Return the pids of this process's children, where the system tells."""
     pids: set[int] = set()
@@ -321,6 +399,10 @@ def _terminal_signals_us() -> bool:
         return False
     finally:
         os.close(terminal)
+
+
+def _step_of(beat: Beat | None) -> int | None:
+    return None if beat is None or beat.step < 0 else beat.step
 
 
 def _signal_name(signum: int) -> str:

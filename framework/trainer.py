@@ -18,6 +18,7 @@ from .datamodule import DataModule
 from .errors import ConfigurationError, is_count
 from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
+from .heartbeat import Heartbeat, StallTimeout, resolve_stall_timeout
 from .launch import can_rerun_script, install_exit_codes, launch_script
 from .memory.plan import MemoryPlan
 from .module import TrainModule
@@ -31,7 +32,7 @@ from .resume import check_checkpoint_path
 from .run import Run
 from .rundir import RunDirectory
 from .saver import SaveOrder
-from .settings import Settings, resolve_duration, resolve_settings
+from .settings import Settings, check_count, resolve_duration, resolve_settings
 from .stages import run_stage
 from .strategy import Strategy
 from .trainer_view import METRIC_KINDS, TrainerState, TrainerView
@@ -76,11 +77,17 @@ class Trainer(TrainerView):
         reload_dataloaders_every_n_epochs: ask for new loaders every n epochs.
         default_root_dir: where ``<name>/version_<n>`` goes (default: the working directory).
         plugins: None; strategies, loggers and callbacks are registered by name instead.
-        nonfinite: what a loss that is NaN or infinite does: ``"raise"``, ``"skip"`` its update, or ``"ignore"``.
+        nonfinite: what a loss or gradient that is NaN or infinite does: ``"raise"`` on all ranks before its update,
+            ``"skip"`` the update, at most 10 in a row, or ``"ignore"``.
+        debug: ``"collectives"`` compares what ranks do before each collective and names the first difference; slow.
         preemption_signals: at which signals to finish the step, save and end: SIGTERM, SIGUSR1, SIGUSR2 with exit code
             75, SIGINT with 130; a second SIGINT stops at once.
         requeue: after SIGUSR1 or SIGUSR2 in a SLURM job, as ``sbatch --signal`` sends them, put it back into the queue.
         time_limit_margin: how long before a SLURM job's time is up to save and end with exit code 75.
+        max_restarts: how often ranks that phalanx started are started again after a failure, from the newest good
+            checkpoint. It ends when a step fails twice in a row, and for whatever starting again would not change.
+        stall_timeout: after how many seconds (or which timedelta) without a sign of life a run ends with exit code 76,
+            all ranks' stacks shown; also a dict by section. None learns the limits, False sets none.
 
     Raises:
         ConfigurationError: an argument is not known, breaks a rule or contradicts another one.
@@ -129,9 +136,12 @@ class Trainer(TrainerView):
         default_root_dir: str | Path | None = None,
         plugins: None = None,
         nonfinite: str = "raise",
+        debug: str | None = None,
         preemption_signals: Sequence[str] = SIGNALS,
         requeue: bool = True,
         time_limit_margin: Any = timedelta(minutes=2),
+        max_restarts: int = 0,
+        stall_timeout: StallTimeout = None,
         **unknown_arguments: Any,
     ) -> None:
         install_exit_codes()
@@ -172,6 +182,7 @@ class Trainer(TrainerView):
             gradient_clip_val=gradient_clip_val,
             gradient_clip_algorithm=gradient_clip_algorithm,
             nonfinite=nonfinite,
+            debug=debug,
             fast_dev_run=fast_dev_run,
             barebones=barebones,
             detect_anomaly=detect_anomaly,
@@ -179,7 +190,6 @@ class Trainer(TrainerView):
             default_root_dir=default_root_dir,
         )
         self.fabric = Fabric(accelerator, strategy, devices, num_nodes, precision)
-        self.fabric.updater.guarded |= nonfinite == "skip"
         self.loggers = resolve_loggers(logger, self.settings)
         self.callbacks = resolve_callbacks(
             callbacks, self.settings, enable_checkpointing, enable_progress_bar, enable_model_summary
@@ -187,6 +197,10 @@ class Trainer(TrainerView):
         self.preemption_signals = check_signals(preemption_signals)
         self.requeue = requeue
         self.time_limit_margin = resolve_duration("time_limit_margin", time_limit_margin)
+        check_count("max_restarts", max_restarts, 0)
+        self.max_restarts = max_restarts
+        self.stall_limits = resolve_stall_timeout(stall_timeout)
+        self.heartbeat = Heartbeat()
         self.inference_mode = inference_mode
         self.sync_batchnorm = sync_batchnorm
         self.use_distributed_sampler = use_distributed_sampler
@@ -223,7 +237,7 @@ class Trainer(TrainerView):
         Raises:
             ConfigurationError: something cannot work; before any process starts.
             CheckpointError: the checkpoint is refused.
-            NonFiniteError: a loss is NaN or infinite.
+            NonFiniteError: a loss or gradient is NaN or infinite.
         """
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
@@ -329,12 +343,16 @@ class Trainer(TrainerView):
     def _launched_or_here(self, stage: str, request: FitRequest) -> Any:
         """Run a stage in this rank; where ranks are still to be started, start them."""
         resources = self.fabric.resources
-        if not resources.must_launch:
-            return run_stage(self, stage, request)
-        if can_rerun_script():
+        place = resources.place
+        # One rank that is to be started again needs somebody to do so too.
+        restarts = bool(self.max_restarts) and place.launcher is None and place.size == 1
+        if (resources.must_launch or restarts) and can_rerun_script():
             # This process only watches from here on; the ranks come to this line by running the script.
-            launch_script(resources.world_size)
-        return run_in_function(self, stage, request)
+            launch_script(resources.world_size, self.max_restarts, keeps_files=self.writes)
+        if self.max_restarts and place.launcher != "phalanx":
+            started = "there is no script to run again" if place.launcher is None else f"{place.launcher} started it"
+            self.note(f"max_restarts={self.max_restarts} has no effect on this run, since {started}.")
+        return run_in_function(self, stage, request) if resources.must_launch else run_stage(self, stage, request)
 
     # ---- the run under way ----------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from .datamodule import DataModule
 from .errors import ConfigurationError
 from .evaluation import EvaluationPlan
 from .fabric.fabric import Fabric
+from .heartbeat import Heartbeat
 from .logger import Logger
 from .module import TrainModule
 from .optimization import SchedulerConfig
@@ -76,6 +77,8 @@ class TrainerView:
     preemption_signals: tuple[str, ...]
     requeue: bool
     time_limit_margin: timedelta
+    stall_limits: tuple[float, ...]
+    heartbeat: Heartbeat
     directory: RunDirectory
     state: TrainerState
     accumulation: AccumulationSchedule

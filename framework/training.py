@@ -90,6 +90,8 @@ class FitLoop:
     def __call__(self) -> None:
         """Train until a limit or a stop. Collective."""
         run = self.run
+        progress = run.progress
+        run.heartbeat.stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
         with logging_to(run, NoLog("on_fit_start", "log in on_train_start instead")):
             run.call("on_fit_start")
         self._sanity_check()
@@ -135,6 +137,7 @@ class FitLoop:
         """Train on the epoch's batches; return whether they were all taken."""
         run, plan, step, log = self.run, self.plan, self.step, self.run.train_log
         progress, triggers, take = run.progress, run.triggers, self.windows.take
+        stand_at, begin_step = run.heartbeat.stand_at, run.heartbeat.step
         one_rank = run.world.size == 1
         every, log_every = plan.validate_every_batches, plan.log_every_n_steps
         stops = plan.max_steps if plan.max_steps >= 0 else math.inf
@@ -145,7 +148,9 @@ class FitLoop:
             self._validate_in_epoch(every)
         try:
             while progress.global_step < stops:
+                stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
                 window = take()
+                begin_step()
                 if window is None or not step(*window):
                     if not step.refused:
                         self._check_not_empty()
@@ -167,6 +172,7 @@ class FitLoop:
         finally:
             step.flush()
             log.in_step = False
+            run.heartbeat.enter("epoch")
 
     def _publish_if_due(self) -> None:
         progress = self.run.progress

@@ -1,7 +1,7 @@
 """Cross-process triggers and the one control reduction of an optimizer step.
 
 Any rank may raise a named trigger at any moment; all ranks see it at the same step boundary. What they decide by
-travels in one vector of seven numbers, summed over the ranks apart from gradients: launched when a window is fetched,
+travels in one vector of eleven numbers, summed over the ranks apart from gradients: launched when a window is fetched,
 read before its first backward, so that it hides behind the forward pass. Only when some rank has raised something is
 there a second exchange, of the names. In one process nothing is exchanged at all.
 """
@@ -10,12 +10,34 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from .errors import DesyncError
+from .errors import DesyncError, did_you_mean
+from .pace import Pace
 from .world import World
+
+NOTE = "note"
+"""The trigger of what rank 0 should tell a person; its payload is the text."""
+
+
+class NameTable(Protocol):
+    """The names that this rank has logged for the epoch's end. ``mark`` is a number below 2**20 that tells them apart.
+
+    Sums of its square over thousands of ranks stay exact in float64.
+    """
+
+    mark: int
+
+    def epoch_names(self) -> list[str]: ...
+
+
+class _NoNames:
+    mark = 0
+
+    def epoch_names(self) -> list[str]:
+        return []
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,11 @@ class Triggers:
         """What this rank has raised and no boundary has seen. The loop looks whether it is empty in every step."""
         self.posted: deque[tuple[str, Any]] = deque()
         """What other threads of this rank have raised. The loop looks here as well."""
+        self.table: NameTable = _NoNames()
+        self.pace = Pace()
         self._launched: tuple[torch.Tensor, Any, dict[str, Any]] | None = None
+        self._marks = self._told = (0.0, 0.0)
+        self._step = 0
 
     def set(self, name: str, payload: Any = None) -> None:
         """Raise a trigger on this rank. Safe in a signal handler; raising it twice before it fires keeps the first."""
@@ -66,9 +92,14 @@ class Triggers:
             self._accept()
         # The swap comes first: what a signal handler raises between the lines goes into the old dict and is counted.
         raised, self.raised = self.raised, {}
+        pace = self.pace
+        pace.launched()
+        mark, own = self.table.mark, pace.own
+        ranks_alike = (step, step * step, mark, mark * mark, own, own * own)
         vector = torch.tensor(
-            (weight, batches, batches * batches, batches > 0, bool(raised), step, step * step), dtype=torch.float64
+            (weight, batches, batches * batches, batches > 0, bool(raised), *ranks_alike), dtype=torch.float64
         )
+        self._step = step
         self._launched = (vector, self.world.control_reduce(vector), raised)
 
     def read(self) -> Agreement:
@@ -80,18 +111,53 @@ class Triggers:
         assert self._launched is not None
         vector, work, raised = self._launched
         self._launched = None
+        self.pace.arrived()
         work.wait()
-        weight, batches, squares, with_data, raised_anywhere, steps, step_squares = vector.tolist()
+        weight, batches, squares, with_data, raised_anywhere, *alike = vector.tolist()
+        steps, step_squares, marks, mark_squares, own, own_squares = alike
         size = self.world.size
         if size * step_squares != steps * steps:
-            raise DesyncError(
-                f"the {size} ranks are not at the same optimizer step (this one is rank {self.world.rank}); "
-                "every rank must run the same loop. Look for a condition on the rank around a step or a fit."
-            )
+            raise self._out_of_step()
         if raised_anywhere or self.fired:
             self._fire(raised if raised_anywhere else None)
+        # A rank without data need not log what others do.
+        if size * mark_squares != marks * marks and with_data == size:
+            self._compare_names((marks, mark_squares))
+        if size * own_squares > own * own and self.pace.differs(self._step, size, own, own_squares):
+            self._tell(self.pace.straggler(self.world.all_gather_object(self.pace.own)))
         equal = size * squares == batches * batches
         return Agreement(weight, int(with_data), int(batches) // size if equal else None)
+
+    def _out_of_step(self) -> DesyncError:
+        """Name the first rank that is elsewhere. Collective."""
+        steps = self.world.all_gather_object(self._step)
+        other = next(rank for rank, step in enumerate(steps) if step != steps[0])
+        return DesyncError(
+            f"the {self.world.size} ranks are not at the same optimizer step (this one is rank {self.world.rank}): "
+            f"rank {other} is at {steps[other]}, rank 0 at {steps[0]}; every rank must run the same loop. Look for a "
+            "condition on the rank around a step or a fit."
+        )
+
+    def _compare_names(self, marks: tuple[float, float]) -> None:
+        """Tell of logged names that differ for the second step, once for each difference. Collective."""
+        lasts, self._marks = marks == self._marks, marks
+        if not lasts or marks == self._told:
+            return
+        self._told = marks
+        tables = [set(names) for names in self.world.all_gather_object(self.table.epoch_names())]
+        for rank, names in enumerate(tables):
+            for name in sorted(names ^ tables[0]):
+                has, lacks = (rank, 0) if name in names else (0, rank)
+                self._tell(
+                    f"Rank {lacks} has not logged {name!r} in this epoch, rank {has} has (optimizer step "
+                    f"{self._step}): the end of the epoch fails unless every rank that has data logs the same names."
+                    f"{did_you_mean(name, tables[lacks] - tables[has])}"
+                )
+                return
+
+    def _tell(self, text: str | None) -> None:
+        if text is not None:
+            self.fired.setdefault(NOTE, {})[0] = text
 
     def agree(self) -> dict[str, dict[int, Any]]:
         """Exchange what was raised and wait for it: the blocking form. Collective. Returns ``fired``."""

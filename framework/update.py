@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -13,19 +12,23 @@ from .precision import LossScaler
 from .strategy import Strategy, gradients_of, parameters_of
 
 CLIP_ALGORITHMS = ("norm", "value")
+# Below it a loss is made smaller than it is, and its gradients overflow by themselves.
+_LEAST_SCALE = 1.0
 
 
 class Updater:
     """Applies updates for one strategy and one loss scaler.
 
     ``skip_nonfinite`` leaves out an update whose gradients are not finite; with a scaler that is always so. Whether
-    they are is read from their norm, which is the same on all ranks under every strategy.
+    they are is the same on all ranks under every strategy.
     """
 
     def __init__(self, strategy: Strategy, scaler: LossScaler | None, skip_nonfinite: bool = False) -> None:
         self.strategy = strategy
         self.scaler = scaler
         self.guarded = skip_nonfinite or scaler is not None
+        self.unexplained: Callable[[Optimizer], None] | None = None
+        """Told of gradients that are not finite, and that no loss scale explains: alike on all ranks. May raise."""
         self.settles_later = False
         """Several optimizers share one loss scale: it may change only when none of them holds scaled gradients."""
         self._unscaled: set[int] = set()
@@ -69,18 +72,22 @@ class Updater:
         optimizer: Optimizer,
         before: Callable[[], None] | None = None,
         step: Callable[[], bool] | None = None,
+        blind: bool = False,
     ) -> bool:
         """Update the weights; return whether that was applied. Collective.
 
-        ``before`` runs on unscaled gradients (hooks, clipping); ``step`` replaces the strategy's.
+        ``before`` runs on unscaled gradients (hooks, clipping); ``step`` replaces the strategy's. With ``blind`` there
+        are no gradients to look at before it.
         """
-        if not self.guarded:
+        if not self.guarded and (blind or self.unexplained is None):
             if before is not None:
                 before()
             return step() if step is not None else self.strategy.step(optimizer)
         self.unscale(optimizer)
         # Before clipping: that would hide an infinity by clamping it.
-        finite = self._finite(optimizer)
+        finite = self.strategy.gradients_are_finite(parameters_of(optimizer))
+        if not finite and self.unexplained is not None and not self._scale_explains():
+            self.unexplained(optimizer)
         if finite:
             if before is not None:
                 before()
@@ -91,8 +98,9 @@ class Updater:
             self.settle()
         return finite and applied
 
-    def _finite(self, optimizer: Optimizer) -> bool:
-        return math.isfinite(self.strategy.gradient_norm(parameters_of(optimizer)).item())
+    def _scale_explains(self) -> bool:
+        """Whether smaller losses could have finite gradients."""
+        return self.scaler is not None and self.scaler.scale > _LEAST_SCALE
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> tuple[float | None, str]:

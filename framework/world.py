@@ -26,8 +26,18 @@ from torch import Tensor
 
 from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 from .errors import ConfigurationError, unknown
-from .failures import record_leaving, record_meeting
-from .placement import ERROR_DIR, LOOPBACK, Job, Launcher, Placement, check_devices, read_job, read_placement
+from .failures import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
+from .placement import (
+    ATTEMPT,
+    ERROR_DIR,
+    LOOPBACK,
+    Job,
+    Launcher,
+    Placement,
+    check_devices,
+    read_job,
+    read_placement,
+)
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
 
@@ -100,7 +110,7 @@ def threads_for_ranks(num_ranks: int) -> int:
 
 
 def rank_environment(
-    rank: int, size: int, port: int, store_fd: int | None, error_dir: str, threads: int
+    rank: int, size: int, port: int, store_fd: int | None, error_dir: str, threads: int, attempt: int = 0
 ) -> dict[str, str]:
     """Return the whole environment for a rank that phalanx starts on this machine.
 
@@ -110,6 +120,8 @@ def rank_environment(
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {
         "OMP_NUM_THREADS": str(threads),
+        # A rank that is killed loses nothing of what it printed.
+        "PYTHONUNBUFFERED": "1",
         **inherited,
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -123,6 +135,7 @@ def rank_environment(
         "GLOO_SOCKET_IFNAME": _loopback_interface(),
         "NCCL_SOCKET_IFNAME": _loopback_interface(),
         ERROR_DIR: error_dir,
+        ATTEMPT: str(attempt),
         _STORE_FD: "" if store_fd is None else str(store_fd),
     }
 
@@ -165,8 +178,27 @@ def library_environment(**variables: str) -> Iterator[None]:
 
 
 def error_dir() -> str | None:
-    """Return the directory where a rank that phalanx started records why it failed, or None elsewhere."""
+    """Return the directory in which a rank that phalanx started leaves its notes, or None elsewhere."""
     return os.environ.get(ERROR_DIR) or None
+
+
+def tell_of_trouble(place: Placement, error: BaseException) -> None:
+    """Leave word of an error before anything is taken down: other ranks may fail of that, and are not to be blamed."""
+    if directory := error_dir():
+        with contextlib.suppress(OSError):
+            record_trouble(directory, Failure.of(place.rank, error))
+
+
+def tell_of_no_trouble(place: Placement) -> None:
+    """Take that back: the error was caught."""
+    if directory := error_dir():
+        with contextlib.suppress(OSError):
+            forget_trouble(directory, place.rank)
+
+
+def attempt() -> int:
+    """Return how often the ranks of this launch were started before."""
+    return int(os.environ.get(ATTEMPT) or 0)
 
 
 class World:
@@ -228,6 +260,9 @@ class World:
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             _share_cores(place)
             _meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
+        if directory := error_dir():
+            with contextlib.suppress(OSError):
+                record_meeting(directory, place.rank)
         return cls(place, device)
 
     @contextlib.contextmanager
@@ -478,9 +513,6 @@ def _meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     else:
         address = f"tcp://{place.master_addr}:{place.master_port}"
         dist.init_process_group(backend, init_method=address, **common)
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_meeting(directory, place.rank)
     atexit.unregister(_leave)
     atexit.register(_leave)
 

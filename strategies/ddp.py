@@ -7,6 +7,7 @@ Experiences on Accelerating Data Parallel Training").
 from __future__ import annotations
 
 import gc
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from ..framework.canonical import state_tensors
 from ..framework.errors import ConfigurationError
 from ..framework.materialize import share_buffers
-from ..framework.strategy import StepAdapter, StepFunction, Strategy
+from ..framework.strategy import StepAdapter, StepFunction, Strategy, Traits
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 
@@ -35,6 +36,7 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
+    traits = Traits(carries_flags=True)
 
     def __init__(self, **ddp_arguments: Any) -> None:
         taken = [name for name in _TAKEN if name in ddp_arguments]
@@ -103,6 +105,16 @@ class DDPStrategy(Strategy):
         gradient = self._flagged.participation.grad if self._flagged is not None else None
         return gradient is not None and bool(gradient > 0)
 
+    def mark_nonfinite(self) -> None:
+        """Have the coming backward pass bring a flag of NaN, which the reduction carries to all ranks."""
+        if self._flagged is not None:
+            self._flagged.spoil()
+
+    def met_nonfinite(self) -> bool:
+        """Read whether the flag is NaN."""
+        gradient = self._flagged.participation.grad if self._flagged is not None else None
+        return gradient is not None and math.isnan(gradient.item())
+
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients in one flat reduction for each dtype. Collective.
 
@@ -139,6 +151,7 @@ class DDPStrategy(Strategy):
         """Drop the flag's gradient."""
         if self._flagged is not None:
             self._flagged.participation.grad = None
+            self._flagged.mend()
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers, as DDP does before each forward, unless it was told not to. Collective."""
@@ -199,6 +212,18 @@ class _LossAdapter(_Adapter):
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(module)
         self.participation = nn.Parameter(torch.zeros((), device=device))
+        self._spoiling: Any = None
+
+    def spoil(self) -> None:
+        """Make the flag's gradient NaN from here on."""
+        if self._spoiling is None:
+            self._spoiling = self.participation.register_hook(_not_a_number)
+
+    def mend(self) -> None:
+        """Let the flag have its own gradient again."""
+        if self._spoiling is not None:
+            self._spoiling.remove()
+            self._spoiling = None
 
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
         """Call ``step`` and let the flag feed its loss."""
@@ -208,6 +233,10 @@ class _LossAdapter(_Adapter):
         if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
             return {**output, "loss": output["loss"] + self.participation}
         return output
+
+
+def _not_a_number(gradient: Tensor) -> Tensor:
+    return torch.full_like(gradient, math.nan)
 
 
 def _zero_loss(adapter: nn.Module) -> list[Tensor]:

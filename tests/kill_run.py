@@ -6,6 +6,7 @@ every loss in ``metrics.csv``. What it comes to is written to ``ROOT/result.json
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -21,7 +22,7 @@ from phalanx import AccumulationSchedule, Callback, Trainer, TrainModule
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.loggers import CSVLogger
 
-STARTED, RESULT = "started", "result.json"
+STARTED, RESULT, STEPS = "started", "result.json", "steps"
 
 
 class Net(TrainModule):
@@ -57,6 +58,12 @@ class Started(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         time.sleep(0.005)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # One line for each micro-batch; what is computed again is there twice.
+        if trainer.is_global_zero:
+            with contextlib.suppress(OSError), (self.root / STEPS).open("a") as file:
+                file.write(f"{trainer.current_epoch}/{batch_idx}\n")
 
 
 def main() -> None:

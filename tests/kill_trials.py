@@ -13,16 +13,12 @@ be those of the run that nobody killed, bit for bit, and nothing hidden may be l
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +28,7 @@ from threading import Lock
 from typing import Any
 
 from kill_run import RESULT, STARTED
+from launches import Killed, Launch
 
 from phalanx.framework.checkpoint.opening import read_manifest
 from phalanx.framework.checkpoint.verification import verify
@@ -39,10 +36,7 @@ from phalanx.framework.checkpoint.verification import verify
 SCRIPT = Path(__file__).with_name("kill_run.py")
 STRATEGIES = ("single", "ddp", "fsdp", "zero2", "zero3")
 SAVING = ("synchronous", "asynchronous", "both")
-MARK = "PHALANX_KILL_TRIAL"
 LIMIT_SECONDS = 180.0
-# The workers of a loader see within 5 s that their rank is gone; all else goes at once.
-GONE_SECONDS = 8.0
 TRAINING_SECONDS = 1.0
 """How long after its start a training is killed at the latest."""
 
@@ -81,103 +75,27 @@ class Tally:
     problems: list[str] = field(default_factory=list)
 
 
-class Killed(Exception):
-    """A run that did what it must not do."""
-
-
-class Launch:
-    """One start of the command, in a session of its own; every process it starts carries its mark."""
+class Training(Launch):
+    """One start of the command."""
 
     def __init__(self, root: Path, setting: Setting) -> None:
-        self.mark = f"{MARK}={uuid.uuid4().hex}"
-        self.root = root
-        (root / "tmp").mkdir(parents=True, exist_ok=True)
         (root / STARTED).unlink(missing_ok=True)
-        name, _, value = self.mark.partition("=")
-        with (root / "output.txt").open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(root), *setting.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # What a killed launcher leaves in the temporary directory is to be seen.
-                env={**os.environ, "TMPDIR": str(root / "tmp"), "OMP_NUM_THREADS": "1", name: value},
-                start_new_session=True,
-            )
-        self.began = time.monotonic()
+        super().__init__(root, SCRIPT, setting.arguments)
 
     def wait_until_training(self) -> bool:
         """Wait until training begins; False where the run ended before."""
-        return self._wait(LIMIT_SECONDS, (self.root / STARTED).exists)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait; return whether the run is still under way."""
-        return self._wait(seconds, lambda: False) or self.process.poll() is None
-
-    def _wait(self, seconds: float, is_over: Any) -> bool:
-        until = time.monotonic() + seconds
-        while self.process.poll() is None and time.monotonic() < until:
-            if is_over():
-                return True
-            time.sleep(min(0.005, max(0.0, until - time.monotonic())))
-        return False
+        return self.wait_until(LIMIT_SECONDS, (self.root / STARTED).exists)
 
     def kill(self, victim: str, choice: random.Random) -> str:
         """Send SIGKILL, and see that all is gone soon after; return who it was sent to."""
-        launcher = self.process.pid
-        ranks = children(launcher)
+        launcher, ranks = self.process.pid, self.ranks()
         if victim == "rank" and not ranks:
             # It has started none by now.
             victim = "launcher"
         chosen = {"launcher": [launcher], "all": [*ranks, launcher], "rank": ranks and [choice.choice(ranks)]}[victim]
-        for pid in chosen:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.send(signal.SIGKILL, chosen)
         self.end(30.0)
         return victim
-
-    def end(self, seconds: float) -> None:
-        """Wait for the process and for everything it started.
-
-        Raises:
-            Killed: it takes too long, or something outlives it; that is ended.
-        """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        late = self.process.poll() is None
-        until = time.monotonic() + (0.0 if late else GONE_SECONDS)
-        while (left := marked(self.mark)) and time.monotonic() < until:
-            time.sleep(0.02)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-        if late or left:
-            what = f"did not end within {seconds:g} s" if late else f"left the processes {left} behind"
-            raise Killed(f"the run {what}; it printed:\n{self.printed()}")
-
-    def printed(self) -> str:
-        """Return the end of what it printed."""
-        return (self.root / "output.txt").read_text(errors="replace")[-4000:]
-
-
-def children(pid: int) -> list[int]:
-    """Return the direct children of a process: of a launcher, its ranks."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def marked(mark: str) -> list[int]:
-    """Return the processes whose environment carries a mark."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            with contextlib.suppress(OSError):
-                if mark.encode() in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry))
-    return found
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -235,7 +153,7 @@ def _shown(given: Any, expected: Any) -> str:
 
 def whole_run(root: Path, setting: Setting) -> tuple[dict[str, Any], float]:
     """Run to the end undisturbed; return the result and the seconds until training began."""
-    launch = Launch(root, setting)
+    launch = Training(root, setting)
     launch.wait_until_training()
     start_seconds = time.monotonic() - launch.began
     finish(launch)
@@ -260,7 +178,7 @@ def chain(
     tally = Tally(chains=1)
     victims = ["rank", "all", "launcher"] if setting.ranks > 1 else ["all"]
     before, known = 0, set[Path]()
-    launch = Launch(root, setting)
+    launch = Training(root, setting)
     try:
         while tally.trials < kills:
             in_start = choice.random() < 1 / 6
@@ -280,7 +198,7 @@ def chain(
             if step < before:
                 raise Killed(f"the newest checkpoint is of step {step}, and before the kill it was of {before}")
             before, known = step, now
-            launch = Launch(root, setting)
+            launch = Training(root, setting)
         finish(launch)
         newest_step(root)
         left = sorted(str(path.relative_to(root)) for path in hidden(root))
@@ -292,10 +210,7 @@ def chain(
     except Killed as error:
         tally.problems.append(f"{setting}, after {tally.trials} kills: {error}")
     finally:
-        with contextlib.suppress(Killed):
-            if launch.process.poll() is None:
-                os.killpg(launch.process.pid, signal.SIGKILL)
-            launch.end(10.0)
+        launch.abandon()
     return tally
 
 

@@ -407,11 +407,22 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+def read_terminal(descriptor: int) -> str:
+    """Return what is written to a terminal until nobody holds its other end; close it."""
+    parts = []
+    with contextlib.suppress(OSError):
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+    os.close(descriptor)
+    return b"".join(parts).decode(errors="replace")
+
+
 __all__ = [
     "changed_variables",
     "close_pools",
     "lasting_threads",
     "pool_pids",
+    "read_terminal",
     "run_command",
     "run_on_ranks",
     "run_script",

@@ -1,4 +1,4 @@
-"""Whether weights are numbers: a checkpoint with a NaN in it is no checkpoint to come back to."""
+"""Whether weights and gradients are numbers: a checkpoint with a NaN in it is no checkpoint to come back to."""
 
 from __future__ import annotations
 
@@ -30,6 +30,27 @@ def _all_finite(tensor: Tensor) -> bool:
     # One pass without a copy. A finite sum has finite terms; an infinite one may have overflowed, so look again.
     total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     return math.isfinite(total.item()) or bool(tensor.isfinite().all())
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Whether no element of any tensor is NaN or infinite; reads one number from the device.
+
+    What loss scaling looks at gradients with: one call for all of them, a third of the time of sums. It multiplies by 1
+    in place, so the tensors must be dense ones of this rank's own.
+    """
+    if not tensors:
+        return True
+    if not any(tensor.requires_grad for tensor in tensors):
+        device = tensors[0].device
+        found, one = torch.zeros((), device=device), torch.ones((), device=device)
+        try:
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+        except RuntimeError:
+            # Complex numbers, memory that overlaps itself, several devices, sparse tensors.
+            pass
+        else:
+            return found.item() == 0.0
+    return all(is_finite((tensor.coalesce().values() if tensor.is_sparse else tensor).detach()) for tensor in tensors)
 
 
 def has_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:

@@ -8,6 +8,7 @@ window stage 1 reduces gradients once, at its end; stages 2 and 3 reduce each mi
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import sys
 import tempfile
@@ -312,10 +313,6 @@ class DeepSpeedStrategy(Strategy):
         """
         raise LoopError(f"strategy={self.name!r} reduces what a real backward pass computes: every rank must run one.")
 
-    def contributed(self) -> bool:
-        """Updates are steps that all ranks take together, with a gradient of zero from those without a loss."""
-        return True
-
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Gradients are reduced in every backward that ends a window; there is nothing left to do."""
 
@@ -337,6 +334,10 @@ class DeepSpeedStrategy(Strategy):
 
         gradient = safe_get_full_grad(parameter)
         return None if gradient is None else update.unscaled(gradient)
+
+    def gradients_are_finite(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the norm that the coming step needs anyway is finite. Collective."""
+        return math.isfinite(self._training.norm().item())
 
     def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm of the whole gradient, whatever ``parameters`` are; infinite if not finite. Collective.

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...framework.canonical import state_tensors
+from ...framework.checkpoint.finite import all_finite
 from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import StoredTensors
 from ...framework.errors import ConfigurationError, LoopError, is_count, unknown
@@ -261,6 +262,12 @@ class FSDPStrategy(Strategy):
         """Gather the gradient of a parameter. Collective."""
         gradient = parameter.grad
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+    def gradients_are_finite(self, parameters: Iterable[Tensor]) -> bool:
+        """Look at this rank's parts, and tell the others in one small message. Collective."""
+        others = torch.tensor([float(not all_finite(local_gradients(parameters)))], dtype=torch.float64)
+        self.world.control_reduce(others).wait()
+        return others.item() == 0.0
 
     def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm of the whole gradient, from the ranks' parts in one reduction. Collective."""

@@ -119,6 +119,20 @@ def test_what_is_half_written_is_not_read() -> None:
     assert first.look(1, 1, 4) == (1.0,) * 4
 
 
+def test_a_rank_that_has_left_is_named_at_once_but_what_it_wrote_counts() -> None:
+    memory = SharedMemory(Board.size(2))
+    theirs = SharedMemory(Board.size(2), memory.place)
+    memory.release_name()
+    theirs.release_name()
+    first, second = Board(memory, 0, [os.getpid()] * 2), Board(theirs, 1, [os.getpid()] * 2)
+    pending = first.post(vector(0, 0))
+    second.post(vector(1, 0))
+    second.close()
+    assert pending.wait()
+    with pytest.raises(RankError, match=r"rank 1 .* has left, and rank 0 waits for it"):
+        first.post(vector(0, 1)).wait()
+
+
 def test_a_rank_whose_process_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     child = os.fork()
     if not child:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.synchronize
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +19,7 @@ from ranks import run_command, run_script, session_pids, started_script, wait_un
 
 from phalanx.framework.errors import ConfigurationError, RankError
 from phalanx.framework.launch import (
+    _end_workers,
     _interpreter_flags,
     _remove_leftovers,
     can_rerun_script,
@@ -64,7 +68,8 @@ def test_a_module_is_run_again_as_a_module(tmp_path: Path) -> None:
         HEAD + "from . import part\nprint('rank', place.rank, part.VALUE, flush=True)\n"
     )
     done = run_command([sys.executable, "-m", "package"], tmp_path)
-    assert sorted(done.stdout.splitlines())[:2] == ["rank 0 relative", "rank 1 relative"]
+    # Ranks that keep no files are marked on the screen.
+    assert sorted(done.stdout.splitlines())[:2] == ["[rank 1] rank 1 relative", "rank 0 relative"]
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback_last_and_once() -> None:
@@ -139,7 +144,7 @@ def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:
     source = MEET + "print('training', flush=True)\n" + TRAIN
     # What it has no chance to remove goes where pytest does.
     with started_script(source, env={"TMPDIR": str(tmp_path)}) as process:
-        read_until(process, "training", times=2)
+        read_until(process, "training", times=1)
         assert len(session_pids(process.pid)) == 3
         process.kill()
         wait_until(lambda: not session_pids(process.pid), seconds=5.0)
@@ -155,9 +160,9 @@ def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:
 )
 def test_a_signal_to_the_supervisor_reaches_the_ranks(handler: str, signum: int, code: int) -> None:
     # Ranks that have not met one another have nothing to lose, and end with 75.
-    source = MEET + handler + "print('training', flush=True)\nwhile True: time.sleep(0.05)\n"
+    source = MEET + handler + "world.barrier()\nprint('training', flush=True)\nwhile True: time.sleep(0.05)\n"
     with started_script(source) as process:
-        read_until(process, "training", times=2)
+        read_until(process, "training", times=1)
         process.send_signal(signum)
         output = process.communicate(timeout=60)[0]
         assert process.returncode == code
@@ -205,6 +210,33 @@ def test_torchrun_starts_ranks_that_meet(tmp_path: Path) -> None:
     # torchrun leaves a folder behind.
     done = run_command([*torchrun, str(script)], tmp_path, env={"TMPDIR": str(tmp_path)}, timeout=90.0)
     assert "met ['torchrun', 'torchrun']" in done.stdout
+
+
+def stay(told: multiprocessing.synchronize.Event) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    told.set()
+    time.sleep(60)
+
+
+def test_a_process_that_fails_does_not_wait_for_a_loaders_workers() -> None:
+    context = multiprocessing.get_context("fork")
+    before = signal.getsignal(signal.SIGCHLD)
+    children = []
+    for daemon in (True, False):
+        told = context.Event()
+        children.append(context.Process(target=stay, args=(told,), daemon=daemon))
+        children[-1].start()
+        assert told.wait(30)
+    try:
+        _end_workers()
+        children[0].join(30)
+        assert children[0].exitcode == -signal.SIGKILL
+        # One that is no daemon is the user's own to end.
+        assert children[1].is_alive()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        children[1].kill()
+        children[1].join()
 
 
 @pytest.fixture

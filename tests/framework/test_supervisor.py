@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework.errors import ConfigurationError, Preempted
-from phalanx.framework.failures import Failure, exit_code_of, read_failure, record_failure, record_leaving
+from phalanx.framework.failures import (
+    Failure,
+    exit_code_of,
+    forget_trouble,
+    read_failure,
+    record_failure,
+    record_leaving,
+    record_trouble,
+)
 from phalanx.framework.supervisor import Supervisor, Verdict
 
 SLEEP = "sleep 3600"
@@ -99,6 +107,39 @@ def test_a_rank_that_left_because_of_a_failure_is_not_at_fault(tmp_path: Path) -
     record_leaving(str(tmp_path), 1)
     verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'exit 1'")
     assert verdict.message.endswith("ValueError: the cause")
+
+
+def in_trouble(directory: Path, rank: int, error: BaseException) -> None:
+    try:
+        raise error
+    except BaseException as raised:
+        record_trouble(str(directory), Failure.of(rank, raised))
+    time.sleep(0.001)
+
+
+@pytest.mark.parametrize("ending", ["sh -c 'exit 1'", SLEEP], ids=["ends", "has to be killed"])
+def test_a_rank_on_its_way_out_is_at_fault_though_another_that_saw_it_was_faster(tmp_path: Path, ending: str) -> None:
+    in_trouble(tmp_path, 1, ValueError("the cause"))
+    recorded(tmp_path, 0, RuntimeError("connection reset"))
+    verdict = watch(tmp_path, "sh -c 'exit 1'", ending)
+    assert verdict.exit_code == 1
+    assert verdict.message.endswith("ValueError: the cause")
+
+
+def test_the_time_that_counts_is_when_an_error_was_met(tmp_path: Path) -> None:
+    in_trouble(tmp_path, 1, ValueError("the cause"))
+    recorded(tmp_path, 0, RuntimeError("connection reset"))
+    time.sleep(0.001)
+    recorded(tmp_path, 1, ValueError("the cause"))
+    assert watch(tmp_path, "sh -c 'exit 1'", "sh -c 'exit 1'").message.endswith("ValueError: the cause")
+
+
+def test_an_error_that_was_caught_is_no_failure(tmp_path: Path) -> None:
+    in_trouble(tmp_path, 1, ValueError("caught"))
+    assert watch(tmp_path, "true", "sleep 0.1") == Verdict(0, "", failed=False)
+    forget_trouble(str(tmp_path), 1)
+    recorded(tmp_path, 0, RuntimeError("another"))
+    assert watch(tmp_path, "sh -c 'exit 1'", SLEEP).message.endswith("RuntimeError: another")
 
 
 def test_preempted_ranks_end_in_their_own_time(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""A traceback of few lines: what lies in phalanx and torch between the user's own lines is left out. Needs no torch."""
+
+from __future__ import annotations
+
+import traceback
+from itertools import groupby
+from pathlib import Path
+
+MOST_LINES = 28
+_MESSAGE_HEAD, _MESSAGE_TAIL = 3, 6
+_FRAME = '  File "'
+# The package may have been imported through a link.
+_HERE = {Path(__file__).absolute().parents[1], Path(__file__).resolve().parents[1]}
+_FOLDERS = ("framework", "strategies", "callbacks", "loggers", "cli")
+_OURS = tuple(f"{here / folder}/" for here in _HERE for folder in _FOLDERS)
+
+
+def brief_traceback(error: BaseException) -> str:
+    """Return the traceback of ``error`` in at most ``MOST_LINES`` lines, the innermost of the user's own near the end.
+
+    A worker's traceback that came as a message stays whole at its end.
+    """
+    parts = traceback.format_exception(type(error), error, error.__traceback__)
+    lines: list[str] = []
+    for foreign, group in groupby(parts, _is_foreign):
+        run = list(group)
+        if foreign:
+            # What raised is told, whoever it is.
+            last = run[-1:] if _raises(run[-1], parts) else []
+            left_out = len(run) - len(last)
+            lines += [f"  ... {left_out} frames in phalanx and torch"] if left_out else []
+            run = last
+        lines += [line for part in run for line in _shortened(part)]
+    if len(lines) > MOST_LINES:
+        head = MOST_LINES // 4
+        tail = MOST_LINES - head - 1
+        lines = [*lines[:head], f"  ... {len(lines) - head - tail} lines left out", *lines[-tail:]]
+    return "\n".join(lines)
+
+
+def _is_foreign(part: str) -> bool:
+    if not part.startswith(_FRAME):
+        return False
+    path = part[len(_FRAME) :].partition('"')[0]
+    return path.startswith(_OURS) or "site-packages/torch/" in path or path.startswith("<frozen ")
+
+
+def _raises(frame: str, parts: list[str]) -> bool:
+    """Whether a frame is the innermost of its traceback."""
+    following = parts[parts.index(frame) + 1 :]
+    return not following or not following[0].startswith(_FRAME)
+
+
+def _shortened(part: str) -> list[str]:
+    """Return the lines of a frame, or of an exception's message without its middle where it is long."""
+    lines = part.rstrip("\n").split("\n")
+    tail = _MESSAGE_TAIL * 2 if any(line.startswith("Original Traceback") for line in lines) else _MESSAGE_TAIL
+    if part.startswith(_FRAME) or len(lines) <= _MESSAGE_HEAD + tail + 1:
+        return lines
+    left_out = len(lines) - _MESSAGE_HEAD - tail
+    return [*lines[:_MESSAGE_HEAD], f"  ... {left_out} lines left out", *lines[-tail:]]

@@ -1,0 +1,79 @@
+"""Ranks that are slower than others: how long each takes for what it does by itself in a step.
+
+Where ranks wait for one another in every step, all of their steps take the same time. What tells them apart is the time
+between an update and the next meeting: data, hooks, and the forward pass where that meets nobody. Its running mean
+travels with the control reduction as a number and its square, from which all ranks see alike that they differ.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+LASTING = 20
+"""Steps in a row that ranks must differ in before they say more."""
+FIRST_PAUSE = 200
+"""Steps after a look at all ranks before the next; each doubles it."""
+RATIO = 1.5
+_RATE = 0.1
+_LEAST_SECONDS = 0.001
+_LEAST_SHARE = 0.1
+
+
+class Pace:
+    """This rank's time of its own in a step, in seconds."""
+
+    def __init__(self) -> None:
+        self.own = 0.0
+        self.forward_counts = True
+        """Whether the forward pass, between launch and read, waits for nobody."""
+        self._step = 0.0
+        self._updated = self._launched = 0.0
+        self._part = 0.0
+        self._lasting = 0
+        self._pause = FIRST_PAUSE
+        self._next = 0
+
+    def updated(self) -> None:
+        """An update is over."""
+        now = time.perf_counter()
+        if self._updated:
+            self._step += _RATE * (now - self._updated - self._step)
+        self._updated = now
+
+    def launched(self) -> None:
+        """The next control reduction is on its way."""
+        self._launched = now = time.perf_counter()
+        self._part = now - self._updated if self._updated else 0.0
+
+    def arrived(self) -> None:
+        """This rank is where it waits for the others."""
+        if self._part:
+            taken = self._part + (time.perf_counter() - self._launched if self.forward_counts else 0.0)
+            # One that is far off, such as a validation between two steps, counts a little.
+            self.own = min(taken, 4 * self.own) * _RATE + (1 - _RATE) * self.own if self.own else taken
+
+    def differs(self, step: int, size: int, total: float, squares: float) -> bool:
+        """Whether ranks should exchange their times now; the same on all ranks."""
+        # As of one rank that takes 1.5 times as long as all others.
+        least = (RATIO - 1) ** 2 * (size - 1) / (size - 1 + RATIO) ** 2
+        apart = total > size * _LEAST_SECONDS and size * squares > total * total * (1 + least)
+        self._lasting = self._lasting + 1 if apart else 0
+        if self._lasting < LASTING or step < self._next:
+            return False
+        self._next, self._pause = step + self._pause, 2 * self._pause
+        return True
+
+    def straggler(self, seconds: Sequence[float]) -> str | None:
+        """Return what a person should know of the slowest rank, given the times of all; None where it is not slow."""
+        slowest = max(range(len(seconds)), key=seconds.__getitem__)
+        median = statistics.median_low(seconds)
+        more = seconds[slowest] - median
+        if more < _LEAST_SHARE * self._step or seconds[slowest] < RATIO * median:
+            return None
+        return (
+            f"Rank {slowest} holds up the others: by itself it takes {seconds[slowest] * 1e3:.3g} ms of a step, "
+            f"{seconds[slowest] / max(median, 1e-9):.1f} times as long as the median rank ({median * 1e3:.3g} ms). "
+            "Look at its data, its hooks, and what else runs on its cores."
+        )

@@ -1,0 +1,149 @@
+"""What ranks are doing: the Python stacks of all their threads, asked for by a signal.
+
+The stacks are written by the signal's handler, in C: also where a rank sleeps in the system, and where a thread holds
+the interpreter's lock and never gives it back. A rank that is stopped cannot answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .heartbeat import Beat
+
+# How long ranks have for their answer, and for how long it must not have grown to be whole.
+ANSWER_SECONDS = 0.6
+_QUIET_SECONDS = 0.05
+_FRAMES = 24
+_FRAMES_OF_OTHERS = 4
+_OTHER_THREADS = 6
+_STATES = {
+    "T": "stopped by a signal, so it has no stack to show",
+    "t": "held by a debugger, so it has no stack to show",
+    "D": "waiting for a disk or a device",
+    "Z": "gone",
+}
+# Where a rank is while it waits for another one.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_WAITING = ("/torch/distributed/", "/deepspeed/comm/", f"{_HERE}/world.py", f"{_HERE}/board.py")
+_WAITING_INNERMOST = ("/torch/autograd/graph.py",)
+_DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The stacks of a process, each with the innermost call first, and the letter of its state."""
+
+    frames: tuple[str, ...] = ()
+    """Those of the main thread."""
+    others: tuple[tuple[str, ...], ...] = ()
+    state: str = ""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped the process."""
+        return self.state == "T"
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for another rank, as far as its stack tells."""
+        return _any_in(self.frames[:3], _WAITING) or _any_in(self.frames[:1], _WAITING_INNERMOST)
+
+    @property
+    def collects(self) -> bool:
+        """Whether Python collects garbage, which takes a second where a core is shared, and always ends."""
+        return "Garbage-collecting" in "".join(self.frames[:1])
+
+    @property
+    def is_debugged(self) -> bool:
+        """Whether a person looks into it."""
+        return self.state == "t" or _any_in(self.frames, _DEBUGGERS)
+
+    def __str__(self) -> str:
+        lines = list(self.frames[:_FRAMES])
+        if len(self.frames) > _FRAMES:
+            lines.append(f"  ... and {len(self.frames) - _FRAMES} more")
+        return "\n".join(lines) if lines else f"  {_STATES.get(self.state, 'it did not answer')}"
+
+    def threads(self) -> str:
+        """Return what its other threads do, the innermost calls of each."""
+        shown = [frames[:_FRAMES_OF_OTHERS] for frames in self.others[:_OTHER_THREADS]]
+        return "\n".join("\n".join(("  another thread:", *(f"  {frame}" for frame in frames))) for frames in shown)
+
+
+def read_stacks(
+    pids: Mapping[int, int], beats: Mapping[int, Beat | None], files: Mapping[int, Path]
+) -> dict[int, Stacks]:
+    """Return what each rank does, as far as it tells."""
+    states = {rank: process_state(pid) for rank, pid in pids.items()}
+    asked: dict[int, tuple[Beat, int]] = {}
+    for rank in pids:
+        beat = beats.get(rank)
+        if beat is not None and beat.asks and states[rank] not in "TtZ":
+            asked[rank] = beat, _size(files[rank])
+            with contextlib.suppress(OSError):
+                os.kill(beat.pid, beat.asks)
+    _wait_for_answers({files[rank]: before for rank, (_, before) in asked.items()})
+    found = {rank: Stacks(state=state) for rank, state in states.items()}
+    for rank, (beat, before) in asked.items():
+        with contextlib.suppress(OSError):
+            text = files[rank].read_bytes()[before:].decode(errors="replace")
+            found[rank] = parse_stacks(text, beat.main_thread, states[rank])
+    return found
+
+
+def _wait_for_answers(before: Mapping[Path, int]) -> None:
+    until = time.monotonic() + ANSWER_SECONDS
+    sizes = dict(before)
+    while sizes and time.monotonic() < until:
+        time.sleep(_QUIET_SECONDS)
+        now = {path: _size(path) for path in before}
+        if now == sizes and all(now[path] > size for path, size in before.items()):
+            return
+        sizes = now
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def parse_stacks(text: str, main_thread: int, state: str = "") -> Stacks:
+    """Read what Python's ``faulthandler`` has written of all threads."""
+    main: tuple[str, ...] = ()
+    others = []
+    for block in text.split("hread 0x")[1:]:
+        head, *lines = block.splitlines()
+        frames = tuple(line for line in lines if line.startswith("  "))
+        if int(head.split()[0], 16) == main_thread:
+            main = frames
+        else:
+            others.append(frames)
+    return Stacks(main, tuple(others), state)
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state, such as R, S, D or T; empty where the system tells none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def work_seconds(pid: int) -> float:
+    """Return how long a process's main thread has computed, or has waited for a core; 0 where the system tells not."""
+    try:
+        computed, waited = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[:2]
+    except (OSError, ValueError):
+        return 0.0
+    return (int(computed) + int(waited)) / 1e9
+
+
+def _any_in(frames: Iterable[str], parts: Iterable[str]) -> bool:
+    return any(part in frame for frame in frames for part in parts)

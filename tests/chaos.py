@@ -1,0 +1,299 @@
+"""Disturb training runs at random instants in every way a machine knows, and see that each ends as if nothing was.
+
+    python tests/chaos.py
+    python tests/chaos.py --trials 20 --strategies ddp,fsdp,zero2 --faults stop,full --seed 7
+
+The training command is ``kill_run.py``: it saves after every optimizer step and logs every loss. A trial is one fault:
+
+    kill-rank, kill-all, kill-launcher   SIGKILL to one rank, to all processes, to the process that was started
+    term-rank, term-all                  SIGTERM: the run saves and ends with 75
+    stop                                 SIGSTOP to one rank, and SIGCONT a while later: the run goes on
+    stop-kill                            SIGSTOP to one rank, and SIGKILL a while later
+    full                                 the disk is full until the run has ended
+    damage                               SIGKILL to all, and a bit of the newest checkpoint is flipped
+
+After a fault no process may be left, and a dead rank must be gone with all others within ``--seconds``. The command is
+started again, and disturbed again, until it gets to its end: every row of ``metrics.csv``, the metrics, the weights and
+the moments must be those of the run that nobody disturbed, bit for bit. Batches that were computed again are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kill_run import STEPS
+from kill_trials import (
+    TRAINING_SECONDS,
+    Setting,
+    Training,
+    checkpoints,
+    differences,
+    finish,
+    hidden,
+    result_of,
+    whole_run,
+)
+from launches import Killed
+
+from phalanx.framework.checkpoint.opening import read_manifest
+from phalanx.framework.checkpoint.verification import verify
+
+STRATEGIES = ("ddp", "fsdp", "zero2")
+FAULTS = ("kill-rank", "kill-all", "kill-launcher", "term-rank", "term-all", "stop", "stop-kill", "full", "damage")
+SEVERAL = frozenset({"kill-rank", "kill-launcher", "term-rank"})
+"""Faults that only mean something where there is more than one process."""
+DISK_BYTES = 16 << 20
+END_SECONDS = 60.0
+# How long a rank is stopped: shorter than any limit on a step that makes no progress.
+STOP_SECONDS = 1.5
+_KILLED, _PREEMPTED, _STORAGE = 128 + signal.SIGKILL, 75, 74
+
+
+@dataclass
+class Tally:
+    """What came of one fault under one strategy."""
+
+    trials: int = 0
+    identical: int = 0
+    again: int = 0
+    """Micro-batches that were computed more than once."""
+    orphans: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """From the fault to the end of the process that was started."""
+    codes: Counter[int] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Chaos:
+    """One run that is disturbed again and again by one fault."""
+
+    root: Path
+    setting: Setting
+    fault: str
+    choice: random.Random
+    seconds: float
+    tally: Tally = field(default_factory=Tally)
+    damaged: set[int] = field(default_factory=set)
+
+    def run(self, times: int, start_seconds: float, expected: dict[str, Any]) -> Tally:
+        """Disturb the run up to ``times`` times, then let it end and compare."""
+        launch = Training(self.root, self.setting)
+        try:
+            while self.tally.trials < times and self._come_to_an_instant(launch, start_seconds):
+                if self._strike(launch):
+                    launch = Training(self.root, self.setting)
+            finish(launch)
+            self._compare(expected)
+        except Killed as error:
+            self.tally.problems.append(f"{self.setting.strategy}, {self.fault}, trial {self.tally.trials}: {error}")
+            self.tally.orphans += "left the processes" in str(error)
+        finally:
+            launch.abandon()
+        return self.tally
+
+    def _come_to_an_instant(self, launch: Training, start_seconds: float) -> bool:
+        if self.fault != "full" and self.choice.random() < 1 / 6:
+            return launch.wait(self.choice.uniform(0.0, start_seconds))
+        return launch.wait_until_training() and launch.wait(self.choice.uniform(0.0, TRAINING_SECONDS))
+
+    def _strike(self, launch: Training) -> bool:
+        """Disturb the run; return whether it has ended and is to be started again."""
+        ranks = launch.ranks() or [launch.process.pid]
+        everyone = list(dict.fromkeys([*ranks, launch.process.pid]))
+        one = [self.choice.choice(ranks)]
+        self.tally.trials += 1
+        began = time.monotonic()
+        if self.fault.startswith("stop"):
+            launch.send(signal.SIGSTOP, one)
+            time.sleep(self.choice.uniform(0.1, STOP_SECONDS))
+            began = time.monotonic()
+            launch.send(signal.SIGCONT if self.fault == "stop" else signal.SIGKILL, one)
+            if self.fault == "stop":
+                return False
+        elif self.fault == "full":
+            filler = self.root / "filler"
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 16))
+        else:
+            kind, _, whom = self.fault.partition("-")
+            victims = {"rank": one, "all": everyone, "launcher": [launch.process.pid]}.get(whom, everyone)
+            launch.send(signal.SIGTERM if kind == "term" else signal.SIGKILL, victims)
+        # Whatever the machine is busy with, the launcher ends well before this.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launch.process.wait(END_SECONDS)
+        took = time.monotonic() - began
+        launch.end(1.0)
+        code = launch.process.returncode
+        self._judge(launch, code, took)
+        if self.fault == "full":
+            (self.root / "filler").unlink(missing_ok=True)
+        elif self.fault == "damage":
+            self._damage()
+        return True
+
+    def _judge(self, launch: Training, code: int, took: float) -> None:
+        self.tally.seconds.append(took)
+        self.tally.codes[code] += 1
+        # A run may end by itself just before it is struck, and a process that has no handlers yet ends by the signal.
+        expected = {"kill-rank": {_KILLED}, "stop-kill": {_KILLED, -signal.SIGKILL}, "full": {_STORAGE}}.get(
+            self.fault, {_PREEMPTED, -signal.SIGTERM, 143} if self.fault.startswith("term") else {-signal.SIGKILL}
+        )
+        if code not in expected | {0}:
+            raise Killed(f"exit code {code} instead of {sorted(expected)}; it printed:\n{launch.printed()}")
+        if took > self.seconds and not self.fault.startswith(("term", "full")):
+            raise Killed(f"took {took:.1f} s to end; it printed:\n{launch.printed()}")
+        for path in checkpoints(self.root):
+            if path.stat().st_ino not in self.damaged and (problems := verify(path)):
+                raise Killed(f"{path.name} does not verify: {problems[0]}")
+
+    def _damage(self) -> None:
+        """Flip a bit in the checkpoint that got furthest."""
+        good = [path for path in checkpoints(self.root) if path.stat().st_ino not in self.damaged]
+        if not good:
+            return
+        newest = max(good, key=lambda path: int(read_manifest(path).document["progress"]["global_step"]))
+        file = self.choice.choice(sorted(newest.glob("*.safetensors")))
+        content = bytearray(file.read_bytes())
+        place = self.choice.randrange(len(content))
+        content[place] ^= 1 << self.choice.randrange(8)
+        # In a file of its own: another checkpoint may share it.
+        file.unlink()
+        file.write_bytes(content)
+        self.damaged.add(newest.stat().st_ino)
+
+    def _compare(self, expected: dict[str, Any]) -> None:
+        result = result_of(self.root)
+        if self.damaged or self.fault.startswith("term"):
+            # What is kept beside the last one may differ: a damaged one stays, and so does what a signal had saved.
+            result["checkpoints"] = expected["checkpoints"]
+        steps = (self.root / STEPS).read_text().split()
+        self.tally.again += len(steps) - len(set(steps))
+        if different := differences(result, expected):
+            raise Killed(f"different: {different}")
+        if self.fault != "damage" and (left := [str(path.relative_to(self.root)) for path in hidden(self.root)]):
+            raise Killed(f"left behind: {left}")
+        self.tally.identical += self.tally.trials
+
+
+@contextlib.contextmanager
+def disk(place: Path) -> Iterator[Path | None]:
+    """Yield a small disk of its own, or None where none may be mounted."""
+    place.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(place)]
+    mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        yield place if mounted else None
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def run_fault(
+    folder: Path, setting: Setting, fault: str, trials: int, expected: tuple[dict[str, Any], float], **options: Any
+) -> Tally | None:
+    """Run the trials of one fault, several to a run; None where this machine does not permit them."""
+    total = Tally()
+    in_a_row, seed, seconds = options["in_a_row"], options["seed"], options["seconds"]
+    number = 0
+    while total.trials < trials and len(total.problems) < 3:
+        choice = random.Random(f"{seed}/{setting.strategy}/{fault}/{number}")
+        with disk(folder / f"{fault}-{number}") if fault == "full" else contextlib.nullcontext(folder) as place:
+            if place is None:
+                return None
+            root = place / f"{fault}-{number}"
+            times = min(in_a_row, trials - total.trials)
+            one = Chaos(root, setting, fault, choice, seconds).run(times, expected[1], expected[0])
+        for name in ("trials", "identical", "again", "orphans"):
+            setattr(total, name, getattr(total, name) + getattr(one, name))
+        total.seconds += one.seconds
+        total.codes += one.codes
+        total.problems += one.problems
+        number += 1
+        if number > 4 * trials:
+            total.problems.append("runs ended before they were disturbed")
+    return total
+
+
+def run_chaos(
+    folder: Path, strategies: Iterable[str], faults: Iterable[str], trials: int, **options: Any
+) -> dict[tuple[str, str], Tally]:
+    """Run all trials, printing the table; ``options``: ``in_a_row``, ``seed`` and ``seconds``."""
+    tallies = {}
+    print(HEADER, flush=True)
+    for strategy in strategies:
+        setting = Setting(strategy)
+        expected = whole_run(folder / strategy / "undisturbed", setting)
+        for fault in faults:
+            if setting.ranks == 1 and fault in SEVERAL:
+                continue
+            tally = run_fault(folder / strategy, setting, fault, trials, expected, **options)
+            if tally is None:
+                print(f"{strategy:8}  {fault:13}  skipped: no disk may be mounted here", flush=True)
+                continue
+            tallies[strategy, fault] = tally
+            print(row(strategy, fault, tally), flush=True)
+            for problem in tally.problems:
+                print(problem, flush=True)
+    return tallies
+
+
+HEADER = (
+    "strategy  fault          trials  bit-identical  orphans  "
+    "seconds to exit, median and most  batches again  exit codes"
+)
+
+
+def row(strategy: str, fault: str, tally: Tally) -> str:
+    """Return a line of the table."""
+    times = sorted(tally.seconds) or [math.nan]
+    took = f"{times[len(times) // 2]:.2f}, {times[-1]:.2f}" if tally.seconds else "it goes on"
+    codes = ", ".join(f"{count} x {code}" for code, count in sorted(tally.codes.items()))
+    return (
+        f"{strategy:8}  {fault:13}  {tally.trials:6}  {f'{tally.identical} of {tally.trials}':>13}  {tally.orphans:7}  "
+        f"{took:>33}  {tally.again:13}  {codes}"
+    )
+
+
+def main() -> None:
+    """Run trials from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--trials", type=int, default=20, help="for each strategy and fault")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="names, with commas between")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="names, with commas between")
+    parser.add_argument("--in-a-row", type=int, default=4, help="how often one run is disturbed at most")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long a killed run may take to be gone")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    wrong = sorted(set(options.faults.split(",")) - set(FAULTS))
+    if wrong:
+        parser.error(f"unknown faults {wrong}; known: {', '.join(FAULTS)}")
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        tallies = run_chaos(
+            Path(folder),
+            options.strategies.split(","),
+            options.faults.split(","),
+            options.trials,
+            in_a_row=options.in_a_row,
+            seed=options.seed,
+            seconds=options.seconds,
+        )
+    sys.exit(any(tally.problems for tally in tallies.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""What rank 0 tells of ranks that differ without failing: logged names, slow ranks, losses that jump."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+from models import Regressor, loader, silent_trainer
+from ranks import run_on_ranks
+from small_fits import capturing
+
+from phalanx.framework.errors import DesyncError
+from phalanx.framework.pace import LASTING, Pace
+from phalanx.framework.spikes import WARM_UP, LossSpikes
+from phalanx.framework.triggers import Triggers
+from phalanx.framework.world import World
+
+
+class Logs(Regressor):
+    """Logs for the epoch's end: another name on rank 1, or the same ones in another order and a step later."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        odd = self.global_rank == 1
+        self.log("own step", 1.0) if odd else None
+        names = ["a", "accuracy"]
+        if self.names == "typo" and odd:
+            names = ["a", "acuracy"]
+        if self.names == "late" and odd:
+            names = ["accuracy", "a"] if batch_idx else ["a"]
+        for name in names:
+            self.log(name, loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def logged(names: str) -> list[str]:
+    trainer = silent_trainer(devices=2, max_epochs=1)
+    notes = capturing(trainer)
+    try:
+        trainer.fit(Logs(names), loader(48, 4))
+    except Exception as error:
+        notes.append(type(error).__name__)
+    return [note for note in notes if "phalanx" not in note and "trained" not in note]
+
+
+def test_names_that_differ_are_told_before_the_epoch_ends() -> None:
+    notes, others = run_on_ranks(2, logged, "typo")
+    assert notes == others
+    told, end = notes
+    assert told.startswith("Rank 1 has not logged 'accuracy' in this epoch, rank 0 has (optimizer step 2)")
+    assert "Did you mean 'acuracy'?" in told
+    assert end == "MetricError"
+
+
+def test_names_that_come_a_step_later_are_no_difference() -> None:
+    assert run_on_ranks(2, logged, "late") == [[], []]
+
+
+def elsewhere() -> str:
+    world = World.from_environment("cpu")
+    triggers = Triggers(world)
+    triggers.launch(3 + world.rank, weight=1.0, batches=1)
+    with pytest.raises(DesyncError) as met:
+        triggers.read()
+    world.close()
+    return str(met.value)
+
+
+def test_the_rank_at_another_step_is_named() -> None:
+    for message in run_on_ranks(2, elsewhere):
+        assert "rank 1 is at 4, rank 0 at 3" in message
+
+
+# ---- slow ranks -----------------------------------------------------------------------------------------------------
+
+
+class Sleepy(Regressor):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.03 if self.global_rank == 1 else 0.0)
+        return super().training_step(batch, batch_idx)
+
+
+def slept() -> list[str]:
+    trainer = silent_trainer(devices=2, max_epochs=1)
+    notes = capturing(trainer)
+    trainer.fit(Sleepy(), loader(8 * 2 * LASTING, 4))
+    return [note for note in notes if "holds up" in note]
+
+
+def test_a_slow_rank_is_told_once_with_its_ratio() -> None:
+    notes, others = run_on_ranks(2, slept)
+    assert len(notes) == 1
+    assert notes == others
+    assert notes[0].startswith("Rank 1 holds up the others: by itself it takes ")
+    assert "times as long as the median rank" in notes[0]
+
+
+@pytest.mark.parametrize(("times", "slow"), [([0.1] * 8, False), ([0.1] * 7 + [0.2], True), ([0.1, 0.12], False)])
+def test_ranks_exchange_their_times_only_where_they_differ_for_long(times: list[float], slow: bool) -> None:
+    pace = Pace()
+    squares = sum(one * one for one in times)
+    asked = [step for step in range(1000) if pace.differs(step, len(times), sum(times), squares)]
+    # Rarely: pauses double.
+    assert asked == ([LASTING - 1, LASTING + 199, LASTING + 599] if slow else [])
+    assert (pace.straggler(times) is not None) == slow
+
+
+# ---- losses that jump -----------------------------------------------------------------------------------------------
+
+
+def judged(losses: list[float]) -> list[int]:
+    spikes = LossSpikes()
+    return [number for number, loss in enumerate(losses) if spikes(loss)]
+
+
+def test_a_spike_is_seen_and_noise_and_trends_are_not() -> None:
+    draw = random.Random(0)
+    falling = [4.0 * 0.99**step + 1.0 + draw.gauss(0.0, 0.1) for step in range(3000)]
+    assert judged(falling) == []
+    assert judged([2.0] * 200) == []
+    falling[700] = falling[701] = 9.0
+    falling[2000] = 9.0
+    assert judged(falling) == [700, 2000]
+    assert judged([8.0, *falling[:WARM_UP]]) == []
+
+
+def test_a_level_that_stays_is_told_once_or_twice_and_then_taken_for_normal() -> None:
+    draw = random.Random(0)
+    losses = [(1.0 if step < 500 else 5.0) + draw.gauss(0.0, 0.1) for step in range(3000)]
+    told = judged(losses)
+    assert told[0] == 500
+    assert len(told) <= 3
+
+
+class Jumps(Regressor):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * 1e-3
+        return loss + (100.0 if self.global_rank == 1 and batch_idx == WARM_UP + 5 else 1.0 + batch_idx % 3 * 0.1)
+
+
+def jumped() -> list[str]:
+    trainer = silent_trainer(devices=2, max_epochs=1)
+    notes = capturing(trainer)
+    trainer.fit(Jumps(), loader(8 * (WARM_UP + 10), 4))
+    return [note for note in notes if "rose" in note]
+
+
+def test_a_spike_on_any_rank_is_noted_once() -> None:
+    for notes in run_on_ranks(2, jumped):
+        assert len(notes) == 1
+        assert notes[0].startswith(f"The loss rose to 100 at optimizer step {WARM_UP + 5} (epoch 0) on rank 1")

@@ -1,0 +1,173 @@
+"""Ranks that fail are started again from the newest good checkpoint, for as long as that may change how they end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from ranks import TESTS, run_on_ranks, run_script
+from restart_run import train
+from small_fits import Tiny, loader, quiet_trainer
+
+from phalanx.callbacks import ModelCheckpoint
+from phalanx.framework.placement import ATTEMPT, ERROR_DIR
+from phalanx.framework.restarts import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Restarts
+
+SCRIPT = TESTS / "restart_run.py"
+
+
+def run(root: Path, strategy: str, ranks: int, moments: str) -> tuple[int, list[str]]:
+    root.mkdir(exist_ok=True)
+    done = run_script(SCRIPT, str(root), strategy, str(ranks), moments, timeout=150.0)
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.timeout(240)
+def test_a_run_whose_ranks_fail_ends_as_one_that_nobody_disturbed(tmp_path: Path) -> None:
+    ended, _ = run_on_ranks(2, train, tmp_path / "whole", "ddp", 2, [])
+    # The first failure is before anything was saved, beside the checkpoints of another run of the same name.
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    code, printed = run(tmp_path / "broken", "ddp", 2, "raise-0,kill-5")
+    assert code == 0, printed
+    assert ended in printed
+    starts = [line for line in printed if line.startswith("phalanx: the ranks are started again")]
+    assert [line.rpartition("restart ")[2] for line in starts] == ["1 of 3)", "2 of 3)"]
+    assert any(line.startswith("rank 1 (pid ") and "failed at step 0 (epoch 0" in line for line in printed)
+    assert any(line.endswith("was killed by SIGKILL at step 5 (epoch 0, batch 5)") for line in printed)
+
+
+@pytest.mark.timeout(240)
+def test_one_rank_is_started_again_too_until_a_step_fails_twice_in_a_row(tmp_path: Path) -> None:
+    code, printed = run(tmp_path, "single", 1, "raise-9*")
+    assert code == 1
+    assert printed[-1] == "ZeroDivisionError: raise-9"
+    assert "phalanx: the ranks are not started again, since optimizer step 9 failed twice in a row" in printed
+    assert sum("started again in" in line for line in printed) == 1
+
+
+def test_the_wait_grows_while_nothing_gets_further_and_falls_back_when_it_does() -> None:
+    restarts = Restarts(10)
+    assert restarts.after(137, 5) == FIRST_WAIT_SECONDS
+    assert restarts.after(1, 3) == 2 * FIRST_WAIT_SECONDS
+    assert restarts.after(1, None) == 4 * FIRST_WAIT_SECONDS
+    assert restarts.after(74, 4) == FIRST_WAIT_SECONDS
+    assert restarts.after(76, 9) == FIRST_WAIT_SECONDS
+    many = Restarts(100)
+    waits = [many.after(137, step) for step in range(40, 0, -1)]
+    assert waits[-1] == LONGEST_WAIT_SECONDS
+
+
+@pytest.mark.parametrize("code", [0, 65, 75, 78, 130])
+def test_what_starting_again_would_not_change_is_final(code: int) -> None:
+    restarts = Restarts(3)
+    assert restarts.after(code, 4) is None
+    assert restarts.refusal == ""
+
+
+def test_restarts_end_with_their_number_and_with_a_start_that_fails_twice() -> None:
+    used_up = Restarts(1)
+    assert used_up.after(1, 3) is not None
+    assert used_up.after(1, 8) is None
+    assert "max_restarts=1 are used up" in used_up.refusal
+    starting = Restarts(9)
+    assert starting.after(137, None) is not None
+    assert starting.after(137, None) is None
+    assert "their start failed twice in a row" in starting.refusal
+    assert Restarts(0).after(1, 3) is None
+
+
+class Ranks:
+    """The environment of one rank of a launch, attempt by attempt."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch, self.number = folder, patch, -1
+        for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+            patch.setenv(name, "0")
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+            patch.setenv(name, "1")
+
+    def begin(self) -> None:
+        self.number += 1
+        directory = self.folder / f"attempt_{self.number}"
+        directory.mkdir(parents=True)
+        self.patch.setenv(ERROR_DIR, str(directory))
+        self.patch.setenv(ATTEMPT, str(self.number))
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(tmp_path / "launch", monkeypatch)
+
+
+def fit(root: Path, steps: int, given: str | None = None, saver: ModelCheckpoint | None = None) -> tuple[int, int, str]:
+    """Fit up to a number of steps; return how many were computed, the run's version and where it came from."""
+    saver = saver or ModelCheckpoint(every_n_train_steps=1, save_last=True)
+    computed: list[int] = []
+
+    class Counting(Tiny):
+        def on_train_batch_end(self, *_: object) -> None:
+            computed.append(1)
+
+    origin: list[str] = []
+    trainer = quiet_trainer(root, saver, max_steps=steps)
+
+    class Origin(Counting):
+        def on_train_start(self) -> None:
+            assert trainer.loop is not None
+            origin.append(str(trainer.loop.resumed_from or ""))
+
+    trainer.fit(Origin(), loader(), ckpt_path=given)
+    return len(computed), trainer.directory.version, origin[0]
+
+
+def test_each_fit_of_a_script_goes_on_where_the_same_fit_stood(tmp_path: Path, ranks: Ranks) -> None:
+    """And not in the newest directory, which belongs to the script's other fit, nor in that of an older run."""
+    fit(tmp_path, 4)
+    ranks.begin()
+    assert fit(tmp_path, 2)[:2] == (2, 1)
+    assert fit(tmp_path, 3)[:2] == (3, 2)
+    ranks.begin()
+    computed, version, origin = fit(tmp_path, 4)
+    assert (computed, version) == (2, 1)
+    assert origin.startswith(str(tmp_path / "phalanx_logs" / "version_1"))
+    assert fit(tmp_path, 4)[:2] == (1, 2)
+    # A third attempt follows the second.
+    ranks.begin()
+    assert fit(tmp_path, 4)[:2] == (0, 1)
+
+
+def test_a_checkpoint_that_was_being_replaced_is_put_back(tmp_path: Path, ranks: Ranks) -> None:
+    ranks.begin()
+    fit(tmp_path, 2, saver=ModelCheckpoint(save_top_k=0, save_last=True, every_n_train_steps=1))
+    (last,) = (tmp_path / "phalanx_logs" / "version_0").rglob("last.ckpt")
+    last.rename(last.with_name(".last.ckpt.0123456789abcdef.old"))
+    ranks.begin()
+    assert fit(tmp_path, 3) == (1, 0, str(last))
+
+
+def test_what_was_asked_for_holds_until_something_was_saved(tmp_path: Path, ranks: Ranks) -> None:
+    fit(tmp_path, 2)
+    (first,) = (tmp_path / "phalanx_logs" / "version_0").rglob("last.ckpt")
+    ranks.begin()
+    fit(tmp_path, 3, str(first))
+    shutil.rmtree(tmp_path / "phalanx_logs" / "version_1")
+    ranks.begin()
+    computed, version, origin = fit(tmp_path, 4, str(first))
+    assert (computed, origin) == (2, str(first))
+    assert version == 1
+
+
+def test_in_a_folder_of_many_runs_only_own_checkpoints_are_resumed_from(tmp_path: Path, ranks: Ranks) -> None:
+    def saver(step: int) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "kept", filename="{step}", every_n_train_steps=step, save_top_k=-1)
+
+    fit(tmp_path, 4, saver=saver(1))
+    for path in (tmp_path / "kept").iterdir():
+        path.rename(path.with_name(f"older-{path.name}"))
+    ranks.begin()
+    fit(tmp_path, 3, saver=saver(2))
+    ranks.begin()
+    computed, _, origin = fit(tmp_path, 4, saver=saver(2))
+    assert (computed, os.path.basename(origin)) == (2, "step=2.ckpt")

@@ -1,0 +1,468 @@
+"""A run that has stopped getting on is ended, and the rank that all others wait for is named with all stacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import Regressor, loader, silent_trainer
+from ranks import run_script
+
+import phalanx
+from phalanx import Trainer
+from phalanx.framework import stalls
+from phalanx.framework.errors import ConfigurationError, StalledError
+from phalanx.framework.failures import Failure, record_trouble
+from phalanx.framework.heartbeat import LAST_BACKWARD, SECTIONS, Beat, BeatReader, Heartbeat, resolve_stall_timeout
+from phalanx.framework.stacks import Stacks, parse_stacks
+from phalanx.framework.stalls import FIRST_SECONDS, LEAST_SECONDS, Stalls, StallWatch
+from phalanx.framework.supervisor import Supervisor, Verdict
+
+AT_WORK = Stacks(('  File "train.py", line 3 in training_step',))
+ELSEWHERE = Stacks(('  File "train.py", line 4 in training_step',))
+WAITING = Stacks(('  File "/lib/torch/distributed/distributed_c10d.py", line 9 in all_reduce',))
+STOPPED = Stacks(state="T")
+COLLECTING = Stacks(("  Garbage-collecting", *AT_WORK.frames))
+STARVED = Stacks(state="R")
+DEBUGGED = Stacks(('  File "/lib/python3.11/pdb.py", line 9 in user_line',))
+
+
+def beat(number: int, section: str = "step", phase: int = 0, limit: Any = None) -> Beat:
+    return Beat(1, 1, 0, resolve_stall_timeout(limit), number, SECTIONS.index(section), phase, number, 0, number)
+
+
+class Watched:
+    """A watch over ranks that exist on paper, on a clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.watch = StallWatch(lambda: self.now)
+
+    def pass_seconds(self, seconds: float, *beats: Beat | None) -> None:
+        """Have ranks be at ``beats`` for so long."""
+        for _ in range(math.ceil(seconds / 0.5)):
+            self.now += 0.5
+            self.watch.look(dict(enumerate(beats)))
+
+    def late(self, *beats: Beat | None) -> list[int]:
+        found = self.watch.look(dict(enumerate(beats)))
+        return [rank for rank, silent in found.items() if silent.is_late]
+
+    def limit(self, *beats: Beat | None) -> float:
+        return max(silent.limit for silent in self.watch.look(dict(enumerate(beats))).values())
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_is_generous_first_and_tightens_with_what_is_seen() -> None:
+    watched = Watched()
+    assert watched.limit(beat(1)) == FIRST_SECONDS
+    limits = []
+    for number in range(2, 200):
+        watched.pass_seconds(0.5, beat(number))
+        limits.append(watched.limit(beat(number)))
+    assert limits == sorted(limits, reverse=True)
+    assert limits[-1] == LEAST_SECONDS >= 10
+    # Each section learns on its own.
+    assert watched.limit(beat(300, "save")) == FIRST_SECONDS
+
+
+def test_a_long_silence_that_was_none_widens_the_limit() -> None:
+    watched = Watched()
+    for number in range(1, 200):
+        watched.pass_seconds(0.5, beat(number))
+    watched.pass_seconds(40.0, beat(200))
+    assert watched.late(beat(200)) == []
+    assert watched.limit(beat(201)) == pytest.approx(400.0, abs=10)
+
+
+def test_a_given_limit_holds_from_the_start_and_is_not_learned() -> None:
+    watched = Watched()
+    watched.pass_seconds(9.0, beat(1, limit=10))
+    assert watched.late(beat(1, limit=10)) == []
+    watched.pass_seconds(2.0, beat(1, limit=10))
+    assert watched.late(beat(1, limit=10)) == [0]
+    watched.pass_seconds(5000.0, beat(2, limit=False))
+    assert watched.late(beat(2, limit=False)) == []
+
+
+def test_time_in_which_the_watch_itself_was_stopped_does_not_count() -> None:
+    watched = Watched()
+    watched.pass_seconds(1.0, beat(1, limit=10))
+    watched.now += 3600.0
+    assert watched.late(beat(1, limit=10)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "section", "seconds"),
+    [
+        (None, "step", 0.0),
+        (12, "save", 12.0),
+        (timedelta(minutes=2), "set-up", 120.0),
+        (False, "step", math.inf),
+        ({"step": 20, "save": timedelta(hours=1)}, "save", 3600.0),
+        ({"step": 20}, "evaluation", 0.0),
+        (5, "outside", 0.0),
+    ],
+)
+def test_what_stall_timeout_stands_for(given: Any, section: str, seconds: float) -> None:
+    assert resolve_stall_timeout(given)[SECTIONS.index(section)] == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (0, "must be a positive number"),
+        (True, "must be a positive number"),
+        ("10", "must be a positive number"),
+        ({"steps": 5}, "Did you mean 'step'"),
+        ({"step": -5}, "must be a positive number"),
+    ],
+)
+def test_other_limits_are_refused(given: Any, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        Trainer(stall_timeout=given)
+
+
+# ---- which rank -----------------------------------------------------------------------------------------------------
+
+
+def test_only_the_rank_that_the_others_wait_for_is_judged() -> None:
+    watched = Watched()
+    behind, ahead = beat(5, phase=1, limit=10), beat(5, phase=LAST_BACKWARD, limit=10)
+    watched.pass_seconds(20.0, ahead, behind)
+    assert watched.late(ahead, behind) == [1]
+    # The other one was silent for longer; but what it waits for has moved.
+    watched.pass_seconds(1.0, ahead, beat(5, phase=2, limit=10))
+    assert watched.late(ahead, beat(5, phase=2, limit=10)) == []
+
+
+def test_a_rank_that_has_not_begun_or_is_in_the_users_code_has_half_an_hour_from_when_it_is_missed() -> None:
+    watched = Watched()
+    outside = dataclasses.replace(beat(3), section=0)
+    watched.pass_seconds(4000.0, outside, None)
+    assert watched.late(outside, None) == []
+    inside = beat(4, "set-up", limit=10)
+    watched.pass_seconds(60.0, inside, None)
+    assert watched.late(inside, None) == []
+    watched.pass_seconds(FIRST_SECONDS, inside, None)
+    assert watched.late(inside, None) == [1]
+
+
+class OnPaper:
+    """Ranks whose beats and stacks are given."""
+
+    def __init__(self, beats: Mapping[int, Beat | None], stacks: Mapping[int, list[Stacks]]) -> None:
+        self._beats = dict(beats)
+        self._stacks = {rank: itertools.cycle(each) for rank, each in stacks.items()}
+        self.asked: list[set[int]] = []
+
+    def beats(self, pids: Mapping[int, int]) -> dict[int, Beat | None]:
+        return {rank: self._beats[rank] for rank in pids}
+
+    def stacks(self, pids: Mapping[int, int], beats: Mapping[int, Beat | None]) -> dict[int, Stacks]:
+        if pids:
+            self.asked.append(set(pids))
+        return {rank: next(self._stacks[rank]) for rank in pids}
+
+
+def told(
+    monkeypatch: pytest.MonkeyPatch, ranks: OnPaper, computing: set[int], seconds: float = 20.0, size: int = 2
+) -> str:
+    """Return what is told of ranks within so many seconds; those in ``computing`` use a core."""
+    now = [0.0]
+    monkeypatch.setattr(stalls, "work_seconds", lambda pid: now[0] if pid in computing else 0.0)
+    monkeypatch.setattr(stalls, "process_state", lambda pid: "S")
+    watch = Stalls(ranks)
+    watch._watch = StallWatch(lambda: now[0])
+    while now[0] < seconds:
+        now[0] += 0.1
+        if stall := watch.look({rank: rank for rank in range(size)}):
+            return stall.message
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("stacks", "computing", "guilty"),
+    [
+        # Neither is behind: the one that does not wait is at fault, the stopped one before all.
+        ([[WAITING], [AT_WORK]], set(), "rank 1 (pid 1) stalled"),
+        ([[AT_WORK], [STOPPED]], set(), "rank 1 (pid 1) stalled (stopped by a signal)"),
+        ([[WAITING], [WAITING]], set(), "ranks 0, 1 stalled (waiting for another rank)"),
+        # It computes, and stays at the same line: a loop that never ends.
+        ([[WAITING], [AT_WORK]], {1}, "rank 1 (pid 1) stalled"),
+        # It computes, and its stack changes: it is slow, and who waits for it is not at fault either.
+        ([[WAITING], [AT_WORK, ELSEWHERE]], {1}, ""),
+        # It would run, and was given no core to answer on.
+        ([[WAITING], [STARVED]], {1}, ""),
+        ([[WAITING], [COLLECTING]], {1}, ""),
+        ([[WAITING], [DEBUGGED]], set(), ""),
+    ],
+)
+def test_who_is_at_fault_among_those_that_have_come_equally_far(
+    monkeypatch: pytest.MonkeyPatch, stacks: list[list[Stacks]], computing: set[int], guilty: str
+) -> None:
+    here = beat(7, limit=10)
+    ranks = OnPaper({0: here, 1: here}, dict(enumerate(stacks)))
+    message = told(monkeypatch, ranks, computing)
+    assert message.splitlines()[-1].startswith(guilty) if guilty else message == ""
+    # A rank that sleeps is asked for its stack only when it is sure that it stalls: a signal could wake it.
+    assert not guilty or all(asked <= computing for asked in ranks.asked[:-1])
+
+
+def test_a_rank_that_works_slowly_gets_longer_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = OnPaper({0: beat(7, limit=10)}, {0: [AT_WORK, ELSEWHERE]})
+    assert told(monkeypatch, ranks, {0}, seconds=290.0, size=1) == ""
+    ranks = OnPaper({0: beat(7, limit=10)}, {0: [AT_WORK, ELSEWHERE]})
+    assert "for 300." in told(monkeypatch, ranks, {0}, seconds=310.0, size=1)
+    # Once it hangs, its limit holds again.
+    ranks = OnPaper({0: beat(7, limit=10)}, {0: [AT_WORK, ELSEWHERE, *[ELSEWHERE] * 99]})
+    assert "for 20." in told(monkeypatch, ranks, {0}, seconds=310.0, size=1)
+
+
+def test_ranks_that_do_the_same_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = {rank: beat(8, limit=10) for rank in range(7)}
+    message = told(
+        monkeypatch,
+        OnPaper({**ahead, 7: beat(7, limit=10)}, {**{rank: [WAITING] for rank in range(7)}, 7: [AT_WORK]}),
+        set(),
+        size=8,
+    )
+    *lines, sentence = message.splitlines()
+    assert lines == [
+        "the run has stalled. What each rank was doing, the innermost call first:",
+        "ranks 0, 1, 2, 3, 4, 5, 6 (waiting for others):",
+        *WAITING.frames,
+        "rank 7 (pid 7):",
+        *AT_WORK.frames,
+    ]
+    assert sentence.startswith("rank 7 (pid 7) stalled: no sign of life for 10.")
+
+
+# ---- what a rank notes ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_notes_is_read_by_another_process(tmp_path: Path) -> None:
+    reader = BeatReader(str(tmp_path), 3)
+    assert reader.read() is None
+    heartbeat = Heartbeat()
+    assert heartbeat.share(str(tmp_path), 3)
+    assert reader.read() is None
+    heartbeat.begin(resolve_stall_timeout({"save": 40}))
+    first = reader.read()
+    assert first is not None
+    assert (str(first), first.step) == ("in the section 'set-up'", -1)
+    assert (first.pid, SECTIONS[first.section], first.limits[SECTIONS.index("save")]) == (os.getpid(), "set-up", 40.0)
+    assert reader.read() is first
+    heartbeat.stand_at(12, 1, 4)
+    heartbeat.step()
+    heartbeat.phase[0] += 2
+    with heartbeat.section("save"):
+        assert str(reader.read()) == "in the section 'save' at step 12 (epoch 1, batch 4)"
+    after = reader.read()
+    assert after is not None
+    assert (SECTIONS[after.section], after.step, after.epoch, after.batch) == ("step", 12, 1, 4)
+    assert after.place > first.place
+    # Another Trainer of the same rank counts on.
+    second = Heartbeat()
+    assert second.share(str(tmp_path), 3)
+    second.begin(resolve_stall_timeout(None))
+    later = reader.read()
+    assert later is not None
+    assert later.place > after.place
+
+
+def test_where_nothing_can_be_shared_a_rank_keeps_its_notes(tmp_path: Path) -> None:
+    heartbeat = Heartbeat()
+    assert not heartbeat.share(str(tmp_path / "gone"), 0)
+    heartbeat.begin(resolve_stall_timeout(None))
+    heartbeat.stand_at(1, 0, 1)
+    assert heartbeat.read().step == 1
+
+
+def test_stacks_are_read_thread_by_thread() -> None:
+    text = (
+        'Thread 0x00007f1 (most recent call first):\n  File "a.py", line 1 in wait\n\n'
+        'Current thread 0x00007f2 (most recent call first):\n  File "b.py", line 2 in f\n  File "b.py", line 9 in g\n'
+    )
+    stacks = parse_stacks(text, 0x7F2)
+    assert stacks.frames == ('  File "b.py", line 2 in f', '  File "b.py", line 9 in g')
+    assert stacks.others == (('  File "a.py", line 1 in wait',),)
+
+
+# ---- real ranks -----------------------------------------------------------------------------------------------------
+
+RANK = """
+import ctypes, os, re, signal, sys, time
+from phalanx.framework.heartbeat import Heartbeat, resolve_stall_timeout
+directory, rank, how = sys.argv[1:]
+heartbeat = Heartbeat()
+heartbeat.share(directory, int(rank))
+heartbeat.begin(resolve_stall_timeout({"step": 1.0}))
+heartbeat.stand_at(5, 0, 5)
+heartbeat.step()
+
+def wait_for_others(): time.sleep(60)
+def sleep(): time.sleep(60)
+def stop(): os.kill(os.getpid(), signal.SIGSTOP)
+def sleep_with_lock(): ctypes.PyDLL(None).sleep(60)
+def compute_with_lock(): re.match("(a+)+$", "a" * 60 + "b")
+def get_on():
+    for _ in range(20):
+        time.sleep(0.1)
+        heartbeat.reach()
+
+if how == "wait":
+    heartbeat.reach()
+    wait_for_others()
+globals()[how]()
+"""
+
+
+def watch_ranks(supervisor: Supervisor, directory: Path, *hows: str) -> tuple[Verdict, float]:
+    """Supervise a small process for each of ``hows``; return how they ended, and after how many seconds."""
+    root = str(Path(phalanx.__file__).parent.parent)
+    for rank, how in enumerate(hows):
+        command = [sys.executable, "-c", RANK, str(directory), str(rank), how]
+        supervisor.add(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": root}))
+    until = time.monotonic() + 30
+    while not all((directory / f"rank_{rank}.beat").is_symlink() for rank in range(len(hows))):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    began = time.monotonic()
+    return supervisor.watch(), time.monotonic() - began
+
+
+def test_ranks_that_are_started_again_are_watched_anew(tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    again.mkdir()
+    supervisor = Supervisor(str(tmp_path))
+    verdict, _ = watch_ranks(supervisor, tmp_path, "sleep")
+    assert verdict.exit_code == 76
+    supervisor.begin_again(str(again))
+    assert watch_ranks(supervisor, again, "get_on")[0] == Verdict(0, "", failed=False)
+
+
+@pytest.mark.parametrize("how", ["stop", "sleep_with_lock", "compute_with_lock"])
+def test_a_rank_that_hangs_is_named_and_all_are_ended(tmp_path: Path, how: str) -> None:
+    verdict, seconds = watch_ranks(Supervisor(str(tmp_path)), tmp_path, "wait", how)
+    assert verdict.exit_code == StalledError.exit_code == 76
+    # Within its limit of a second, and two more; the rest is for a machine under load.
+    assert seconds < 3.0 * 3
+    assert (verdict.rank, verdict.step) == (1, 5)
+    *stacks, sentence = verdict.message.splitlines()
+    assert sentence.startswith("rank 1 (pid ")
+    assert "in the section 'step' at step 5 (epoch 0, batch 5); the limit is 1 s" in sentence
+    assert any("in wait_for_others" in line for line in stacks)
+    shown = "stopped by a signal, so it has no stack" if how == "stop" else f"in {how}"
+    assert any(shown in line for line in stacks)
+
+
+def test_a_rank_that_failed_and_hangs_on_its_way_out_is_told_with_its_error(tmp_path: Path) -> None:
+    record_trouble(str(tmp_path), Failure.of(1, ValueError("the cause")))
+    verdict, _ = watch_ranks(Supervisor(str(tmp_path)), tmp_path, "wait", "sleep")
+    assert (verdict.exit_code, verdict.rank) == (1, 1)
+    assert verdict.message.endswith("ValueError: the cause")
+
+
+SCRIPT = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx import Trainer, TrainModule
+
+class Model(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        if self.global_step == 3 and self.global_rank == int(sys.argv[1]) - 1:
+            time.sleep(60)
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    Trainer(
+        strategy=sys.argv[2], devices=int(sys.argv[1]), accelerator="cpu", max_steps=5, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, stall_timeout={"step": 2},
+    ).fit(Model(), DataLoader(TensorDataset(torch.randn(32, 4)), 2))
+"""
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (1, "single")])
+def test_a_run_that_stalls_ends_with_76(ranks: int, strategy: str) -> None:
+    done = run_script(SCRIPT, str(ranks), strategy, timeout=180.0)
+    assert done.returncode == 76, done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith(f"rank {ranks - 1} (pid ")
+    assert "at step 3 (epoch 0, batch 3); the limit is 2 s" in lines[-1]
+    assert any('script.py", line 14 in training_step' in line for line in lines[-40:])
+    if ranks == 2:
+        assert any(line.startswith("rank 0 ") and line.endswith("(waiting for others):") for line in lines)
+
+
+def test_where_no_script_runs_a_person_is_told_and_goes_on(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                time.sleep(2.5)
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    trainer = silent_trainer(max_steps=3, stall_timeout={"step": 0.5})
+    trainer.fit(Slow(), loader())
+    assert trainer.global_step == 3
+    told = capfd.readouterr().err
+    assert told.count("stalled: no sign of life") == 1
+    assert "in training_step" in told
+
+
+def test_sections_are_noted_on_the_way_through_a_run(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Noting(Regressor):
+        def note(self) -> None:
+            seen.append(SECTIONS[self.trainer.heartbeat.read().section])
+
+        def setup(self, stage: str) -> None:
+            self.note()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.note()
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.note()
+
+        def on_train_epoch_end(self) -> None:
+            self.note()
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.note()
+
+        def teardown(self, stage: str) -> None:
+            self.note()
+
+    trainer = silent_trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0)
+    trainer.fit(Noting(), loader(), loader())
+    trainer.fit(Noting(), loader(4), None)
+    assert seen == [
+        *("set-up", "step", "step", "evaluation", "epoch", "teardown"),
+        *("set-up", "step", "epoch", "teardown"),
+    ]
+    assert SECTIONS[trainer.heartbeat.read().section] == "outside"

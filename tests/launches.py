@@ -1,0 +1,113 @@
+"""A command that is started, disturbed and watched to its end, with every process that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+MARK = "PHALANX_KILL_TRIAL"
+# A loaded machine may take its time; on a quiet one all goes at once.
+GONE_SECONDS = 8.0
+
+
+class Killed(Exception):
+    """A run that did what it must not do."""
+
+
+class Launch:
+    """One start of a script, in a session of its own; every process it starts carries its mark."""
+
+    def __init__(self, root: Path, script: Path, arguments: Sequence[str]) -> None:
+        self.mark = f"{MARK}={uuid.uuid4().hex}"
+        self.root = root
+        (root / "tmp").mkdir(parents=True, exist_ok=True)
+        name, _, value = self.mark.partition("=")
+        with (root / "output.txt").open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(script), str(root), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # What a killed launcher leaves in the temporary directory is to be seen.
+                env={**os.environ, "TMPDIR": str(root / "tmp"), "OMP_NUM_THREADS": "1", name: value},
+                start_new_session=True,
+            )
+        self.began = time.monotonic()
+
+    def wait_until(self, seconds: float, is_over: Callable[[], bool]) -> bool:
+        """Wait; return whether it is over, False where the run ended before."""
+        until = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < until:
+            if is_over():
+                return True
+            time.sleep(min(0.005, max(0.0, until - time.monotonic())))
+        return False
+
+    def wait(self, seconds: float) -> bool:
+        """Wait; return whether the run is still under way."""
+        return self.wait_until(seconds, lambda: False) or self.process.poll() is None
+
+    def send(self, signum: int, pids: Sequence[int]) -> None:
+        """Send a signal to some of its processes."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def ranks(self) -> list[int]:
+        """Return its ranks, or itself where it is the only one."""
+        return children(self.process.pid)
+
+    def end(self, seconds: float) -> None:
+        """Wait for the process and for everything it started.
+
+        Raises:
+            Killed: it takes too long, or something outlives it; that is ended.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        late = self.process.poll() is None
+        until = time.monotonic() + (0.0 if late else GONE_SECONDS)
+        while (left := marked(self.mark)) and time.monotonic() < until:
+            time.sleep(0.02)
+        self.send(signal.SIGKILL, left)
+        self.process.wait()
+        if late or left:
+            what = f"did not end within {seconds:g} s" if late else f"left the processes {left} behind"
+            raise Killed(f"the run {what}; it printed:\n{self.printed()}")
+
+    def abandon(self) -> None:
+        """End all of it, whatever state it is in."""
+        with contextlib.suppress(ProcessLookupError, Killed):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.end(10.0)
+
+    def printed(self) -> str:
+        """Return the end of what it printed."""
+        return (self.root / "output.txt").read_text(errors="replace")[-4000:]
+
+
+def children(pid: int) -> list[int]:
+    """Return the direct children of a process: of a launcher, its ranks."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes whose environment carries a mark."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with contextlib.suppress(OSError):
+                if mark.encode() in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry))
+    return found
