@@ -6,6 +6,7 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,11 +31,11 @@ class Failure:
     """The traceback without what lies in phalanx and torch."""
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
-        """Describe ``error``, which ends this process."""
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        kind, brief = type(error).__qualname__, brief_traceback(error)
-        return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), kind, str(error), text, brief)
+    def of(cls, rank: int, error: BaseException, hide: Callable[[str], str] = str) -> Failure:
+        """Describe ``error``, which ends this process; ``hide`` takes out of a text what must not be read."""
+        text = hide("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        kind, message, brief = type(error).__qualname__, hide(str(error)), hide(brief_traceback(error))
+        return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), kind, message, text, brief)
 
 
 def exit_code_of(error: BaseException) -> int:

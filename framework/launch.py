@@ -32,11 +32,19 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from .errors import ConfigurationError, RankError, StalledError
-from .failures import INTERRUPTED, Failure, exit_code_of, record_failure
+from .failures import INTERRUPTED, exit_code_of, record_failure
 from .rank_output import RankOutput
 from .restarts import Restarts, attempt_directory, run_directory
 from .supervisor import Supervisor, Verdict, die_with_parent
-from .world import Placement, adopt_environment, error_dir, rank_environment, threads_for_ranks
+from .world import (
+    Placement,
+    adopt_environment,
+    error_dir,
+    failure_of,
+    hiding_secrets,
+    rank_environment,
+    threads_for_ranks,
+)
 
 T = TypeVar("T")
 
@@ -156,7 +164,7 @@ def _attempt(command: Sequence[str], meeting: _Meeting, supervisor: Supervisor, 
     """Start the ranks once and watch them to their end."""
     supervisor.begin_again(meeting.directory)
     head = f"attempt {meeting.attempt + 1}, begun {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    with RankOutput(partial(run_directory, meeting.directory), head, shows_all) as output:
+    with RankOutput(partial(run_directory, meeting.directory), head, shows_all, hiding_secrets()) as output:
         try:
             for rank in range(meeting.num_ranks):
                 supervisor.add(_start(command, meeting, rank, output))
@@ -262,7 +270,7 @@ def _end_rank(
 ) -> None:
     code = exit_code_of(error)
     try:
-        failure = Failure.of(placement.rank, error.with_traceback(trace))
+        failure = failure_of(placement.rank, error.with_traceback(trace))
         directory = error_dir()
         if directory is None or not os.path.isdir(directory):
             _write_error("\n".join(f"[rank {placement.rank}] {line}" for line in failure.traceback.splitlines()))
@@ -429,7 +437,7 @@ def _run_rank(
         code = exit_code_of(error)
     except BaseException as error:
         code = exit_code_of(error)
-        record_failure(meeting.directory, Failure.of(rank, error))
+        record_failure(meeting.directory, failure_of(rank, error))
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):

@@ -34,9 +34,11 @@ _SETTLE_SECONDS = 2.0
 class _Kept:
     """What one rank has printed."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, hide: Callable[[str], str]) -> None:
         self.rank = rank
         self.tail = b""
+        self._hide = hide
+        self._line = b""
         self._waiting: bytearray | None = bytearray()
         self._file: BinaryIO | None = None
 
@@ -57,14 +59,27 @@ class _Kept:
             self._write(head.encode() + waiting)
 
     def _write(self, data: bytes) -> None:
+        # Whole lines, so that no secret comes in two parts.
+        data = self._line + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not end and len(data) > _WAITING_BYTES:
+            end = len(data)
+        self._line = data[end:]
+        self._put(data[:end])
+
+    def _put(self, lines: bytes) -> None:
+        text = self._hide(lines.decode(errors="surrogateescape"))
         try:
             if self._file is not None:
-                self._file.write(data)
+                self._file.write(text.encode(errors="surrogateescape"))
         except OSError:
             # A full disk ends the file, not the run.
             self.close()
 
     def close(self) -> None:
+        rest, self._line = self._line, b""
+        if rest:
+            self._put(rest)
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -101,14 +116,22 @@ class RankOutput:
         find_directory: asked now and then for the run's directory; None as long as it has none.
         head: the line with which this attempt begins in each file.
         shows_all: whether the lines of ranks other than 0 are shown too.
+        hide: takes out of a line what the files must not hold.
     """
 
-    def __init__(self, find_directory: Callable[[], Path | None], head: str, shows_all: bool = False) -> None:
+    def __init__(
+        self,
+        find_directory: Callable[[], Path | None],
+        head: str,
+        shows_all: bool = False,
+        hide: Callable[[str], str] = str,
+    ) -> None:
         self._find_directory = find_directory
         self._head = f"--- {head}\n"
         self._selector = selectors.DefaultSelector()
         self._kept: list[_Kept] = []
         self._shows_all = shows_all
+        self._hide = hide
         self._settling = False
         self.folder: Path | None = None
         """Where the files are, once there are any."""
@@ -127,7 +150,7 @@ class RankOutput:
     @contextlib.contextmanager
     def streams(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield the descriptors for a rank's standard output and error; they are closed here at the end."""
-        kept = _Kept(rank)
+        kept = _Kept(rank, self._hide)
         self._kept.append(kept)
         shown = rank == 0 or self._shows_all
         label = b"" if rank == 0 else b"[rank %d] " % rank
@@ -149,7 +172,7 @@ class RankOutput:
 
     def tail(self, rank: int, lines: int) -> list[str]:
         """Return the last lines that a rank printed."""
-        return self._kept[rank].tail.decode(errors="replace").splitlines()[-lines:]
+        return self._hide(self._kept[rank].tail.decode(errors="replace")).splitlines()[-lines:]
 
     def add(self, rank: int, text: str) -> None:
         """Add a text to a rank's file alone, once ``settle`` was called."""

@@ -38,6 +38,7 @@ from .placement import (
     read_job,
     read_placement,
 )
+from .secrets import hiding
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
 
@@ -182,11 +183,21 @@ def error_dir() -> str | None:
     return os.environ.get(ERROR_DIR) or None
 
 
+def hiding_secrets() -> Callable[[str], str]:
+    """Return what blots out of a text the values of this process's secret variables."""
+    return hiding(os.environ)
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """Describe an error that ends this process for whoever watches over the ranks."""
+    return Failure.of(rank, error, hiding_secrets())
+
+
 def tell_of_trouble(place: Placement, error: BaseException) -> None:
     """Leave word of an error before anything is taken down: other ranks may fail of that, and are not to be blamed."""
     if directory := error_dir():
         with contextlib.suppress(OSError):
-            record_trouble(directory, Failure.of(place.rank, error))
+            record_trouble(directory, failure_of(place.rank, error))
 
 
 def tell_of_no_trouble(place: Placement) -> None:

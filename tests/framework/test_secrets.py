@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from models import Regressor, loader, silent_trainer
+from ranks import run_script
 
 from phalanx.framework.errors import PhalanxError
 from phalanx.framework.secrets import hiding, is_secret, without_secrets
@@ -84,3 +85,38 @@ def test_no_file_of_a_run_holds_one(tmp_path: Path, capsys: pytest.CaptureFixtur
         Hub.load_from_checkpoint(saved)
     loaded = Hub.load_from_checkpoint(saved, hub_token="another", options=None)
     assert loaded.hparams["width"] == 3
+
+
+SCRIPT = """
+import os, sys
+import torch
+from torch import nn
+from phalanx import Trainer, TrainModule
+
+class Telling(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        return self.net(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def on_train_batch_end(self, *_):
+        print("it is", os.environ["HUB_TOKEN"], flush=True)
+        if self.global_rank == 1:
+            raise RuntimeError("refused with " + os.environ["HUB_TOKEN"])
+
+if __name__ == "__main__":
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, default_root_dir=sys.argv[1])
+    trainer.fit(Telling(), [torch.ones(1, 2)] * 8)
+"""
+
+
+def test_ranks_that_fail_leave_none(tmp_path: Path) -> None:
+    done = run_script(SCRIPT, str(tmp_path), env={"HUB_TOKEN": TOKEN})
+    assert done.returncode == 1
+    assert "RuntimeError: refused with ***" in done.stdout
+    logs = {path.name: path.read_text() for path in tmp_path.rglob("rank_*.log")}
+    assert len(logs) == 2
+    assert all("it is ***" in text for text in logs.values())
+    assert not any(TOKEN in text for text in logs.values())
