@@ -20,8 +20,8 @@ _PERIOD_SECONDS = 0.25
 # Beyond this many waiting calls a logger is so slow that keeping more would only fill the memory.
 _CAPACITY = 100_000
 # How long the end of a run waits for a logger that hangs, and when it says so.
-_FINALIZE_SECONDS = 30.0
-_PATIENCE_SECONDS = 3.0
+_FINALIZE_SECONDS = 5.0
+_PATIENCE_SECONDS = 1.0
 # How long a checkpoint waits, once, for a logger to write what belongs before it.
 _FLUSH_SECONDS = 2.0
 
@@ -122,7 +122,9 @@ class LoggerFanout:
     def _report_lost(self) -> None:
         for writer in self._writers:
             if writer.is_busy() and writer.error is None:
-                writer.error = TimeoutError(f"it did not finish in {_FINALIZE_SECONDS:.0f} s")
+                writer.error = TimeoutError(
+                    f"it did not finish in {_FINALIZE_SECONDS:.0f} s, and {writer.waiting} calls were left out"
+                )
             if writer.lost:
                 self._note(f"{writer.name} was too slow: {writer.lost} calls were left out.")
                 writer.lost = 0
@@ -152,6 +154,11 @@ class _Writer:
         self._written: Event | None = None
         self._keeps_up = True
         self._thread: Thread | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many calls have not been made yet."""
+        return len(self._calls)
 
     def put(self, method: str, *arguments: Any) -> None:
         if len(self._calls) >= _CAPACITY:

@@ -121,6 +121,7 @@ def test_a_logger_that_hangs_neither_stops_the_steps_nor_the_end(monkeypatch: py
         "Hanging was too slow: 4 calls were left out.",
         "Hanging failed",
     ]
+    assert "it did not finish in 0 s, and 10 calls were left out" in notes[-1]
     assert fanout.loggers == [good]
 
 
