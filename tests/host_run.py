@@ -1,0 +1,66 @@
+"""A training run that writes its losses down: ``host_run.py FOLDER STRATEGY DEVICES NODES STEPS [SECONDS]``.
+
+With ``SECONDS`` each step takes so long, and a rank that is silent for 6 s ends the run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import Trainer, TrainModule, seed_everything
+from phalanx.callbacks import ModelCheckpoint
+
+
+class Noting(TrainModule):
+    """A small network that appends the loss of each step to a file of its rank."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.folder = folder
+        self.seconds = seconds
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        loss = self.net(batch[0]).square().mean()
+        with (self.folder / f"losses_{self.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps([self.global_step, loss.item()]) + "\n")
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def main(folder: Path, strategy: str, devices: int, nodes: int, steps: int, seconds: float = 0.0) -> None:
+    """Train, resuming where a run in the same folder left off."""
+    seed_everything(3)
+    data = TensorDataset(torch.randn(96, 4))
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=devices,
+        num_nodes=nodes,
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)],
+        stall_timeout=6.0 if seconds else None,
+    )
+    trainer.fit(Noting(folder, seconds), DataLoader(data, 2, shuffle=True), ckpt_path="auto")
+    if trainer.is_global_zero:
+        print("ENDED", trainer.global_step, flush=True)
+
+
+if __name__ == "__main__":
+    path, name, *numbers = sys.argv[1:]
+    main(Path(path), name, *map(int, numbers[:3]), *map(float, numbers[3:]))

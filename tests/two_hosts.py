@@ -1,0 +1,129 @@
+"""Two hosts on one machine: network namespaces that a cable joins, and ``torchrun`` on each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+# In namespaces of their own: nobody else can have them.
+PORT = 29500
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+_CABLE = "cable"
+
+
+def reason_against() -> str | None:
+    """Say why this machine cannot have two hosts, or None."""
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        return "there is no `ip` here, which makes network namespaces"
+    hosts = TwoHosts()
+    try:
+        hosts.lay()
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces are not permitted here: {error.stderr.strip()}"
+    finally:
+        hosts.remove()
+    return None
+
+
+class TwoHosts:
+    """Two namespaces and the cable between them."""
+
+    def __init__(self) -> None:
+        number = uuid.uuid4().hex[:6]
+        self.names = (f"phalanx-{number}-0", f"phalanx-{number}-1")
+
+    def lay(self) -> None:
+        """Make the hosts and connect them."""
+        for name in self.names:
+            _ip("netns", "add", name)
+        first, second = self.names
+        _ip("link", "add", _CABLE, "netns", first, "type", "veth", "peer", "name", _CABLE, "netns", second)
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", _CABLE)
+            _ip("-n", name, "link", "set", "lo", "up")
+        self.heal()
+
+    def cut(self) -> None:
+        """Pull the cable out: what is sent gets lost, and nobody is told."""
+        for name in self.names:
+            _ip("-n", name, "link", "set", _CABLE, "down")
+
+    def heal(self) -> None:
+        """Put the cable in."""
+        for name in self.names:
+            _ip("-n", name, "link", "set", _CABLE, "up")
+
+    def remove(self) -> None:
+        """Take the hosts down, with what still runs on them."""
+        for name in self.names:
+            done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in done.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+    def start(self, script: Path, arguments: Sequence[str], folder: Path) -> list[subprocess.Popen[bytes]]:
+        """Start a script on both hosts, one rank on each; what they print is in ``host_<n>.txt`` of ``folder``."""
+        return [self._start(number, script, arguments, folder) for number in range(2)]
+
+    def _start(self, number: int, script: Path, arguments: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+        command = ["ip", "netns", "exec", self.names[number], sys.executable, "-m", "torch.distributed.run"]
+        place = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1"]
+        meeting = [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
+        # torchrun leaves a folder there.
+        own = folder / f"tmp_{number}"
+        own.mkdir()
+        with (folder / f"host_{number}.txt").open("wb") as output:
+            return subprocess.Popen(
+                [*command, *place, *meeting, str(script), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _CABLE, "TMPDIR": str(own)},
+                start_new_session=True,
+            )
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[TwoHosts]:
+    """Give two hosts that can reach one another; they are gone at the end."""
+    hosts = TwoHosts()
+    try:
+        hosts.lay()
+        yield hosts
+    finally:
+        hosts.remove()
+
+
+def ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+    """Return the exit codes of processes that end in time; the others are killed.
+
+    Raises:
+        TimeoutError: one did not end.
+    """
+    until = time.monotonic() + seconds
+    late = []
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(process)
+    for process in late:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if late:
+        raise TimeoutError(f"{len(late)} of {len(processes)} hosts did not end within {seconds:g} s")
+    return [process.returncode for process in processes]
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
