@@ -30,7 +30,7 @@ class Noting(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         time.sleep(self.seconds)
-        loss = self.net(batch[0]).square().mean()
+        loss: torch.Tensor = self.net(batch[0]).square().mean()
         with (self.folder / f"losses_{self.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps([self.global_step, loss.item()]) + "\n")
         return loss

@@ -31,6 +31,14 @@ def losses(folder: Path) -> dict[int, list[float]]:
     return {step: [by_rank[rank] for rank in sorted(by_rank)] for step, by_rank in found.items()}
 
 
+def folders(root: Path) -> tuple[Path, Path]:
+    """Make a folder for what two hosts do, and one for what one host does."""
+    made = root / "apart", root / "together"
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
 def on_one_host(folder: Path, strategy: str, steps: int) -> dict[int, list[float]]:
     run_on_ranks(2, main, folder, strategy, 2, 1, steps, timeout=60.0)
     return losses(folder)
@@ -38,8 +46,7 @@ def on_one_host(folder: Path, strategy: str, steps: int) -> dict[int, list[float
 
 @pytest.mark.parametrize("strategy", ["zero2"])
 def test_two_hosts_train_as_one_does(tmp_path: Path, strategy: str) -> None:
-    apart, together = tmp_path / "apart", tmp_path / "together"
-    apart.mkdir(), together.mkdir()
+    apart, together = folders(tmp_path)
     with two_hosts() as hosts:
         codes = ended(hosts.start(SCRIPT, [str(apart), strategy, "1", "2", "6"], apart), 90.0)
     assert codes == [0, 0], (apart / "host_0.txt").read_text()
@@ -47,8 +54,7 @@ def test_two_hosts_train_as_one_does(tmp_path: Path, strategy: str) -> None:
 
 
 def test_a_cable_that_is_cut_ends_both_and_one_host_goes_on(tmp_path: Path) -> None:
-    apart, together = tmp_path / "apart", tmp_path / "together"
-    apart.mkdir(), together.mkdir()
+    apart, together = folders(tmp_path)
     with two_hosts() as hosts:
         processes = hosts.start(SCRIPT, [str(apart), "ddp", "1", "2", "1000", "0.02"], apart)
         try:
