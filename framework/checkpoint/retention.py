@@ -41,14 +41,16 @@ class BestK:
             return True
         if self.k == 0 or math.isnan(score):
             return False
-        return not self.worst or is_better(score, self.scores[self.worst], self.mode)
+        if len(self.scores) < self.k:
+            return True
+        # There are more where a run goes on that kept more before.
+        return is_better(score, sorted(self.scores.values(), reverse=self.mode == "max")[self.k - 1], self.mode)
 
-    def add(self, path: str, score: float) -> str:
-        """Take in an accepted checkpoint; return the path of the one that gives way, or an empty string."""
-        gives_way = "" if path in self.scores else self.worst
-        self.scores.pop(gives_way, None)
+    def add(self, path: str, score: float) -> None:
+        """Take in an accepted checkpoint; the worst ones give way, as many as there are beyond ``k``."""
+        while path not in self.scores and self.worst:
+            del self.scores[self.worst]
         self.scores[path] = score
-        return gives_way
 
     def _extreme(self, mode: str) -> str:
         found = ""
@@ -144,8 +146,7 @@ class Retention:
         """Take over what ``state_dict`` returned; what an older checkpoint lacks is empty."""
         self.best.scores = {path: float(score) for path, score in state["best_k_models"].items()}
         newest = state.get("newest_models", [state["newest"]] if state.get("newest") else [])
-        # Fewer may be asked for than before.
-        self.newest = list(newest)[-self.depth :] if self.depth else []
+        self.newest = list(newest)
         self.forever = list(state.get("kept_for_ever", []))
         self.due = state.get("due", 0)
 

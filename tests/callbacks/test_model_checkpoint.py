@@ -283,6 +283,25 @@ def test_a_resumed_run_goes_on_with_what_was_best(tmp_path: Path) -> None:
     assert progress(saver.last_model_path)["global_step"] == 16
 
 
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        # Not among the best two: nothing is saved, so nothing gives way.
+        (2.5, ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt", "last.ckpt"]),
+        (1.5, ["epoch=1-step=8.ckpt", "epoch=3-step=16.ckpt", "last.ckpt"]),
+    ],
+)
+def test_a_resumed_run_may_keep_fewer(tmp_path: Path, value: float, kept: list[str]) -> None:
+    def train(epochs: int, k: int, path: Path | None = None) -> None:
+        saver = ModelCheckpoint(tmp_path / "kept", monitor="metric", save_top_k=k, save_last=True)
+        trainer = quiet_trainer(tmp_path, saver, max_epochs=epochs)
+        trainer.fit(Tiny({"metric": [3, 1, 2, value]}), loader(), loader(4), ckpt_path=path)
+
+    train(3, -1)
+    train(4, 2, tmp_path / "kept" / "last.ckpt")
+    assert names(tmp_path / "kept") == kept
+
+
 def test_what_was_deleted_since_is_forgotten_and_what_was_moved_is_found(tmp_path: Path) -> None:
     before = ModelCheckpoint(tmp_path / "kept", monitor="metric", save_top_k=3, save_last=True)
     fit(tmp_path, before, [3, 1, 2])
