@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,17 +41,29 @@ def all_finite(tensors: list[Tensor]) -> bool:
     """
     if not tensors:
         return True
-    if not any(tensor.requires_grad for tensor in tensors):
-        device = tensors[0].device
-        found, one = torch.zeros((), device=device), torch.ones((), device=device)
+    for tensor in tensors:
+        if tensor.requires_grad:
+            break
+    else:
+        found, one = _found_and_one(tensors[0].device)
         try:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
         except RuntimeError:
             # Complex numbers, memory that overlaps itself, several devices, sparse tensors.
-            pass
+            found.zero_()
         else:
-            return found.item() == 0.0
+            if found.item() == 0.0:
+                return True
+            found.zero_()
+            return False
     return all(is_finite((tensor.coalesce().values() if tensor.is_sparse else tensor).detach()) for tensor in tensors)
+
+
+@cache
+def _found_and_one(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a 0 to write to where something is found, and a 1 to multiply by; making them takes longer than a look."""
+    with torch.inference_mode(False):
+        return torch.zeros((), device=device), torch.ones((), device=device)
 
 
 def has_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
