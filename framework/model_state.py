@@ -16,7 +16,7 @@ from .checkpoint.read import Checkpoint
 from .checkpoint.stored import SavedTensor, StoredTensors
 from .errors import ConfigurationError
 from .matching import ModelMatch, SavedModel, match_model, refuse
-from .secrets import holds_secret
+from .redaction import holds_secret
 from .strategy import Strategy
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -18,8 +18,8 @@ from .model_state import encode_known
 from .planning import settle_strategy
 from .preemption import TRIGGER as LEAVE
 from .preemption import SignalWatch
+from .redaction import without_secrets
 from .report import box, end_lines, report, start_lines
-from .secrets import without_secrets
 from .self_watch import watched
 from .trainer_view import TrainerState
 from .training import FitLoop

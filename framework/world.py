@@ -38,7 +38,7 @@ from .placement import (
     read_job,
     read_placement,
 )
-from .secrets import hiding
+from .redaction import hiding
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
 
