@@ -94,9 +94,9 @@ def test_the_live_bar_draws_in_place_and_keeps_what_is_printed(tmp_path: Path, m
         on_train_batch_end=lambda trainer, *_: threads.append(threading.active_count()),
         on_train_start=lambda trainer, module: trainer.note("a note with [brackets]"),
     )
-    # Which would be watched by a thread.
-    unwatched = {"stall_timeout": False}
-    trainer_with(tmp_path, RichProgressBar(refresh_seconds=1e-9), watcher, **unwatched).fit(Shown(), loader(), loader(4))
+    bar = RichProgressBar(refresh_seconds=1e-9)
+    # No thread watches over the run either.
+    trainer_with(tmp_path, bar, watcher, stall_timeout=False).fit(Shown(), loader(), loader(4))
     output = screen.getvalue()
     assert "\x1b[" in output
     assert "a note with [brackets]" in output
