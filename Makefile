@@ -11,7 +11,7 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py))))))
 
-.PHONY: help demo test lint types ops parity matrix bench kill chaos faults format clean
+.PHONY: help demo test lint types ops parity matrix bench kill chaos faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
@@ -22,6 +22,7 @@ help:
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy)"
 	@echo "make chaos    disturb runs in every way a machine knows (TRIALS=20 for each strategy and fault)"
+	@echo "make soak     kill a rank every 30 s for 10 minutes, and see how much of the time is trained"
 	@echo "make faults   plant an exception at every place where a run may fail, and see that it ends within 2 s"
 	@echo "make lint | types | format | clean"
 
@@ -66,6 +67,10 @@ kill: $(DEV)
 # ARGS='--strategies ddp --faults stop,full,damage --seed 7'
 chaos: $(DEV)
 	$(PY) tests/chaos.py --trials $(TRIALS) $(ARGS)
+
+# ARGS='--minutes 10 --every 30 --strategy fsdp'
+soak: $(DEV)
+	$(PY) tests/soak.py $(ARGS)
 
 # ARGS='--strategies fsdp --sites training_step,worker'
 faults: $(DEV)

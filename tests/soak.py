@@ -1,0 +1,126 @@
+"""Kill a rank of a training again and again, let it start itself again, and see how much of the time it trains.
+
+    python tests/soak.py --minutes 10 --every 30 --strategy ddp
+
+The share is what the steps that were kept would have taken without a fault (their number times the median step), over
+all the time from the command's start to its end. What a restart costs is the look at the dead rank, the wait before
+the next attempt, the start of Python and torch on each rank, and the steps since the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from launches import Launch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import Trainer, TrainModule, seed_everything
+from phalanx.callbacks import ModelCheckpoint
+from phalanx.checkpoint import verify
+
+WIDTH = 256
+STEPS = "steps.txt"
+PREEMPTED = 75
+LEAST_SHARE = 0.85
+
+
+class Model(TrainModule):
+    """Some layers; rank 0 notes each step and when it was done."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(8)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero:
+            with (self.root / STEPS).open("a") as file:
+                file.write(f"{self.global_step} {time.monotonic()}\n")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def train(root: Path, strategy: str, ranks: int) -> None:
+    """Train until somebody ends it."""
+    seed_everything(1)
+    trainer = Trainer(
+        strategy=strategy,
+        devices=ranks,
+        accelerator="cpu",
+        max_epochs=-1,
+        default_root_dir=root,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=ModelCheckpoint(every_n_train_steps=50, asynchronous=True),
+        max_restarts=10_000,
+    )
+    trainer.fit(Model(root), DataLoader(TensorDataset(torch.randn(4096, WIDTH)), 64, shuffle=True), ckpt_path="auto")
+
+
+def soak(root: Path, strategy: str, ranks: int, minutes: float, every: float, seed: int) -> float:
+    """Run and kill; print what came of it and return the share of the time that was trained."""
+    draw = random.Random(seed)
+    launch = Launch(root, Path(__file__), ["train", strategy, str(ranks)])
+    kills, until = 0, launch.began + 60.0 * minutes
+    try:
+        while (left := until - time.monotonic()) > 0 and launch.wait(min(every, left)):
+            if time.monotonic() < until:
+                launch.send(signal.SIGKILL, [draw.choice(launch.ranks())])
+                kills += 1
+        seconds = time.monotonic() - launch.began
+        launch.send(signal.SIGTERM, [launch.process.pid])
+        launch.end(60.0)
+    finally:
+        launch.abandon()
+    noted = [line.split() for line in (root / STEPS).read_text().splitlines()]
+    steps = [(int(step), float(when)) for step, when in noted]
+    each = statistics.median(b - a for (one, a), (other, b) in itertools.pairwise(steps) if other == one + 1)
+    again = len(steps) - steps[-1][0]
+    share = steps[-1][0] * each / seconds
+    damaged = [path.name for path in root.rglob("*.ckpt") if verify(path)]
+    print(
+        f"{strategy}, {ranks} ranks: {kills} kills in {seconds:.0f} s; {steps[-1][0]} steps of {each * 1e3:.1f} ms, "
+        f"{again} computed again; exit code {launch.process.returncode}; damaged checkpoints: {damaged or 'none'}; "
+        f"{share:.1%} of the time was trained"
+    )
+    if launch.process.returncode != PREEMPTED or damaged:
+        raise SystemExit(launch.printed())
+    return share
+
+
+def main() -> None:
+    """Soak from the command line, or be the training."""
+    if sys.argv[2:3] == ["train"]:
+        train(Path(sys.argv[1]), sys.argv[3], int(sys.argv[4]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--every", type=float, default=30.0, help="seconds between two kills")
+    parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        share = soak(Path(folder), options.strategy, options.ranks, options.minutes, options.every, options.seed)
+    sys.exit(share < LEAST_SHARE)
+
+
+if __name__ == "__main__":
+    main()
