@@ -31,7 +31,6 @@ CELLS = {
     "zero2": ("zero2", 2, "32-true"),
     "zero3": ("zero3", 2, "32-true"),
     "zero3-nvme": ("zero3-nvme", 2, "32-true"),
-    "fsdp bf16": ("fsdp", 2, "bf16-mixed"),
     "zero1 bf16": ("zero1", 2, "bf16-mixed"),
     "zero3 bf16": ("zero3", 2, "bf16-mixed"),
 }

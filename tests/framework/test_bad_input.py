@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -487,16 +487,36 @@ def test_settings_that_mean_nothing_under_manual_optimization(arguments: dict[st
 
 # ---- no process is started ----------------------------------------------------------------------------------------
 
+# What a module has beside the usual, arguments of the Trainer, those of fit, and what is said.
+_MISTAKES = [
+    ("", ", max_epoch=3", "M(), data", "Did you mean 'max_epochs'?"),
+    ("", "", "M(), data.dataset", "a TensorDataset, a dataset"),
+    ("", "", "M", "M, a class"),
+    ("", "", "M()", "no data to train"),
+    ("    def validaton_step(self, batch, batch_idx): ...", "", "M(), data", "Did you mean 'validation_step'?"),
+    ("    automatic_optimization = False", ", gradient_clip_val=1.0", "M(), data", "self.clip_gradients"),
+    ("", "", "M(), data, ckpt_path='x.ckpt'", "'x.ckpt' does not exist"),
+]
 _SCRIPT = """
-import os, sys
+import json, os, sys
 print("PROCESS", os.getpid(), flush=True)
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from phalanx import Trainer, TrainModule
 
+data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+for source in json.loads(sys.argv[1]):
+    try:
+        exec(source)
+    except Exception as error:
+        print("REFUSED", " ".join(str(error).split()), flush=True)
+    else:
+        print("TAKEN", flush=True)
+"""
+_ATTEMPT = """
 class M(TrainModule):
     def __init__(self):
-        super().__init__()
+        TrainModule.__init__(self)
         self.layer = torch.nn.Linear(2, 1)
     def training_step(self, batch, batch_idx):
         return self.layer(batch[0]).mean()
@@ -504,28 +524,19 @@ class M(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 {method}
 
-data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
 Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False{arguments}).fit({fit})
 """
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments", "fit", "expected"),
-    [
-        ("", ", max_epoch=3", "M(), data", "Did you mean 'max_epochs'?"),
-        ("", "", "M(), data.dataset", "a TensorDataset, a dataset"),
-        ("", "", "M", "M, a class"),
-        ("", "", "M()", "no data to train"),
-        ("    def validaton_step(self, batch, batch_idx): ...", "", "M(), data", "Did you mean 'validation_step'?"),
-        ("    automatic_optimization = False", ", gradient_clip_val=1.0", "M(), data", "self.clip_gradients"),
-        ("", "", "M(), data, ckpt_path='x.ckpt'", "'x.ckpt' does not exist"),
-    ],
-)
-def test_no_rank_is_started_for_a_mistake(method: str, arguments: str, fit: str, expected: str) -> None:
-    done = run_script(_SCRIPT.format(method=method, arguments=arguments, fit=fit))
-    assert expected in done.stdout
-    assert len(re.findall("^PROCESS", done.stdout, re.MULTILINE)) == 1
-    assert done.returncode != 0
+def test_no_rank_is_started_for_a_mistake() -> None:
+    attempts = [_ATTEMPT.format(method=method, arguments=given, fit=fit) for method, given, fit, _ in _MISTAKES]
+    lines = run_script(_SCRIPT, json.dumps(attempts)).stdout.splitlines()
+    assert len([line for line in lines if line.startswith("PROCESS")]) == 1
+    answers = [line for line in lines if line.startswith(("REFUSED", "TAKEN"))]
+    assert len(answers) == len(_MISTAKES)
+    for answer, (*_, expected) in zip(answers, _MISTAKES, strict=True):
+        assert answer.startswith("REFUSED")
+        assert expected in answer
 
 
 def test_devices_that_the_launcher_did_not_start() -> None:

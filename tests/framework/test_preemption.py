@@ -61,8 +61,6 @@ class Model(TrainModule):
     def validation_step(self, batch, index):
         at("validation", self.global_step, self.global_rank)
         self.log("val", self.net(batch[0]).mean())
-    def on_fit_start(self):
-        at("set-up", 0, self.global_rank)
     def on_save_checkpoint(self, checkpoint):
         at("save", self.global_step, self.global_rank)
     def configure_optimizers(self):
@@ -136,9 +134,13 @@ def test_no_step_is_lost(tmp_path: Path, whole: dict[tuple[str, int], str], stra
 
 
 def test_a_run_that_has_not_begun_saves_nothing(tmp_path: Path) -> None:
-    code, output = run(tmp_path, "ddp", 2, "set-up 0", "SIGTERM", "rank")
-    assert code == 75, output
-    assert "before there was anything to save" in output
+    class Told(Regressor):
+        def on_fit_start(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = silent_trainer(max_steps=5, default_root_dir=tmp_path, enable_checkpointing=True)
+    with pytest.raises(Preempted, match="before there was anything to save"):
+        trainer.fit(Told(), loader())
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
