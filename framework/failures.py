@@ -51,24 +51,22 @@ def exit_code_of(error: BaseException) -> int:
 
 def record_failure(directory: str, failure: Failure) -> None:
     """Leave ``failure`` for the process that started this one."""
-    write_whole(_path(directory, failure.rank), json.dumps(asdict(failure)))
+    _write(_path(directory, failure.rank), failure)
 
 
 def read_failure(directory: str, rank: int) -> Failure | None:
     """Return what ``rank`` recorded, or None if it recorded nothing."""
-    path = _path(directory, rank)
-    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return _read(_path(directory, rank))
 
 
 def record_trouble(directory: str, failure: Failure) -> None:
     """Note an error that is about to end ``rank``: what it does on its way out other ranks may fail of."""
-    write_whole(_trouble_path(directory, failure.rank), json.dumps(asdict(failure)))
+    _write(_trouble_path(directory, failure.rank), failure)
 
 
 def read_trouble(directory: str, rank: int) -> Failure | None:
     """Return the error that is about to end ``rank``, or None."""
-    path = _trouble_path(directory, rank)
-    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return _read(_trouble_path(directory, rank))
 
 
 def forget_trouble(directory: str, rank: int) -> None:
@@ -102,6 +100,14 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(text, encoding="utf-8", errors="backslashreplace")
     draft.replace(path)
+
+
+def _write(path: Path, failure: Failure) -> None:
+    write_whole(path, json.dumps(asdict(failure)))
+
+
+def _read(path: Path) -> Failure | None:
+    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def _trouble_path(directory: str, rank: int) -> Path:

@@ -30,8 +30,8 @@ def is_secret(name: str, value: object) -> bool:
 
 def holds_secret(name: str, value: object) -> bool:
     """Whether a value is secret, or has one in it, under a name of its own."""
-    if isinstance(value, (Mapping, Namespace)):
-        inner = vars(value) if isinstance(value, Namespace) else value
+    inner = _inner(value)
+    if inner is not None:
         return any(holds_secret(str(key), one) for key, one in inner.items())
     return is_secret(name, value)
 
@@ -40,11 +40,19 @@ def without_secrets(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with ``***`` in the place of secret values."""
     shown: dict[str, Any] = {}
     for name, value in params.items():
-        if isinstance(value, (Mapping, Namespace)):
-            shown[name] = without_secrets(vars(value) if isinstance(value, Namespace) else value)
+        inner = _inner(value)
+        if inner is not None:
+            shown[name] = without_secrets(inner)
         else:
             shown[name] = MASK if is_secret(str(name), value) else value
     return shown
+
+
+def _inner(value: object) -> Mapping[str, Any] | None:
+    """Return the hyperparameters that a value consists of, if it does."""
+    if isinstance(value, Namespace):
+        return vars(value)
+    return value if isinstance(value, Mapping) else None
 
 
 def hiding(variables: Mapping[str, str]) -> Callable[[str], str]:

@@ -72,7 +72,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     document["seed"] = seed
     document["data_ranks"] = run.world.data_size
     document["position"] = windows.position() if windows is not None else None
-    document["data"] = windows.described() if windows is not None else None
+    document["data"] = windows.source.described() if windows is not None else None
     document["loggers"] = run.loggers.state_dicts(run.marks)
     rank_document = capture_rank(run, windows)
     return Snapshot(sections=sections, document=document, rank_document=rank_document, buffers=buffers)

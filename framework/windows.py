@@ -91,10 +91,6 @@ class Windows:
         position: dict[str, Any] = self.source.position_after(self._progress.batch_in_epoch)
         return position
 
-    def described(self) -> str | None:
-        """Say what an epoch is made of, for who resumes on other data."""
-        return self.source.described()
-
     def source_state(self) -> Any:
         """Return the source's own state where the epoch stands, or None where it has none to tell."""
         progress = self._progress
