@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .assembly import FitRequest
-from .launch import launch_function
+from .forked_launch import launch_function
 from .stages import run_stage
 from .world import placement
 

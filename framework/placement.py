@@ -18,6 +18,8 @@ LOOPBACK = "127.0.0.1"
 ERROR_DIR = "PHALANX_ERROR_DIR"
 # How often the ranks of this launch were started before.
 ATTEMPT = "PHALANX_ATTEMPT"
+# The descriptor of the socket on which rank 0 serves the rendezvous.
+STORE_FD = "PHALANX_STORE_FD"
 
 _TITLES = {"phalanx": "phalanx", "torchrun": "torchrun", "slurm": "SLURM", "mpi": "mpirun"}
 _HOW_TO_START = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import ConfigurationError, NonFiniteError, Preempted, unknown
 from .job_queue import NEAR_END, REQUEUED_AT, requeue
-from .supervisor import end_with_parent
+from .process import end_with_parent
 from .triggers import Triggers
 from .world import current_job
 

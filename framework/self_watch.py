@@ -19,8 +19,8 @@ from contextlib import contextmanager
 
 from .errors import StalledError
 from .heartbeat import SECTIONS, Beat, Heartbeat
-from .launch import can_rerun_script
 from .placement import Placement
+from .script import can_rerun_script
 from .stacks import Stacks, parse_stacks
 from .stalls import Stalls
 from .world import error_dir

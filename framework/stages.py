@@ -10,10 +10,10 @@ import torch
 
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
 from .collective_watch import comparing_collectives
+from .ending import install_rank_hooks
 from .errors import StorageError
 from .evaluation import evaluate, predict
 from .job_queue import TimeLimit
-from .launch import install_rank_hooks
 from .model_state import encode_known
 from .planning import settle_strategy
 from .preemption import TRIGGER as LEAVE

@@ -73,6 +73,9 @@ class Strategy(ABC):
 
     name: str
     traits: Traits = Traits()
+    libraries: tuple[str, ...] = ("torch._dynamo",)
+    """Modules that every rank imports before its first step, none of which touches an accelerator as it is imported.
+    The ranks of a script are forked from a process that has imported them. Any optimizer of torch imports the first."""
 
     world: World
     precision: Precision

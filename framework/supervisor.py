@@ -6,20 +6,19 @@ Nothing it started outlives it: a rank dies with its supervisor, even with one t
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from .errors import Preempted, StalledError
 from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
 from .heartbeat import Beat
+from .process import Process, adopt_orphans, children
 from .stalls import Stall, Stalls, StartedRanks
 
 POLL_SECONDS = 0.02
@@ -32,19 +31,9 @@ TERMINATE_SECONDS = 0.8
 # How long ranks may save and end by themselves after SIGTERM or SIGINT, or after the first of them was preempted.
 PREEMPT_SECONDS = 30.0
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 # Signals that no rank dies of as a consequence of another's death.
 _PREEMPTING = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 _CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
-
-
-class Process(Protocol):
-    """A child process: ``subprocess.Popen`` is one."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
 
 
 @dataclass
@@ -98,8 +87,8 @@ class Supervisor:
         self._others: set[int] = set()
         self.begin_again(error_dir)
         if self._adopts_orphans:
-            self._others = _children()
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            self._others = children()
+            adopt_orphans()
 
     @property
     def was_told_to_end(self) -> bool:
@@ -118,16 +107,20 @@ class Supervisor:
         self._stalls = Stalls(self._notes)
         self._stall: Stall | None = None
 
-    def pause(self, seconds: float) -> Verdict | None:
+    def spare(self, pid: int) -> None:
+        """Leave a child alone that is no rank."""
+        self._others.add(pid)
+
+    def pause(self, seconds: float = math.inf, until: Callable[[], bool] = lambda: False) -> Verdict | None:
         """Wait, with no rank running; return how all ends where this process is told to end meanwhile, else None."""
-        until = time.monotonic() + seconds
-        while self._received is None and (left := until - time.monotonic()) > 0:
+        end = time.monotonic() + seconds
+        while self._received is None and not until() and (left := end - time.monotonic()) > 0:
             time.sleep(min(POLL_SECONDS, left))
         if self._received is None:
             return None
         if self._received is signal.SIGINT:
             return Verdict(INTERRUPTED, "interrupted", failed=True)
-        text = "ended by SIGTERM before the ranks were started again; run the same command again"
+        text = "ended by SIGTERM before the ranks were started; run the same command again"
         return Verdict(Preempted.exit_code, text, failed=True)
 
     def add(self, process: Process) -> None:
@@ -341,7 +334,7 @@ class Supervisor:
         """Kill what failed ranks left running, such as a loader's workers."""
         for _ in range(50):
             # A rank's own children come to us once it is gone, theirs once they are.
-            left = _children() - self._others
+            left = children() - self._others
             if not left:
                 return
             for pid in left:
@@ -350,41 +343,6 @@ class Supervisor:
             for pid in left:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
-
-
-def die_with_parent() -> Callable[[], None]:
-    """Return a function that a new child calls: from then on the system kills it when this process ends.
-
-    Linux only; elsewhere the function does nothing. The library is loaded here, because hardly anything is safe to do
-    in a child between fork and exec.
-    """
-    if sys.platform != "linux":
-        return lambda: None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def arm() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
-            # The parent was gone before the request was in place.
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return arm
-
-
-def end_with_parent() -> None:
-    """Have the system kill this process when the thread that forked it ends. Linux only; elsewhere nothing happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
-def _children() -> set[int]:
-    """Return the pids of this process's children, where the system tells."""
-    pids: set[int] = set()
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            pids.update(int(pid) for pid in path.read_text().split())
-    return pids
 
 
 def _terminal_signals_us() -> bool:

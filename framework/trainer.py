@@ -15,11 +15,12 @@ from .arguments import check_flags, refuse_unknown
 from .assembly import FitRequest
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .datamodule import DataModule
+from .ending import install_exit_codes
 from .errors import ConfigurationError, is_count
 from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
 from .heartbeat import Heartbeat, StallTimeout, resolve_stall_timeout
-from .launch import can_rerun_script, install_exit_codes, launch_script
+from .launch import launch_script
 from .memory.plan import MemoryPlan
 from .module import TrainModule
 from .notebook import run_in_function
@@ -32,6 +33,7 @@ from .resume import check_checkpoint_path
 from .run import Run
 from .rundir import RunDirectory
 from .saver import SaveOrder
+from .script import can_rerun_script
 from .settings import Settings, check_count, resolve_duration, resolve_settings
 from .stages import run_stage
 from .strategy import Strategy
@@ -348,7 +350,7 @@ class Trainer(TrainerView):
         restarts = bool(self.max_restarts) and place.launcher is None and place.size == 1
         if (resources.must_launch or restarts) and can_rerun_script():
             # This process only watches from here on; the ranks come to this line by running the script.
-            launch_script(resources.world_size, self.max_restarts, keeps_files=self.writes)
+            launch_script(resources.world_size, self.max_restarts, self.writes, resources.strategy.libraries)
         if self.max_restarts and place.launcher != "phalanx":
             started = "there is no script to run again" if place.launcher is None else f"{place.launcher} started it"
             self.note(f"max_restarts={self.max_restarts} has no effect on this run, since {started}.")

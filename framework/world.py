@@ -31,6 +31,7 @@ from .placement import (
     ATTEMPT,
     ERROR_DIR,
     LOOPBACK,
+    STORE_FD,
     Job,
     Launcher,
     Placement,
@@ -48,7 +49,6 @@ ReduceName = Literal["sum", "mean", "min", "max"]
 # Objects travel in a buffer of this size, so that ranks need not agree on a length first; its head is the true length.
 _BUFFER_BYTES = 16 * 1024
 _HEADER_BYTES = 8
-_STORE_FD = "PHALANX_STORE_FD"
 _NVME_PATH = "PHALANX_NVME_PATH"
 _LAST_MOMENT_SECONDS = 0.01
 
@@ -137,7 +137,7 @@ def rank_environment(
         "NCCL_SOCKET_IFNAME": _loopback_interface(),
         ERROR_DIR: error_dir,
         ATTEMPT: str(attempt),
-        _STORE_FD: "" if store_fd is None else str(store_fd),
+        STORE_FD: "" if store_fd is None else str(store_fd),
     }
 
 
@@ -534,7 +534,7 @@ def _loopback_store(place: Placement) -> Any:
     torch's own would bind a port that was free a moment ago, on all interfaces.
     """
     # Taken out: a process that this rank starts must not believe the descriptor is its own.
-    inherited = os.environ.pop(_STORE_FD, "")
+    inherited = os.environ.pop(STORE_FD, "")
     serving: dict[str, Any] = {"is_master": False}
     if inherited:
         os.set_inheritable(int(inherited), False)

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from phalanx.framework.fork_server_main import NAME
+
 MARK = "PHALANX_KILL_TRIAL"
 # A loaded machine may take its time; on a quiet one all goes at once.
 GONE_SECONDS = 8.0
@@ -95,11 +97,14 @@ class Launch:
 
 
 def children(pid: int) -> list[int]:
-    """Return the direct children of a process: of a launcher, its ranks."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+    """Return the direct children of a process: of a launcher, its ranks, without what they are forked from."""
+    found = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{child}/comm").read_bytes().strip() != NAME:
+                    found.append(int(child))
+    return found
 
 
 def marked(mark: str) -> list[int]:

@@ -28,11 +28,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..accumulation import AccumulationSchedule
+from ..ending import install_rank_hooks
 from ..errors import ConfigurationError
-from ..launch import can_rerun_script, install_rank_hooks, launch_function, launch_script
+from ..forked_launch import launch_function
+from ..launch import launch_script
 from ..logger import Logger
 from ..registry import CALLBACKS, LOGGERS
 from ..resources import resolve_resources
+from ..script import can_rerun_script
 from ..seed import seed_everything
 from ..strategy import Strategy
 from ..world import placement
@@ -90,7 +93,7 @@ class Fabric(CheckpointVerbs):
         """
         if self.resources.must_launch:
             if can_rerun_script():
-                launch_script(self.resources.world_size)
+                launch_script(self.resources.world_size, libraries=self.resources.strategy.libraries)
             if function is None:
                 raise ConfigurationError(
                     f"launch() with devices={self.resources.devices} has no script to run again for each rank: in a "

@@ -38,18 +38,24 @@ _DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tens
 @contextlib.contextmanager
 def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
     """Have DeepSpeed find this rank's place, its ops and the process group that exists. Collective the first time."""
-    logger = logging.getLogger("DeepSpeed")
-    if _NO_HINTS not in logger.filters:
-        logger.addFilter(_NO_HINTS)
-        warnings.filterwarnings("ignore", _DEPRECATED, FutureWarning)
     with world.variables():
-        # It prints that its operations are there.
-        with contextlib.redirect_stdout(io.StringIO()):
+        with quiet_import():
             from deepspeed import init_distributed
 
             load_ops(ops)
             # Its own search for a launcher is for processes without a group.
             init_distributed(dist_init_required=False, verbose=False)
+        yield
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Keep DeepSpeed from printing, as it is imported, that its operations are there; its hints are kept back after."""
+    logger = logging.getLogger("DeepSpeed")
+    if _NO_HINTS not in logger.filters:
+        logger.addFilter(_NO_HINTS)
+        warnings.filterwarnings("ignore", _DEPRECATED, FutureWarning)
+    with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 

@@ -70,6 +70,9 @@ class DeepSpeedStrategy(Strategy):
     """
 
     name = "deepspeed"
+    # Built for CUDA, it looks at the devices as it is imported, and no forked process could use them then.
+    if not torch.backends.cuda.is_built():
+        libraries = (*Strategy.libraries, "phalanx.strategies.deepspeed.library")
 
     def __init__(self, **arguments: Unpack[ZeroArguments]) -> None:
         self.options = resolve_options(**arguments)

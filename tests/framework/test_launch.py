@@ -17,15 +17,12 @@ import pytest
 import torch
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
+from phalanx.framework.ending import _end_workers
 from phalanx.framework.errors import ConfigurationError, RankError
-from phalanx.framework.launch import (
-    _end_workers,
-    _interpreter_flags,
-    _remove_leftovers,
-    can_rerun_script,
-    launch_function,
-    launch_script,
-)
+from phalanx.framework.forked_launch import launch_function
+from phalanx.framework.launch import launch_script
+from phalanx.framework.meeting import _remove_leftovers
+from phalanx.framework.script import _interpreter_flags, can_rerun_script
 from phalanx.framework.world import World
 
 # What each script begins with: the first process becomes the supervisor, and what follows is for the ranks.
@@ -33,7 +30,8 @@ HEAD = """
 import os, signal, sys, time
 import torch
 from phalanx.framework.errors import ConfigurationError, Preempted
-from phalanx.framework.launch import install_rank_hooks, launch_script
+from phalanx.framework.ending import install_rank_hooks
+from phalanx.framework.launch import launch_script
 from phalanx.framework.world import World, placement
 
 place = placement()

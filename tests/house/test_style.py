@@ -28,8 +28,9 @@ UNPICKLING = {
     "joblib.load",
     *(f"{module}.{name}" for module in ("pickle", "cloudpickle", "dill") for name in ("load", "loads", "Unpickler")),
 }
-READS_ENVIRONMENT = {"framework/world.py"}
-PICKLES_BETWEEN_OWN_PROCESSES = {"framework/world.py", "framework/launch.py"}
+# The second is run by its path, where nothing of phalanx can be imported, and takes over a rank's variables.
+READS_ENVIRONMENT = {"framework/world.py", "framework/fork_server_main.py"}
+PICKLES_BETWEEN_OWN_PROCESSES = {"framework/world.py", "framework/forked_launch.py"}
 # What foreign checkpoints are read by: a confined process of its own, which hands over JSON and safetensors.
 READS_FOREIGN_PICKLES = {"framework/checkpoint/convert/child.py"}
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...supervisor import die_with_parent
+from ...process import die_with_parent
 from ..codec import decode
 from .child import FAILURE, REQUEST
 

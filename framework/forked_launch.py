@@ -1,0 +1,152 @@
+"""``launch_function``: a function in forked copies of this process, where there is no script to run again."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from .errors import ConfigurationError, RankError, StalledError
+from .failures import exit_code_of, record_failure
+from .meeting import Meeting, meeting, private_directory
+from .process import ForkedProcess, die_with_parent
+from .supervisor import Supervisor
+from .world import adopt_environment, failure_of, threads_for_ranks
+
+T = TypeVar("T")
+
+
+def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: int) -> T:
+    """Run ``function(*args)`` in ``num_ranks`` forked copies of this process; return what it returned on rank 0.
+
+    Raises:
+        ConfigurationError: this process cannot be forked, or CUDA is in use in it.
+        RankError: a rank failed; the others were ended. The message holds its traceback.
+        StalledError: a rank stalled; all were ended. The message holds their stacks.
+    """
+    _check_fork()
+    with private_directory() as directory, meeting(directory, num_ranks) as met:
+        ranks = [partial(_run_rank, met, rank, met.environment(rank), function, args) for rank in range(num_ranks)]
+        supervisor = Supervisor(met.directory)
+        with _forked(ranks, supervisor):
+            met.listener.close()
+            verdict = supervisor.watch()
+        if verdict.failed:
+            raise (StalledError if verdict.exit_code == StalledError.exit_code else RankError)(verdict.message)
+        result = _result_path(met).read_bytes()
+    value: T = pickle.loads(result)
+    return value
+
+
+def _check_fork() -> None:
+    if not hasattr(os, "fork"):
+        raise ConfigurationError(
+            "This system cannot fork a process, which several ranks in a notebook need: put the code into a script."
+        )
+    if torch.cuda.is_initialized():
+        raise ConfigurationError(
+            "CUDA is in use in this process, and no forked rank could use it then: restart, and move nothing to CUDA "
+            "before the ranks start; or put the code into a script."
+        )
+
+
+@contextlib.contextmanager
+def _forked(ranks: Sequence[Callable[[], NoReturn]], supervisor: Supervisor) -> Iterator[None]:
+    """Start each of ``ranks`` in a copy of this process, under ``supervisor``; none is left when the context ends.
+
+    They are forked from a thread of their own. The thread that forks is all a copy has, and OpenMP's workers belong to
+    the thread that first computed: a copy of that one would wait for workers it does not have, for ever.
+    """
+    finished, started = threading.Event(), threading.Event()
+    errors: list[OSError] = []
+
+    def start() -> None:
+        try:
+            for rank in ranks:
+                supervisor.add(_fork(rank))
+        except OSError as error:
+            errors.append(error)
+        started.set()
+        # To the system, the thread is the parent with which its ranks die.
+        finished.wait()
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(start,), name="phalanx-fork", daemon=True)
+    thread.start()
+    try:
+        started.wait()
+        if errors:
+            raise errors[0]
+        yield
+    except BaseException:
+        # Ctrl-C in a notebook arrives here.
+        supervisor.stop()
+        raise
+    finally:
+        finished.set()
+        thread.join()
+
+
+def _fork(child: Callable[[], NoReturn]) -> ForkedProcess:
+    arm = die_with_parent()
+    for stream in (sys.stdout, sys.stderr):
+        # What is buffered would be written once by each copy.
+        stream.flush()
+    with warnings.catch_warnings():
+        # Python warns of threads that the copy lacks; the ranks use none of the parent's.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        arm()
+        child()
+    return ForkedProcess(pid)
+
+
+def _run_rank(
+    meeting: Meeting, rank: int, environment: dict[str, str], function: Callable[..., Any], args: Sequence[Any]
+) -> NoReturn:
+    """Be a rank: never return into the copied caller."""
+    code = 1
+    try:
+        _become_rank(meeting, rank, environment)
+        result = function(*args)
+        if rank == 0:
+            _result_path(meeting).write_bytes(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+        code = 0
+    except SystemExit as error:
+        code = exit_code_of(error)
+    except BaseException as error:
+        code = exit_code_of(error)
+        record_failure(meeting.directory, failure_of(rank, error))
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        # The exit handlers are the parent's.
+        os._exit(code)
+
+
+def _become_rank(meeting: Meeting, rank: int, environment: dict[str, str]) -> None:
+    adopt_environment(environment)
+    # An event loop of the parent would be woken by the rank's signals.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if rank != 0:
+        meeting.listener.close()
+    torch.set_num_threads(threads_for_ranks(meeting.num_ranks))
+
+
+def _result_path(meeting: Meeting) -> Path:
+    return Path(meeting.directory) / "result"

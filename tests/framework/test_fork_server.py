@@ -1,0 +1,147 @@
+"""Ranks of a script are forked from a process that has imported torch once, and nobody can tell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_command, run_script, session_pids, started_script, wait_until
+
+from phalanx.framework.fork_server import ForkServer
+from phalanx.framework.fork_server_main import NAME
+from phalanx.framework.script import Script
+
+HEAD = """
+import os, random, sys, time
+import torch
+from phalanx.framework.ending import install_rank_hooks
+from phalanx.framework.launch import launch_script
+from phalanx.framework.world import World, placement
+
+place = placement()
+def launch(restarts=0, libraries=("torch._dynamo",)):
+    if place.launcher is None:
+        launch_script(2, restarts, libraries=libraries)
+    install_rank_hooks(place)
+"""
+
+
+def servers(session: int) -> list[int]:
+    """Return the processes of a session that ranks are forked from."""
+    return [pid for pid in session_pids(session) if Path(f"/proc/{pid}/comm").read_bytes().strip() == NAME]
+
+
+def test_a_rank_is_what_a_process_of_its_own_would_be(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("used = []")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import helper, multiprocessing\nhelper.used.append(1)\n"
+        + HEAD
+        + "sys.path.append('/nowhere')\n"
+        + "def double(number): return 2 * number\n"
+        + "supervisor = os.getpid()\n"
+        + "if __name__ == '__main__':\n"
+        + "    launch()\n"
+        + "    here = sys.modules['__main__']\n"
+        + "    with multiprocessing.get_context('spawn').Pool(1) as pool: four = pool.map(double, [2])[0]\n"
+        + "    print('told', len(helper.used), os.path.basename(here.__file__), here.__spec__, here is not None,\n"
+        + "          here.double is double, four, sys.argv[0] == here.__file__, sys.path[0] == sys.argv[1],\n"
+        + "          sys.path.count('/nowhere'), 'torch._dynamo' in sys.modules, sys.stdin.read() == '',\n"
+        + "          open('/proc/self/comm').read().startswith('python'), flush=True)\n"
+    )
+    done = run_command([sys.executable, str(script), str(tmp_path)], tmp_path)
+    expected = "told 1 script.py None True True 4 True True 1 True True True"
+    assert sorted(done.stdout.splitlines()) == [f"[rank 1] {expected}", expected], done.stdout
+
+
+def test_ranks_draw_different_random_numbers_where_nobody_set_a_seed() -> None:
+    draws = "import numpy\nprint('drew', random.random(), numpy.random.random(), flush=True)\n"
+    done = run_script("import numpy.random\n" + HEAD + "launch()\n" + draws)
+    drawn = [line.split()[-2:] for line in done.stdout.splitlines() if "drew" in line]
+    assert len(drawn) == 2
+    assert len({number for pair in drawn for number in pair}) == 4
+
+
+def test_an_error_is_told_without_the_lines_of_what_ran_the_script() -> None:
+    for ending in ("install_rank_hooks(place)", "sys.excepthook = sys.__excepthook__"):
+        done = run_script(HEAD + f"launch()\n{ending}\nraise KeyError('the cause')\n")
+        assert "KeyError: 'the cause'" in done.stdout
+        assert "fork_server" not in done.stdout
+        assert done.returncode == 1
+
+
+def test_a_rank_that_is_interrupted_dies_of_the_signal() -> None:
+    source = "launch()\nsys.excepthook = lambda *_: None\nif place.rank: time.sleep(60)\nraise KeyboardInterrupt\n"
+    done = run_script(HEAD + source)
+    assert "rank 0 (pid " in done.stdout.splitlines()[-1]
+    assert done.stdout.splitlines()[-1].endswith("was killed by SIGINT")
+    assert done.returncode == 128 + signal.SIGINT
+
+
+def test_ranks_start_where_the_server_dies_of_what_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(3)")
+    script = tmp_path / "script.py"
+    script.write_text(
+        HEAD + "launch(libraries=['deadly'])\nworld = World.from_environment('cpu')\nworld.barrier()\nprint('met')\n"
+    )
+    done = run_command([sys.executable, str(script)], tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["[rank 1] met", "met"], done.stdout
+    assert done.returncode == 0
+
+
+def test_a_server_that_was_killed_is_replaced_for_the_next_attempt(tmp_path: Path) -> None:
+    source = HEAD + (
+        "launch(restarts=1)\n"
+        "from phalanx.framework.world import attempt\n"
+        "print('attempt', attempt(), flush=True)\n"
+        "while not attempt(): time.sleep(0.02)\n"
+    )
+    with started_script(source, env={"TMPDIR": str(tmp_path)}) as process:
+        assert process.stdout is not None
+        while "attempt 0" not in process.stdout.readline():
+            pass
+        wait_until(lambda: len(session_pids(process.pid)) == 4)
+        # A rank is called what the server is until it has begun.
+        wait_until(lambda: len(servers(process.pid)) == 1)
+        (server,) = servers(process.pid)
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not servers(process.pid))
+        ranks = session_pids(process.pid) - {process.pid}
+        assert len(ranks) == 2
+        os.kill(min(ranks), signal.SIGKILL)
+        output = process.communicate(timeout=60)[0]
+        assert output.count("attempt 1") == 2
+        assert process.returncode == 0
+        assert session_pids(process.pid) == set()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_signal_as_the_server_imports_ends_all(tmp_path: Path, signum: int, code: int) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(f"open({str(tmp_path / 'begun')!r}, 'w').close()\nimport time\ntime.sleep(3600)")
+    source = f"import sys\nsys.path.append({str(tmp_path)!r})\n" + HEAD + "launch(libraries=['slow'])\n"
+    with started_script(source, env={"TMPDIR": str(tmp_path)}) as process:
+        wait_until((tmp_path / "begun").exists)
+        process.send_signal(signum)
+        process.communicate(timeout=60)
+        assert process.returncode == code
+        wait_until(lambda: not session_pids(process.pid))
+
+
+def test_a_server_that_died_is_told_as_an_error_of_the_system() -> None:
+    script = Script([sys.executable], str(Path(__file__)), False, [])
+    server = ForkServer(script, {})
+    try:
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(OSError, match=r"forked from was ended|Broken pipe|Connection reset"):
+            server.fork({}, 1, 2, {})
+        wait_until(lambda: not server.is_alive())
+        assert server.has_settled()
+    finally:
+        server.close()
+    with pytest.raises(OSError, match="closed"):
+        server.fork({}, subprocess.STDOUT, 2, {})
