@@ -12,9 +12,10 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
+from .environment import error_dir, failure_of
 from .failures import INTERRUPTED, exit_code_of, record_failure
 from .script import can_rerun_script
-from .world import Placement, error_dir, failure_of
+from .world import Placement
 
 
 def install_rank_hooks(placement: Placement) -> None:

@@ -17,12 +17,12 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from .environment import adopt_environment, failure_of, threads_for_ranks
 from .errors import ConfigurationError, RankError, StalledError
 from .failures import exit_code_of, record_failure
 from .meeting import Meeting, meeting, private_directory
 from .process import ForkedProcess, die_with_parent
 from .supervisor import Supervisor
-from .world import adopt_environment, failure_of, threads_for_ranks
 
 T = TypeVar("T")
 

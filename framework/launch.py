@@ -13,6 +13,7 @@ from functools import partial
 from typing import NoReturn
 
 from .ending import write_error
+from .environment import hiding_secrets
 from .errors import ConfigurationError
 from .fork_server import ForkServer
 from .meeting import Meeting, meeting, private_directory
@@ -21,7 +22,6 @@ from .rank_output import RankOutput
 from .restarts import Restarts, run_directory
 from .script import Script, can_rerun_script
 from .supervisor import Supervisor, Verdict
-from .world import hiding_secrets
 
 # Of what a rank printed that ended without a traceback.
 _LAST_LINES = 10

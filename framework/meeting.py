@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .environment import rank_environment, threads_for_ranks
 from .placement import STORE_FD
 from .restarts import attempt_directory
-from .world import rank_environment, threads_for_ranks
 
 # Of the directory that the ranks of a launch share; the supervisor's process number follows.
 _PREFIX = "phalanx-"

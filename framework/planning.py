@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .assembly import FitRequest
+from .environment import nvme_path
 from .errors import ConfigurationError, PhalanxError
 from .loading import Data
 from .memory.formulas import LAYOUTS, ModelSize, Ranks
@@ -33,7 +34,7 @@ from .resources import Resources
 from .sources import prepare_training
 from .transfer import batch_transfer
 from .user_code import is_overridden
-from .world import World, nvme_path
+from .world import World
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .environment import current_job
 from .errors import ConfigurationError, NonFiniteError, Preempted, unknown
 from .job_queue import NEAR_END, REQUEUED_AT, requeue
 from .process import end_with_parent
 from .triggers import Triggers
-from .world import current_job
 
 if TYPE_CHECKING:
     from .run import Run

@@ -15,10 +15,11 @@ from .checkpoint.leftovers import clean_own, clean_shared
 from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
+from .environment import attempt, error_dir
 from .errors import CheckpointError, PhalanxError, StorageError
 from .restarts import FitPlace, earlier_fit, record_fit
 from .rundir import RunDirectory, identity_of, next_version, versions
-from .world import World, attempt, error_dir
+from .world import World
 
 T = TypeVar("T")
 

@@ -17,13 +17,13 @@ import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
+from .environment import error_dir
 from .errors import StalledError
 from .heartbeat import SECTIONS, Beat, Heartbeat
 from .placement import Placement
 from .script import can_rerun_script
 from .stacks import Stacks, parse_stacks
 from .stalls import Stalls
-from .world import error_dir
 
 LOOK_SECONDS = 0.25
 

@@ -11,6 +11,7 @@ import torch
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
 from .collective_watch import comparing_collectives
 from .ending import install_rank_hooks
+from .environment import current_job, tell_of_no_trouble, tell_of_trouble
 from .errors import StorageError
 from .evaluation import evaluate, predict
 from .job_queue import TimeLimit
@@ -23,7 +24,6 @@ from .report import box, end_lines, report, start_lines
 from .self_watch import watched
 from .trainer_view import TrainerState
 from .training import FitLoop
-from .world import current_job, tell_of_no_trouble, tell_of_trouble
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -1,7 +1,6 @@
 """``World``: this process among the ranks, and the collectives between them.
 
 One process is the same class with size 1: its collectives are identities, so nobody asks "are we distributed?".
-This module alone reads and writes environment variables.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ import contextlib
 import gc
 import os
 import pickle
-import shlex
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -25,23 +21,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
-from .errors import ConfigurationError, unknown
-from .failures import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
-from .placement import (
-    ATTEMPT,
-    ERROR_DIR,
-    LOOPBACK,
-    STORE_FD,
-    Job,
-    Launcher,
-    Placement,
-    check_devices,
-    read_job,
-    read_placement,
+from .environment import (
+    set_missing,
+    sets_threads,
+    take_store_descriptor,
+    tell_of_leaving,
+    tell_of_meeting,
+    threads_for_ranks,
+    told_placement,
+    usable_cores,
+    variables_set,
 )
-from .redaction import hiding
+from .errors import ConfigurationError, unknown
+from .placement import LOOPBACK, Launcher, Placement, check_devices
 
-__all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement", "rank_environment"]
+__all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement"]
 
 T = TypeVar("T")
 ReduceName = Literal["sum", "mean", "min", "max"]
@@ -49,7 +43,6 @@ ReduceName = Literal["sum", "mean", "min", "max"]
 # Objects travel in a buffer of this size, so that ranks need not agree on a length first; its head is the true length.
 _BUFFER_BYTES = 16 * 1024
 _HEADER_BYTES = 8
-_NVME_PATH = "PHALANX_NVME_PATH"
 _LAST_MOMENT_SECONDS = 0.01
 
 
@@ -73,11 +66,6 @@ class _Done:
 _DONE = _Done()
 
 
-def current_job() -> Job | None:
-    """Return the job of a queue that this process belongs to."""
-    return read_job(os.environ)
-
-
 def placement(num_nodes: int = 1) -> Placement:
     """Return where this process stands, without side effects.
 
@@ -88,128 +76,16 @@ def placement(num_nodes: int = 1) -> Placement:
         ConfigurationError: the variables contradict one another, or one that is needed is missing.
     """
     if not _is_initialized():
-        return read_placement(os.environ, num_nodes)
+        return told_placement(num_nodes)
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
-        read = read_placement(os.environ, num_nodes)
+        read = told_placement(num_nodes)
     except ConfigurationError:
         read = Placement()
     if (read.rank, read.size) == (rank, size):
         return read
     local_size = max(1, size // num_nodes)
     return Placement(rank, size, rank % local_size, local_size, rank // local_size, num_nodes)
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def threads_for_ranks(num_ranks: int) -> int:
-    """Return how many threads each of ``num_ranks`` on this machine should compute with."""
-    return max(1, usable_cores() // num_ranks)
-
-
-def rank_environment(
-    rank: int, size: int, port: int, store_fd: int | None, error_dir: str, threads: int, attempt: int = 0
-) -> dict[str, str]:
-    """Return the whole environment for a rank that phalanx starts on this machine.
-
-    ``store_fd`` is the listening socket that rank 0 inherits and serves the rendezvous on; None for the others. The
-    user's own OMP_NUM_THREADS stays.
-    """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        # A rank that is killed loses nothing of what it printed.
-        "PYTHONUNBUFFERED": "1",
-        **inherited,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        # Nothing listens beyond this machine.
-        "GLOO_SOCKET_IFNAME": _loopback_interface(),
-        "NCCL_SOCKET_IFNAME": _loopback_interface(),
-        ERROR_DIR: error_dir,
-        ATTEMPT: str(attempt),
-        STORE_FD: "" if store_fd is None else str(store_fd),
-    }
-
-
-def adopt_environment(environment: dict[str, str]) -> None:
-    """Make ``environment`` this process's own: for a forked rank, which inherits its parent's."""
-    os.environ.clear()
-    os.environ.update(environment)
-
-
-def nvme_path() -> str | None:
-    """Return the folder on a disk that offloaded state goes to where no argument names one, or None."""
-    return os.environ.get(_NVME_PATH) or None
-
-
-def build_tools() -> tuple[str, list[str]]:
-    """Return the C++ compiler that extensions are built with, and the user's own flags for compiling and linking."""
-    flags = [os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS")]
-    return os.environ.get("CXX") or "c++", [flag for each in flags for flag in shlex.split(each)]
-
-
-@contextlib.contextmanager
-def library_environment(**variables: str) -> Iterator[None]:
-    """Set variables that a library reads; on PATH the interpreter's folder comes first. All goes back at the end.
-
-    So the tools of a virtual environment (ninja) are found even where it was not activated.
-    """
-    search = [str(Path(sys.executable).parent), *filter(None, [os.environ.get("PATH")])]
-    variables = {"PATH": os.pathsep.join(search), **variables}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def error_dir() -> str | None:
-    """Return the directory in which a rank that phalanx started leaves its notes, or None elsewhere."""
-    return os.environ.get(ERROR_DIR) or None
-
-
-def hiding_secrets() -> Callable[[str], str]:
-    """Return what blots out of a text the values of this process's secret variables."""
-    return hiding(os.environ)
-
-
-def failure_of(rank: int, error: BaseException) -> Failure:
-    """Describe an error that ends this process for whoever watches over the ranks."""
-    return Failure.of(rank, error, hiding_secrets())
-
-
-def tell_of_trouble(place: Placement, error: BaseException) -> None:
-    """Leave word of an error before anything is taken down: other ranks may fail of that, and are not to be blamed."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_trouble(directory, failure_of(place.rank, error))
-
-
-def tell_of_no_trouble(place: Placement) -> None:
-    """Take that back: the error was caught."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            forget_trouble(directory, place.rank)
-
-
-def attempt() -> int:
-    """Return how often the ranks of this launch were started before."""
-    return int(os.environ.get(ATTEMPT) or 0)
 
 
 class World:
@@ -271,9 +147,7 @@ class World:
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             _share_cores(place)
             _meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
-        if directory := error_dir():
-            with contextlib.suppress(OSError):
-                record_meeting(directory, place.rank)
+        tell_of_meeting(place.rank)
         return cls(place, device)
 
     @contextlib.contextmanager
@@ -283,26 +157,12 @@ class World:
         LOCAL_RANK is the index of the device, where there is one. At the end the environment is what it was, whatever
         the library did to it.
         """
-        before = dict(os.environ)
-        os.environ.update(self._variables())
-        try:
+        with variables_set(self._variables()):
             yield
-        finally:
-            for name in set(os.environ) - set(before):
-                del os.environ[name]
-            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
     def set_variables(self) -> Callable[[], None]:
         """Set those that are lacking for longer; return what takes them away again."""
-        mine = self._variables()
-        added = [name for name in mine if name not in os.environ]
-        os.environ.update({name: mine[name] for name in added})
-
-        def unset() -> None:
-            for name in added:
-                os.environ.pop(name, None)
-
-        return unset
+        return set_missing(self._variables())
 
     def _variables(self) -> dict[str, str]:
         local_rank = self.local_rank if self.device.index is None else self.device.index
@@ -483,10 +343,6 @@ def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _loopback_interface() -> str:
-    return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-
-
 def _device(device_type: str, place: Placement) -> torch.device:
     """Return this rank's device, and make it CUDA's current one."""
     if device_type != "cuda":
@@ -506,7 +362,7 @@ def _device(device_type: str, place: Placement) -> torch.device:
 def _share_cores(place: Placement) -> None:
     """Give this rank its share of the cores, where neither the user nor the launcher did."""
     bound = usable_cores() < (os.cpu_count() or 1)
-    if place.launcher in ("slurm", "mpi") and not bound and not os.environ.get("OMP_NUM_THREADS"):
+    if place.launcher in ("slurm", "mpi") and not bound and not sets_threads():
         torch.set_num_threads(threads_for_ranks(place.local_size))
 
 
@@ -533,12 +389,11 @@ def _loopback_store(place: Placement) -> Any:
 
     torch's own would bind a port that was free a moment ago, on all interfaces.
     """
-    # Taken out: a process that this rank starts must not believe the descriptor is its own.
-    inherited = os.environ.pop(STORE_FD, "")
+    inherited = take_store_descriptor()
     serving: dict[str, Any] = {"is_master": False}
-    if inherited:
-        os.set_inheritable(int(inherited), False)
-        serving = {"is_master": True, "master_listen_fd": int(inherited)}
+    if inherited is not None:
+        os.set_inheritable(inherited, False)
+        serving = {"is_master": True, "master_listen_fd": inherited}
     return dist.TCPStore(  # type: ignore[attr-defined]
         LOOPBACK, place.master_port or 0, place.size, wait_for_workers=False, **serving
     )
@@ -562,9 +417,7 @@ def _leave() -> None:
     """Destroy the default group as this process exits."""
     if not _is_initialized():
         return
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_leaving(directory, dist.get_rank())
+    tell_of_leaving(dist.get_rank())
     # gloo's threads let go of a collective's tensors under the interpreter's lock, a moment after it is done. One that
     # is still waiting for the lock when the interpreter is torn down aborts the process: so groups are really
     # destroyed here, references from circles among them, and what others still hold gets that moment.

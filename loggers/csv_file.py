@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import os
@@ -147,12 +148,17 @@ class _Table:
     def _rewrite(self, columns: list[str], rows: Iterable[dict[str, Any]]) -> None:
         # Into a sibling first: a run that is killed here keeps the figures it had.
         sibling = self._path.with_name(self._path.name + ".new")
-        with sibling.open("w", newline="", encoding="utf-8") as target:
-            writer = csv.DictWriter(target, columns, extrasaction="ignore")
-            if columns:
-                writer.writeheader()
-            writer.writerows(rows)
-        os.replace(sibling, self._path)
+        try:
+            with sibling.open("w", newline="", encoding="utf-8") as target:
+                writer = csv.DictWriter(target, columns, extrasaction="ignore")
+                if columns:
+                    writer.writeheader()
+                writer.writerows(rows)
+            os.replace(sibling, self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                sibling.unlink()
+            raise
         self._columns = columns
 
 

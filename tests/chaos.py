@@ -6,13 +6,13 @@
 The training command is ``kill_run.py``: it saves after every optimizer step and logs every loss. A trial is one fault:
 
     kill-rank, kill-all, kill-launcher   SIGKILL to one rank, to all processes, to the process that was started
-    term-rank, term-all                  SIGTERM: the run saves and ends with 75
+    term-rank, term-all, term-launcher   SIGTERM to these: the run saves and ends with 75, and nothing is computed again
     stop                                 SIGSTOP to one rank, and SIGCONT a while later: the run goes on
     stop-kill                            SIGSTOP to one rank, and SIGKILL a while later
     full                                 the disk is full until the run has ended
     damage                               SIGKILL to all, and a bit of the newest checkpoint is flipped
 
-After a fault no process may be left, and a dead rank must be gone with all others within ``--seconds``. The command is
+After a fault no process may be left, and all must be gone within ``--seconds`` of it. The command is
 started again, and disturbed again, until it gets to its end: every row of ``metrics.csv``, the metrics, the weights and
 the moments must be those of the run that nobody disturbed, bit for bit. Batches that were computed again are counted.
 """
@@ -52,8 +52,19 @@ from phalanx.framework.checkpoint.opening import read_manifest
 from phalanx.framework.checkpoint.verification import verify
 
 STRATEGIES = ("ddp", "fsdp", "zero2")
-FAULTS = ("kill-rank", "kill-all", "kill-launcher", "term-rank", "term-all", "stop", "stop-kill", "full", "damage")
-SEVERAL = frozenset({"kill-rank", "kill-launcher", "term-rank"})
+FAULTS = (
+    "kill-rank",
+    "kill-all",
+    "kill-launcher",
+    "term-rank",
+    "term-all",
+    "term-launcher",
+    "stop",
+    "stop-kill",
+    "full",
+    "damage",
+)
+SEVERAL = frozenset({"kill-rank", "kill-launcher", "term-rank", "term-launcher"})
 """Faults that only mean something where there is more than one process."""
 DISK_BYTES = 16 << 20
 END_SECONDS = 60.0
@@ -107,8 +118,12 @@ class Chaos:
 
     def _come_to_an_instant(self, launch: Training, start_seconds: float) -> bool:
         if self.fault != "full" and self.choice.random() < 1 / 6:
-            return launch.wait(self.choice.uniform(0.0, start_seconds))
+            # There may be no rank to choose from by then.
+            return launch.wait(self.choice.uniform(0.0, start_seconds)) and self._has_ranks(launch)
         return launch.wait_until_training() and launch.wait(self.choice.uniform(0.0, TRAINING_SECONDS))
+
+    def _has_ranks(self, launch: Training) -> bool:
+        return self.setting.ranks == 1 or launch.wait_until(END_SECONDS, lambda: bool(launch.ranks()))
 
     def _strike(self, launch: Training) -> bool:
         """Disturb the run; return whether it has ended and is to be started again."""
@@ -155,7 +170,7 @@ class Chaos:
         )
         if code not in expected | {0}:
             raise Killed(f"exit code {code} instead of {sorted(expected)}; it printed:\n{launch.printed()}")
-        if took > self.seconds and not self.fault.startswith(("term", "full")):
+        if took > self.seconds and self.fault != "full":
             raise Killed(f"took {took:.1f} s to end; it printed:\n{launch.printed()}")
         for path in checkpoints(self.root):
             if path.stat().st_ino not in self.damaged and (problems := verify(path)):
@@ -182,7 +197,9 @@ class Chaos:
             # What is kept beside the last one may differ: a damaged one stays, and so does what a signal had saved.
             result["checkpoints"] = expected["checkpoints"]
         steps = (self.root / STEPS).read_text().split()
-        self.tally.again += len(steps) - len(set(steps))
+        self.tally.again += (again := len(steps) - len(set(steps)))
+        if again and self.fault.startswith("term"):
+            raise Killed(f"{again} batches were computed again")
         if different := differences(result, expected):
             raise Killed(f"different: {different}")
         if self.fault != "damage" and (left := [str(path.relative_to(self.root)) for path in hidden(self.root)]):

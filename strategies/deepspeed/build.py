@@ -20,8 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
+from ...framework.environment import library_environment
 from ...framework.errors import ConfigurationError, unknown
-from ...framework.world import library_environment
 from .toolchain import advice
 
 Note = Callable[[str], None]

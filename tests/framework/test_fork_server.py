@@ -96,7 +96,7 @@ def test_ranks_start_where_the_server_dies_of_what_it_imports(tmp_path: Path) ->
 def test_a_server_that_was_killed_is_replaced_for_the_next_attempt(tmp_path: Path) -> None:
     source = HEAD + (
         "launch(restarts=1)\n"
-        "from phalanx.framework.world import attempt\n"
+        "from phalanx.framework.environment import attempt\n"
         "print('attempt', attempt(), flush=True)\n"
         "while not attempt(): time.sleep(0.02)\n"
     )

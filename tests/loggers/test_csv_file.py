@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import resource
 from argparse import Namespace
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def test_a_new_key_rewrites_the_header_and_keeps_earlier_rows(tmp_path: Path) ->
         {"loss": "", "step": "1", "val_loss": "2.0"},
         {"loss": "3.0", "step": "2", "val_loss": ""},
     ]
+
+
+def test_a_disk_without_room_for_a_new_column_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    for step in range(20):
+        logger.log_metrics({"loss": 1.0}, step)
+    logger.save()
+    before = (Path(logger.log_dir) / "metrics.csv").read_bytes()
+    logger.log_metrics({"val_loss": 2.0}, 20)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limit[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            logger.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [path.name for path in Path(logger.log_dir).iterdir()] == ["metrics.csv"]
+    assert (Path(logger.log_dir) / "metrics.csv").read_bytes() == before
 
 
 def test_rows_are_written_every_n_steps_and_nothing_before_the_first_figure(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.framework import world
+from phalanx.framework import environment
 from phalanx.framework.errors import ConfigurationError, UnknownNameError
 from phalanx.strategies.deepspeed import build, toolchain
 from phalanx.strategies.deepspeed.build import ensure_ops, missing_ops, op_folder
@@ -278,7 +278,7 @@ def test_a_venvs_ninja_is_found_without_activation(tmp_path: Path, monkeypatch: 
 def test_variables_for_a_library_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_THERE", "1")
     before = dict(os.environ)
-    with world.library_environment(PHALANX_THERE="2", PHALANX_NEW="3"):
+    with environment.library_environment(PHALANX_THERE="2", PHALANX_NEW="3"):
         assert (os.environ["PHALANX_THERE"], os.environ["PHALANX_NEW"]) == ("2", "3")
         assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     assert dict(os.environ) == before
@@ -325,7 +325,7 @@ print(get_accelerator().create_op_builder("CPUAdamBuilder").load().__doc__)
 
 def test_deepspeed_gets_what_was_built_and_builds_nothing(folder: Path, plant: PlantBuild) -> None:
     (folder / "module.c").write_text(MODULE)
-    compiler, _ = world.build_tools()
+    compiler, _ = environment.build_tools()
     headers = sysconfig.get_path("include")
     command = [compiler, "-x", "c", "module.c", "-shared", "-fPIC", f"-I{headers}", "-o", "cpu_adam.so"]
     plant(f"import subprocess; subprocess.run({command!r}, check=True)")

@@ -1,0 +1,199 @@
+"""The variables of this process's environment: what is read from them and put there.
+
+This module alone does so, and what runs before anything of phalanx can be imported (``fork_server_main.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from .failures import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
+from .placement import ATTEMPT, ERROR_DIR, LOOPBACK, STORE_FD, Job, Placement, read_job, read_placement
+from .redaction import hiding
+
+_NVME_PATH = "PHALANX_NVME_PATH"
+
+
+def told_placement(num_nodes: int = 1) -> Placement:
+    """Return where the variables say that this process stands; see ``read_placement``.
+
+    Raises:
+        ConfigurationError: they contradict one another, or one that is needed is missing.
+    """
+    return read_placement(os.environ, num_nodes)
+
+
+def current_job() -> Job | None:
+    """Return the job of a queue that this process belongs to."""
+    return read_job(os.environ)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_for_ranks(num_ranks: int) -> int:
+    """Return how many threads each of ``num_ranks`` on this machine should compute with."""
+    return max(1, usable_cores() // num_ranks)
+
+
+def rank_environment(
+    rank: int, size: int, port: int, store_fd: int | None, error_dir: str, threads: int, attempt: int = 0
+) -> dict[str, str]:
+    """Return the whole environment for a rank that phalanx starts on this machine.
+
+    ``store_fd`` is the listening socket that rank 0 inherits and serves the rendezvous on; None for the others. The
+    user's own OMP_NUM_THREADS stays.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        # A rank that is killed loses nothing of what it printed.
+        "PYTHONUNBUFFERED": "1",
+        **inherited,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        # Nothing listens beyond this machine.
+        "GLOO_SOCKET_IFNAME": _loopback_interface(),
+        "NCCL_SOCKET_IFNAME": _loopback_interface(),
+        ERROR_DIR: error_dir,
+        ATTEMPT: str(attempt),
+        STORE_FD: "" if store_fd is None else str(store_fd),
+    }
+
+
+def adopt_environment(environment: dict[str, str]) -> None:
+    """Make ``environment`` this process's own: for a forked rank, which inherits its parent's."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def nvme_path() -> str | None:
+    """Return the folder on a disk that offloaded state goes to where no argument names one, or None."""
+    return os.environ.get(_NVME_PATH) or None
+
+
+def build_tools() -> tuple[str, list[str]]:
+    """Return the C++ compiler that extensions are built with, and the user's own flags for compiling and linking."""
+    flags = [os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS")]
+    return os.environ.get("CXX") or "c++", [flag for each in flags for flag in shlex.split(each)]
+
+
+@contextlib.contextmanager
+def library_environment(**variables: str) -> Iterator[None]:
+    """Set variables that a library reads; on PATH the interpreter's folder comes first. All goes back at the end.
+
+    So the tools of a virtual environment (ninja) are found even where it was not activated.
+    """
+    search = [str(Path(sys.executable).parent), *filter(None, [os.environ.get("PATH")])]
+    variables = {"PATH": os.pathsep.join(search), **variables}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def error_dir() -> str | None:
+    """Return the directory in which a rank that phalanx started leaves its notes, or None elsewhere."""
+    return os.environ.get(ERROR_DIR) or None
+
+
+def hiding_secrets() -> Callable[[str], str]:
+    """Return what blots out of a text the values of this process's secret variables."""
+    return hiding(os.environ)
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """Describe an error that ends this process for whoever watches over the ranks."""
+    return Failure.of(rank, error, hiding_secrets())
+
+
+def tell_of_trouble(place: Placement, error: BaseException) -> None:
+    """Leave word of an error before anything is taken down: other ranks may fail of that, and are not to be blamed."""
+    if directory := error_dir():
+        with contextlib.suppress(OSError):
+            record_trouble(directory, failure_of(place.rank, error))
+
+
+def tell_of_no_trouble(place: Placement) -> None:
+    """Take that back: the error was caught."""
+    if directory := error_dir():
+        with contextlib.suppress(OSError):
+            forget_trouble(directory, place.rank)
+
+
+def attempt() -> int:
+    """Return how often the ranks of this launch were started before."""
+    return int(os.environ.get(ATTEMPT) or 0)
+
+
+def tell_of_meeting(rank: int) -> None:
+    """Leave word that this rank has met the others: from here on something can be lost."""
+    if directory := error_dir():
+        with contextlib.suppress(OSError):
+            record_meeting(directory, rank)
+
+
+def tell_of_leaving(rank: int) -> None:
+    """Leave word that this rank leaves the others."""
+    if directory := error_dir():
+        with contextlib.suppress(OSError):
+            record_leaving(directory, rank)
+
+
+def sets_threads() -> bool:
+    """Whether a variable says with how many threads this process computes."""
+    return bool(os.environ.get("OMP_NUM_THREADS"))
+
+
+def take_store_descriptor() -> int | None:
+    """Return the listening socket that this rank inherited, or None; what this rank starts is not told of it."""
+    inherited = os.environ.pop(STORE_FD, "")
+    return int(inherited) if inherited else None
+
+
+@contextlib.contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables; at the end the environment is what it was, whatever others did to it meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def set_missing(variables: Mapping[str, str]) -> Callable[[], None]:
+    """Set those variables that are lacking; return what takes them away again."""
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in added})
+
+    def unset() -> None:
+        for name in added:
+            os.environ.pop(name, None)
+
+    return unset
+
+
+def _loopback_interface() -> str:
+    return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
