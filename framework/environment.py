@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from .failures import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
-from .placement import ATTEMPT, ERROR_DIR, LOOPBACK, STORE_FD, Job, Placement, read_job, read_placement
+from .placement import ATTEMPT, ERROR_DIR, LOOPBACK, RUN, STORE_FD, Job, Placement, read_job, read_placement
 from .redaction import hiding
 
 _NVME_PATH = "PHALANX_NVME_PATH"
@@ -44,12 +44,19 @@ def threads_for_ranks(num_ranks: int) -> int:
 
 
 def rank_environment(
-    rank: int, size: int, port: int, store_fd: int | None, error_dir: str, threads: int, attempt: int = 0
+    rank: int,
+    size: int,
+    port: int,
+    store_fd: int | None,
+    error_dir: str,
+    threads: int,
+    attempt: int = 0,
+    token: str = "",
 ) -> dict[str, str]:
     """Return the whole environment for a rank that phalanx starts on this machine.
 
-    ``store_fd`` is the listening socket that rank 0 inherits and serves the rendezvous on; None for the others. The
-    user's own OMP_NUM_THREADS stays.
+    ``store_fd`` is the listening socket that rank 0 inherits and serves the rendezvous on; None for the others.
+    ``token`` is known to the ranks of this start alone. The user's own OMP_NUM_THREADS stays.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {
@@ -70,6 +77,7 @@ def rank_environment(
         "NCCL_SOCKET_IFNAME": _loopback_interface(),
         ERROR_DIR: error_dir,
         ATTEMPT: str(attempt),
+        RUN: token,
         STORE_FD: "" if store_fd is None else str(store_fd),
     }
 
@@ -162,6 +170,16 @@ def tell_of_leaving(rank: int) -> None:
 def sets_threads() -> bool:
     """Whether a variable says with how many threads this process computes."""
     return bool(os.environ.get("OMP_NUM_THREADS"))
+
+
+def uses_agent_store() -> bool:
+    """Whether torchrun's own process serves the store through which its ranks meet."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def gloo_interface() -> str | None:
+    """Return the network interface that gloo is told to use, or None."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or None
 
 
 def take_store_descriptor() -> int | None:

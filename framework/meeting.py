@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from .environment import rank_environment, threads_for_ranks
@@ -27,6 +29,7 @@ class Meeting:
     listener: socket.socket
     num_ranks: int
     attempt: int = 0
+    token: str = field(default_factory=partial(secrets.token_hex, 8))
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the whole environment of a rank."""
@@ -38,6 +41,7 @@ class Meeting:
             error_dir=self.directory,
             threads=threads_for_ranks(self.num_ranks),
             attempt=self.attempt,
+            token=self.token,
         )
 
     def inherited(self, rank: int) -> dict[str, int]:

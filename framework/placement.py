@@ -18,6 +18,8 @@ LOOPBACK = "127.0.0.1"
 ERROR_DIR = "PHALANX_ERROR_DIR"
 # How often the ranks of this launch were started before.
 ATTEMPT = "PHALANX_ATTEMPT"
+# Drawn anew whenever the ranks are started.
+RUN = "PHALANX_RUN"
 # The descriptor of the socket on which rank 0 serves the rendezvous.
 STORE_FD = "PHALANX_STORE_FD"
 
@@ -31,7 +33,11 @@ _HOW_TO_START = {
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one process. ``launcher`` is None where nothing started more than this process."""
+    """The place of one process. ``launcher`` is None where nothing started more than this process.
+
+    ``run`` is alike for all ranks of one start of a run, and another for those of another start; empty where the
+    launcher tells nothing of the kind.
+    """
 
     rank: int = 0
     size: int = 1
@@ -42,6 +48,7 @@ class Placement:
     master_addr: str | None = None
     master_port: int | None = None
     launcher: Launcher | None = None
+    run: str = ""
 
 
 def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placement:
@@ -159,6 +166,7 @@ def _from_torchrun(read: _Reader, num_nodes: int) -> Placement:
             master_addr=read.text("MASTER_ADDR"),
             master_port=read.number("MASTER_PORT"),
             launcher="phalanx" if launched_by_us else "torchrun",
+            run=(read.text(RUN) or "") if launched_by_us else "",
         )
     )
 
@@ -186,6 +194,7 @@ def _from_slurm(read: _Reader) -> Placement:
             master_addr=read.text("MASTER_ADDR") or (first_host(hosts) if hosts else LOOPBACK),
             master_port=read.number("MASTER_PORT") or 20000 + job % 10000,
             launcher="slurm",
+            run=".".join(read.text(name) or "" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
         )
     )
 
@@ -207,6 +216,7 @@ def _from_mpi(read: _Reader) -> Placement:
             master_addr=read.text("MASTER_ADDR") or (LOOPBACK if local_size == size else None),
             master_port=read.number("MASTER_PORT"),
             launcher="mpi",
+            run=read.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or "",
         )
     )
 

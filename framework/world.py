@@ -5,12 +5,9 @@ One process is the same class with size 1: its collectives are identities, so no
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import os
 import pickle
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -24,8 +21,6 @@ from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 from .environment import (
     set_missing,
     sets_threads,
-    take_store_descriptor,
-    tell_of_leaving,
     tell_of_meeting,
     threads_for_ranks,
     told_placement,
@@ -33,7 +28,8 @@ from .environment import (
     variables_set,
 )
 from .errors import ConfigurationError, unknown
-from .placement import LOOPBACK, Launcher, Placement, check_devices
+from .placement import Launcher, Placement, check_devices
+from .rendezvous import destroy_group, is_initialized, meet
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement"]
 
@@ -43,7 +39,6 @@ ReduceName = Literal["sum", "mean", "min", "max"]
 # Objects travel in a buffer of this size, so that ranks need not agree on a length first; its head is the true length.
 _BUFFER_BYTES = 16 * 1024
 _HEADER_BYTES = 8
-_LAST_MOMENT_SECONDS = 0.01
 
 
 class Pending(Protocol):
@@ -75,7 +70,7 @@ def placement(num_nodes: int = 1) -> Placement:
     Raises:
         ConfigurationError: the variables contradict one another, or one that is needed is missing.
     """
-    if not _is_initialized():
+    if not is_initialized():
         return told_placement(num_nodes)
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
@@ -111,7 +106,7 @@ class World:
         self._control: list[dist.ProcessGroup] = []
         self._board: list[Board] = []
         # A world that nobody closed: when it is let go of, or when this process exits.
-        weakref.finalize(self, _destroy_group, self._control)
+        weakref.finalize(self, destroy_group, self._control)
         weakref.finalize(self, _close_board, self._board)
 
     def __repr__(self) -> str:
@@ -143,10 +138,10 @@ class World:
         """
         place = placement(num_nodes)
         device = _device(device_type, place)
-        if (place.size > 1 or grouped) and not _is_initialized():
+        if (place.size > 1 or grouped) and not is_initialized():
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             _share_cores(place)
-            _meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
+            meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
         tell_of_meeting(place.rank)
         return cls(place, device)
 
@@ -215,7 +210,7 @@ class World:
     def close(self) -> None:
         """Destroy the control group; torch's default group stays. Safe to be called twice."""
         _close_board(self._board)
-        _destroy_group(self._control)
+        destroy_group(self._control)
 
     def apart(self) -> World:
         """Return a world of the same ranks whose objects and barriers travel on a group of their own. Collective.
@@ -339,10 +334,6 @@ def _as_tensor(buffer: bytearray) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _device(device_type: str, place: Placement) -> torch.device:
     """Return this rank's device, and make it CUDA's current one."""
     if device_type != "cuda":
@@ -366,61 +357,8 @@ def _share_cores(place: Placement) -> None:
         torch.set_num_threads(threads_for_ranks(place.local_size))
 
 
-def _meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
-    """Build torch's default group, and have it destroyed at exit: torch warns about one that is left."""
-    common: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
-    if timeout is not None:
-        common["timeout"] = timeout
-    if place.size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), **common)  # type: ignore[attr-defined]
-    elif place.launcher == "phalanx":
-        dist.init_process_group(backend, store=_loopback_store(place), **common)
-    elif place.launcher == "torchrun":
-        dist.init_process_group(backend, init_method="env://", **common)
-    else:
-        address = f"tcp://{place.master_addr}:{place.master_port}"
-        dist.init_process_group(backend, init_method=address, **common)
-    atexit.unregister(_leave)
-    atexit.register(_leave)
-
-
-def _loopback_store(place: Placement) -> Any:
-    """Return the TCPStore of ranks that phalanx started; rank 0 serves it on the socket it inherited.
-
-    torch's own would bind a port that was free a moment ago, on all interfaces.
-    """
-    inherited = take_store_descriptor()
-    serving: dict[str, Any] = {"is_master": False}
-    if inherited is not None:
-        os.set_inheritable(inherited, False)
-        serving = {"is_master": True, "master_listen_fd": inherited}
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK, place.master_port or 0, place.size, wait_for_workers=False, **serving
-    )
-
-
-def _destroy_group(held: list[dist.ProcessGroup]) -> None:
-    """Destroy the group in the list, if there is one, and drop it."""
-    if held and _is_initialized():
-        dist.destroy_process_group(held[0])
-    held.clear()
-
-
 def _close_board(held: list[Board]) -> None:
     """Let go of the board in the list, if there is one."""
     for board in held:
         board.close()
     held.clear()
-
-
-def _leave() -> None:
-    """Destroy the default group as this process exits."""
-    if not _is_initialized():
-        return
-    tell_of_leaving(dist.get_rank())
-    # gloo's threads let go of a collective's tensors under the interpreter's lock, a moment after it is done. One that
-    # is still waiting for the lock when the interpreter is torn down aborts the process: so groups are really
-    # destroyed here, references from circles among them, and what others still hold gets that moment.
-    gc.collect()
-    dist.destroy_process_group()
-    time.sleep(_LAST_MOMENT_SECONDS)

@@ -12,9 +12,9 @@ The training command is ``kill_run.py``: it saves after every optimizer step and
     full                                 the disk is full until the run has ended
     damage                               SIGKILL to all, and a bit of the newest checkpoint is flipped
 
-After a fault no process may be left, and all must be gone within ``--seconds`` of it. The command is
-started again, and disturbed again, until it gets to its end: every row of ``metrics.csv``, the metrics, the weights and
-the moments must be those of the run that nobody disturbed, bit for bit. Batches that were computed again are counted.
+After a fault no process may be left, and all must be gone within ``--seconds`` of it. The command is started again, and
+disturbed again, until it gets to its end: every row of ``metrics.csv``, the metrics, the weights and the moments must
+be those of the run that nobody disturbed, bit for bit. Batches that were computed again are counted.
 """
 
 from __future__ import annotations
@@ -52,18 +52,9 @@ from phalanx.framework.checkpoint.opening import read_manifest
 from phalanx.framework.checkpoint.verification import verify
 
 STRATEGIES = ("ddp", "fsdp", "zero2")
-FAULTS = (
-    "kill-rank",
-    "kill-all",
-    "kill-launcher",
-    "term-rank",
-    "term-all",
-    "term-launcher",
-    "stop",
-    "stop-kill",
-    "full",
-    "damage",
-)
+KILLS = ("kill-rank", "kill-all", "kill-launcher")
+TERMS = ("term-rank", "term-all", "term-launcher")
+FAULTS = (*KILLS, *TERMS, "stop", "stop-kill", "full", "damage")
 SEVERAL = frozenset({"kill-rank", "kill-launcher", "term-rank", "term-launcher"})
 """Faults that only mean something where there is more than one process."""
 DISK_BYTES = 16 << 20

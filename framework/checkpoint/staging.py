@@ -61,6 +61,8 @@ class Staging:
             self._reserving.join()
             self._reserving = None
 
+    # A save may come out of an evaluation, and nobody could write afterwards to what is made in inference mode.
+    @torch.inference_mode(False)
     def take(self, snapshot: Snapshot, optimizers: Sequence[Optimizer | None] = (None,)) -> Snapshot:
         """Return a copy of a snapshot that stays as it is, until the next one is taken; ``finish`` completes it.
 

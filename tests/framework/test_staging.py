@@ -65,6 +65,19 @@ def test_an_update_waits_until_its_state_is_copied(stepped: Stepped) -> None:
     assert torch.equal(taken(copy)[1], moment)
 
 
+def test_what_an_evaluation_has_saved_is_copied_after_it_too(stepped: Stepped) -> None:
+    # The first save makes the memory, the second finds it; the third finds what an evaluation has left.
+    for _ in range(2):
+        with torch.inference_mode():
+            copy = stepped.staging.take(stepped.snapshot(), [stepped.optimizer])
+        stepped.staging.finish()
+        assert torch.equal(taken(copy)[1], stepped.moment)
+        stepped.step()
+    copy = stepped.staging.take(stepped.snapshot(), [stepped.optimizer])
+    stepped.staging.finish()
+    assert torch.equal(taken(copy)[1], stepped.moment)
+
+
 def test_weights_are_copied_at_once(stepped: Stepped) -> None:
     weight = stepped.layer.weight.detach().clone()
     copy = stepped.staging.take(stepped.snapshot(), [stepped.optimizer])

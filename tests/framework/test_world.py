@@ -76,14 +76,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
             without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
             Placement(5, 8, 5, 8, 0, 1, "head", 29500, "torchrun"),
         ),
-        (SLURM, Placement(5, 7, 1, 3, 1, 2, "gpu07", 23456, "slurm")),
+        (SLURM, Placement(5, 7, 1, 3, 1, 2, "gpu07", 23456, "slurm", "123456..")),
         (SLURM | {"SLURM_JOB_NAME": "bash"}, Placement()),
         (SLURM | {"SLURM_JOB_NAME": "interactive"}, Placement()),
         # In a batch script outside srun the tasks of the job are known, but this is not one of them.
         (without(SLURM, "SLURM_STEP_NODELIST"), Placement()),
         (OPEN_MPI, Placement(3, 4, 1, 2, 1, 2, "head", 29500, "mpi")),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "prte-7"}, Placement(3, 4, 1, 2, 1, 2, "head", 29500, "mpi", "prte-7")),
         (SLURM | TORCHRUN, Placement(5, 8, 1, 4, 1, 2, "head", 29500, "torchrun")),
-        (OPEN_MPI | SLURM, Placement(5, 7, 1, 3, 1, 2, "head", 29500, "slurm")),
+        (OPEN_MPI | SLURM, Placement(5, 7, 1, 3, 1, 2, "head", 29500, "slurm", "123456..")),
     ],
 )
 def test_the_variables_of_every_launcher_are_understood(variables: dict[str, str], expected: Placement) -> None:

@@ -1,0 +1,136 @@
+"""How the ranks meet: the store that they find one another through, and torch's default process group.
+
+Rank 0 serves the store, on the one address that the others were told, where the launcher has no store of its own. Every
+start of a run, and every meeting within it, has keys of its own in it: a rank that an earlier start has left over, and
+that finds the same port open, meets nobody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import ipaddress
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .environment import gloo_interface, take_store_descriptor, tell_of_leaving, uses_agent_store
+from .errors import ConfigurationError, did_you_mean
+from .placement import LOOPBACK, Placement
+
+_LAST_MOMENT_SECONDS = 0.01
+# One store serves all meetings of a process: its port cannot be had twice.
+_stores: dict[tuple[str, int], Any] = {}
+_meetings: Iterator[int] = itertools.count()
+
+
+def is_initialized() -> bool:
+    """Whether torch's default group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
+    """Build torch's default group, and have it destroyed at exit: torch warns about one that is left. Collective.
+
+    Raises:
+        ConfigurationError: gloo is told to use an interface that this host lacks, or MASTER_ADDR is no host.
+    """
+    common: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
+    if timeout is not None:
+        common["timeout"] = timeout
+    if place.size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), **common)  # type: ignore[attr-defined]
+    else:
+        _check_interface()
+        if place.launcher == "torchrun" and uses_agent_store():
+            dist.init_process_group(backend, init_method="env://", **common)
+        else:
+            prefix = f"phalanx/{place.run}/{next(_meetings)}"
+            dist.init_process_group(backend, store=dist.PrefixStore(prefix, _store(place)), **common)  # type: ignore[attr-defined]
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _check_interface() -> None:
+    """Refuse an interface that is not there: gloo would fail on this host, and the others would wait for it."""
+    given = gloo_interface()
+    if given is None or not hasattr(socket, "if_nameindex"):
+        return
+    there = [name for _, name in socket.if_nameindex()]
+    for name in given.split(","):
+        if name not in there:
+            raise ConfigurationError(
+                f"GLOO_SOCKET_IFNAME={given!r} in the environment, and this host has no interface {name!r}."
+                f"{did_you_mean(name, there)} It has {', '.join(there)}."
+            )
+
+
+def _store(place: Placement) -> Any:
+    """Return this process's store, made when it is first asked for; rank 0 serves it."""
+    host, port = place.master_addr or LOOPBACK, place.master_port or 0
+    if (host, port) not in _stores:
+        # torch would bind all interfaces, and for a port that phalanx chose one that was free a moment ago.
+        listening = take_store_descriptor()
+        if listening is None and place.rank == 0 and place.launcher != "phalanx":
+            listening = _listen(host, port, place.size, alone=place.local_size == place.size)
+        serving: dict[str, Any] = {"is_master": False}
+        if listening is not None:
+            os.set_inheritable(listening, False)
+            serving = {"is_master": True, "master_listen_fd": listening}
+        _stores[host, port] = dist.TCPStore(host, port, place.size, wait_for_workers=False, **serving)  # type: ignore[attr-defined]
+    return _stores[host, port]
+
+
+def _listen(host: str, port: int, size: int, alone: bool) -> int:
+    """Return a socket that listens where the other ranks look for it, and nowhere else as far as that can be told.
+
+    ``alone`` says that all ranks are on this host. Else an address that others cannot reach, as some systems give for
+    their own name, or that is no address of this host's but leads to it, tells nothing: it listens on all then.
+    """
+    try:
+        found = {(family, place[0]) for family, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise ConfigurationError(
+            f"MASTER_ADDR={host!r} is no host that rank 0 can find ({error}): set it to the address of rank 0's host."
+        ) from None
+    reachable = [one for one in found if alone or not ipaddress.ip_address(str(one[1]).partition("%")[0]).is_loopback]
+    if len(reachable) == 1:
+        ((family, address),) = reachable
+        with contextlib.suppress(OSError):
+            return socket.create_server((str(address), port), family=family, backlog=max(64, 2 * size)).detach()
+    try:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=max(64, 2 * size), dualstack_ipv6=dual).detach()
+    except OSError as error:
+        raise ConfigurationError(
+            f"MASTER_PORT={port} cannot be listened on by rank 0 ({error.strerror}): choose another port, alike for "
+            "all ranks."
+        ) from None
+
+
+def destroy_group(held: list[dist.ProcessGroup]) -> None:
+    """Destroy the group in the list, if there is one, and drop it."""
+    if held and is_initialized():
+        dist.destroy_process_group(held[0])
+    held.clear()
+
+
+def _leave() -> None:
+    """Destroy the default group as this process exits."""
+    if not is_initialized():
+        return
+    tell_of_leaving(dist.get_rank())
+    # gloo's threads let go of a collective's tensors under the interpreter's lock, a moment after it is done. One that
+    # is still waiting for the lock when the interpreter is torn down aborts the process: so groups are really
+    # destroyed here, references from circles among them, and what others still hold gets that moment.
+    gc.collect()
+    dist.destroy_process_group()
+    time.sleep(_LAST_MOMENT_SECONDS)

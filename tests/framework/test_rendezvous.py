@@ -1,0 +1,112 @@
+"""How ranks meet: on one address, again and again, and never with those of another start."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.placement import Placement
+from phalanx.framework.rendezvous import _check_interface, _listen
+
+# An address of this machine alone that nothing else in these tests uses.
+ADDRESS = "127.9.8.7"
+SCRIPT = """
+import os, sys
+import torch.distributed as dist
+from phalanx.framework.world import World
+
+for _ in range(2):
+    world = World.from_environment("cpu", timeout_seconds=float(sys.argv[1]))
+    told = world.all_gather_object(world.placement.run)
+    world.barrier()
+    world.close()
+    dist.destroy_process_group()
+inodes = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name.isdecimal()
+          and os.path.exists(f"/proc/self/fd/{name}") or os.path.islink(f"/proc/self/fd/{name}")]
+places = [line.split()[1].split(":")[0] for table in ("tcp", "tcp6") for line in list(open("/proc/net/" + table))[1:]
+          if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in inodes]
+print("met", *told, "listening on", *places)
+"""
+
+
+def free_port() -> int:
+    with socket.create_server((ADDRESS, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start(rank: int, restart: int, port: int, seconds: float, script: Path) -> subprocess.Popen[str]:
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_RESTART_COUNT": str(restart),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(script), str(seconds)],
+        env={**os.environ, **job},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_ranks_meet_twice_on_one_address_and_not_those_of_an_earlier_start(tmp_path: Path) -> None:
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(SCRIPT)
+    old = start(1, 0, port, 6.0, script)
+    ranks = [start(rank, 1, port, 60.0, script) for rank in range(2)]
+    try:
+        printed = [process.communicate(timeout=60)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], printed
+        # 127.9.8.7 as the kernel writes it.
+        assert printed == ["met 7.0.1 7.0.1 listening on 0708097F\n", "met 7.0.1 7.0.1 listening on\n"]
+        text = old.communicate(timeout=60)[0]
+        assert old.returncode == 1
+        assert "met" not in text
+    finally:
+        for process in (old, *ranks):
+            process.kill()
+            process.wait()
+
+
+def test_a_store_listens_on_all_addresses_where_its_name_leads_to_none_that_others_reach() -> None:
+    port = free_port()
+    for alone, address in ((True, "127.0.0.1"), (False, "")):
+        with socket.socket(fileno=_listen("127.0.0.1", port, 2, alone)) as listening:
+            found = listening.getsockname()[0]
+            assert found == address or (not address and found in ("::", "0.0.0.0"))
+
+
+def test_a_port_that_is_taken_and_a_host_that_is_none_are_told_in_one_sentence() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} cannot be listened on by rank 0"):
+            _listen("127.0.0.1", port, 2, alone=False)
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR='no\.such\.host\.invalid' is no host that rank 0"):
+        _listen("no.such.host.invalid", port, 2, alone=False)
+
+
+def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    _check_interface()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eht")
+    with pytest.raises(ConfigurationError, match=r"GLOO_SOCKET_IFNAME='lo,eht'.* no interface 'eht'\..* It has .*lo"):
+        _check_interface()
+
+
+def test_one_process_has_no_token() -> None:
+    assert Placement().run == ""
