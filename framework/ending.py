@@ -12,8 +12,9 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
-from .environment import error_dir, failure_of
+from .environment import error_dir, failure_of, started_by_torchrun
 from .failures import INTERRUPTED, exit_code_of, record_failure
+from .process import end_with_parent
 from .script import can_rerun_script
 from .world import Placement
 
@@ -21,11 +22,14 @@ from .world import Placement
 def install_rank_hooks(placement: Placement) -> None:
     """Have this rank end with its error's exit code, and show its traceback once. Does nothing outside a launch.
 
-    A rank that phalanx started records the traceback, and the supervisor shows that of the rank at fault alone; under
-    another launcher the rank prints it, each line marked with the rank.
+    It ends with what started it, also where that is torchrun, whose ranks would go on without it. A rank that phalanx
+    started records the traceback, and the supervisor shows that of the rank at fault alone; under another launcher the
+    rank prints it, each line marked with the rank.
     """
     if placement.launcher is not None:
         sys.excepthook = partial(_end_rank, placement)
+        if started_by_torchrun():
+            end_with_parent()
 
 
 def install_exit_codes() -> None:

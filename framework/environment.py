@@ -172,6 +172,11 @@ def sets_threads() -> bool:
     return bool(os.environ.get("OMP_NUM_THREADS"))
 
 
+def started_by_torchrun() -> bool:
+    """Whether torchrun started this process: another launcher, or a hand, may set the same variables."""
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
+
+
 def uses_agent_store() -> bool:
     """Whether torchrun's own process serves the store through which its ranks meet."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

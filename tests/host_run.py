@@ -1,6 +1,7 @@
 """A training run that writes its losses down: ``host_run.py FOLDER STRATEGY DEVICES NODES STEPS [SECONDS]``.
 
-With ``SECONDS`` each step takes so long, and a rank that is silent for 6 s ends the run.
+With 0 for ``DEVICES`` it runs on whatever the launcher has started. With ``SECONDS`` each step takes so long, and a
+rank that is silent for 6 s ends the run. A file ``enough`` in the folder ends it after the step under way.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import Trainer, TrainModule, seed_everything
 from phalanx.callbacks import ModelCheckpoint
 
+ENOUGH = "enough"
+
 
 class Noting(TrainModule):
-    """A small network that appends the loss of each step to a file of its rank."""
+    """A small network that appends to a file of its rank: each step, its loss, the number of ranks, the samples."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         super().__init__()
@@ -31,8 +34,11 @@ class Noting(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         time.sleep(self.seconds)
         loss: torch.Tensor = self.net(batch[0]).square().mean()
+        note = [self.global_step, loss.item(), self.trainer.world_size, batch[0][:, 0].tolist()]
         with (self.folder / f"losses_{self.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps([self.global_step, loss.item()]) + "\n")
+            file.write(json.dumps(note) + "\n")
+        if (self.folder / ENOUGH).exists():
+            self.trainer.should_stop = True
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -46,7 +52,7 @@ def main(folder: Path, strategy: str, devices: int, nodes: int, steps: int, seco
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy,
-        devices=devices,
+        devices=devices or "auto",
         num_nodes=nodes,
         max_steps=steps,
         logger=False,

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 # In namespaces of their own: nobody else can have them.
 PORT = 29500
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 _CABLE = "cable"
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1")
 
 
 def reason_against() -> str | None:
@@ -72,22 +73,45 @@ class TwoHosts:
 
     def start(self, script: Path, arguments: Sequence[str], folder: Path) -> list[subprocess.Popen[bytes]]:
         """Start a script on both hosts, one rank on each; what they print is in ``host_<n>.txt`` of ``folder``."""
-        return [self._start(number, script, arguments, folder) for number in range(2)]
+        meeting = ["--nnodes=2", f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
+        command = [str(script), *arguments]
+        return [self._start(n, [*_TORCHRUN, *meeting, f"--node-rank={n}", *command], folder) for n in range(2)]
 
-    def _start(self, number: int, script: Path, arguments: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
-        command = ["ip", "netns", "exec", self.names[number], sys.executable, "-m", "torch.distributed.run"]
-        place = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1"]
-        meeting = [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
+    def start_as_slurm(self, script: Path, arguments: Sequence[str], folder: Path) -> list[subprocess.Popen[bytes]]:
+        """Start a script on both hosts with the variables that srun sets."""
+        job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+        job |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+        job |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
+        command = [sys.executable, str(script), *arguments]
+        tasks = [job | {"SLURM_PROCID": str(n), "SLURM_NODEID": str(n)} for n in range(2)]
+        return [self._start(n, command, folder, task) for n, task in enumerate(tasks)]
+
+    def start_elastic(
+        self, number: int, script: Path, arguments: Sequence[str], folder: Path
+    ) -> subprocess.Popen[bytes]:
+        """Start a script on one host, to run on as many as there are; it is started again when one comes or goes."""
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", "--rdzv-id=elastic"]
+        # Both have the name of this machine, by which torchrun would tell whose port that is.
+        conf = f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=2,keep_alive_interval=1"
+        place = ["--nnodes=1:2", "--max-restarts=9", "--monitor-interval=0.2", f"--local-addr={ADDRESSES[number]}"]
+        command = [*_TORCHRUN, *meeting, conf, *place, str(script), *arguments]
+        # Else a host that comes later waits for an address that the first one has told the earlier hosts alone.
+        return self._start(number, command, folder, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+    def _start(
+        self, number: int, command: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         # torchrun leaves a folder there.
         own = folder / f"tmp_{number}"
-        own.mkdir()
-        with (folder / f"host_{number}.txt").open("wb") as output:
+        own.mkdir(exist_ok=True)
+        common = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _CABLE, "TMPDIR": str(own)}
+        with (folder / f"host_{number}.txt").open("ab") as output:
             return subprocess.Popen(
-                [*command, *place, *meeting, str(script), *arguments],
+                ["ip", "netns", "exec", self.names[number], *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _CABLE, "TMPDIR": str(own)},
+                env={**os.environ, **common, **(variables or {})},
                 start_new_session=True,
             )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
 
 import pytest
-from host_run import main
+from host_run import ENOUGH, main
 from ranks import run_on_ranks, wait_until
 from two_hosts import ended, reason_against, two_hosts
 
@@ -21,14 +22,29 @@ def _needs_namespaces() -> None:
         pytest.skip(reason)
 
 
-def losses(folder: Path) -> dict[int, list[float]]:
-    """Return the losses of each optimizer step that were written last, by rank."""
-    found: dict[int, dict[int, float]] = {}
+def kept(folder: Path) -> dict[int, list[tuple[float, list[float]]]]:
+    """Return the loss and the samples of each optimizer step that were written last, by rank."""
+    found: dict[int, dict[int, tuple[float, list[float]]]] = {}
+    sizes: dict[int, int] = {}
     for rank in range(2):
         for line in (folder / f"losses_{rank}.jsonl").read_text().splitlines():
-            step, loss = json.loads(line)
-            found.setdefault(step, {})[rank] = loss
-    return {step: [by_rank[rank] for rank in sorted(by_rank)] for step, by_rank in found.items()}
+            step, loss, size, samples = json.loads(line)
+            if rank == 0:
+                sizes[step] = size
+            found.setdefault(step, {})[rank] = loss, samples
+    return {step: [found[step][rank] for rank in range(sizes[step])] for step in sizes}
+
+
+def losses(folder: Path) -> dict[int, list[float]]:
+    """Return the losses of each optimizer step that were written last, by rank."""
+    return {step: [loss for loss, _ in by_rank] for step, by_rank in kept(folder).items()}
+
+
+def listening(pid: int) -> set[str]:
+    """Return the addresses that are listened on in a process's network, as the kernel writes them."""
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    fields = [line.split() for lines in tables for line in lines]
+    return {field[1].partition(":")[0] for field in fields if field[3] == "0A"}
 
 
 def folders(root: Path) -> tuple[Path, Path]:
@@ -50,6 +66,52 @@ def test_two_hosts_train_as_one_does(tmp_path: Path) -> None:
         codes = ended(hosts.start(SCRIPT, [str(apart), "zero2", "1", "2", "6"], apart), 90.0)
     assert codes == [0, 0], (apart / "host_0.txt").read_text()
     assert losses(apart) == on_one_host(together, "zero2", 6)
+
+
+def test_hosts_of_slurm_listen_on_the_cable_alone_and_train_as_one_does(tmp_path: Path) -> None:
+    apart, together = folders(tmp_path)
+    with two_hosts() as hosts:
+        processes = hosts.start_as_slurm(SCRIPT, [str(apart), "ddp", "1", "2", "24", "0.02"], apart)
+        wait_until(lambda: list(apart.rglob("*step=4.ckpt")), seconds=60.0)
+        found = [listening(process.pid) for process in processes]
+        codes = ended(processes, 60.0)
+    assert codes == [0, 0], (apart / "host_0.txt").read_text()
+    # 10.213.7.1 and .2: the store's and gloo's.
+    assert found == [{"0107D50A"}, {"0207D50A"}]
+    assert losses(apart) == on_one_host(together, "ddp", 24)
+
+
+@pytest.mark.timeout(240)
+def test_hosts_come_and_go(tmp_path: Path) -> None:
+    folder, _ = folders(tmp_path)
+    arguments = [str(folder), "ddp", "0", "1", "100000", "0.02"]
+    with two_hosts() as hosts:
+        processes = [hosts.start_elastic(number, SCRIPT, arguments, folder) for number in range(2)]
+        wait_until(lambda: list(folder.rglob("*step=8.ckpt")), seconds=60.0)
+        # torchrun alone: its rank goes with it.
+        processes[1].kill()
+        processes[1].wait()
+        wait_until(lambda: printed_by_host_0(folder).count("1 rank on cpu") == 1, seconds=60.0)
+        processes[1] = hosts.start_elastic(1, SCRIPT, arguments, folder)
+        wait_until(lambda: printed_by_host_0(folder).count("2 ranks on 2 nodes") == 2, seconds=60.0)
+        (folder / ENOUGH).touch()
+        codes = ended(processes, 60.0)
+    assert codes == [0, 0], printed_by_host_0(folder)
+    # What the second host's coming has interrupted was saved.
+    assert "SIGTERM came: stopped after optimizer step" in printed_by_host_0(folder)
+    found = kept(folder)
+    assert sorted(found) == [*range(len(found))]
+    sizes = [len(found[step]) for step in range(len(found))]
+    assert [size for size, _ in itertools.groupby(sizes)] == [2, 1, 2]
+    # Every sample of an epoch once, however many ranks shared it out.
+    seen = [sample for step in range(len(found)) for _, samples in found[step] for sample in samples]
+    epochs = [seen[start : start + 96] for start in range(0, len(seen), 96)]
+    assert len(epochs) > 1
+    assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
+
+
+def printed_by_host_0(folder: Path) -> str:
+    return (folder / "host_0.txt").read_text()
 
 
 def test_a_cable_that_is_cut_ends_both_and_one_host_goes_on(tmp_path: Path) -> None:
