@@ -37,6 +37,7 @@ from .settings import Settings
 from .steps import AutomaticStep
 from .training import FitLoop, FitPlan
 from .transfer import batch_transfer
+from .turns import first_in_turn
 from .user_code import check_closure, is_overridden
 from .windows import Windows
 
@@ -158,11 +159,11 @@ def _with_brought(callbacks: Sequence[Callback], brought: list[Callback]) -> lis
 def _prepare(run: Run, request: FitRequest, stage: str) -> None:
     """Run the hooks that get data ready, and ``setup``. Collective."""
     module, datamodule = run.module, request.datamodule
-    if run.world.local_rank == 0:
-        if datamodule is not None:
-            datamodule.prepare_data()
-        module.prepare_data()
-    run.world.barrier()
+    with first_in_turn(run.world, local=True):
+        if run.world.local_rank == 0:
+            if datamodule is not None:
+                datamodule.prepare_data()
+            module.prepare_data()
     if datamodule is not None:
         datamodule.setup(stage)
     for callback in run.callbacks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from .errors import ConfigurationError, unknown
 from .gathering import gather_rows, map_leaves, pad_over_ranks, split_rows, stack_tensors
 from .resources import Resources
 from .triggers import Triggers
+from .turns import first_in_turn
 from .world import World
 
 T = TypeVar("T")
@@ -207,27 +208,25 @@ class RankVerbs:
         """Wait until all ranks are here. Collective."""
         self.world.barrier()
 
-    @contextmanager
-    def rank_zero_first(self, local: bool = False) -> Generator[None, None, None]:
+    def rank_zero_first(self, local: bool = False, timeout: float | None = None) -> AbstractContextManager[None]:
         """Let rank 0 (with ``local`` the first rank of each node) through the block before the others. Collective.
 
-        A download or a cache belongs here: the first rank fills it, the others find it. When the first rank raises, the
-        others are not called: the error ends the run.
+        A download or a cache belongs here: the first rank fills it, the others find it. They wait up to ``timeout``
+        seconds, a day where that is None, whatever the limit on collectives. When the first rank raises, so do they:
+        a ``RankError`` with what it said.
+
+        Raises:
+            RankError: on entering the block, on other ranks than the first: it failed, or took too long.
         """
-        first = self.is_local_main_process if local else self.is_main_process
-        if not first:
-            self.world.barrier()
-        yield
-        if first:
-            self.world.barrier()
+        return first_in_turn(self.world, local, timeout)
 
-    def main_process_first(self) -> Any:
+    def main_process_first(self, timeout: float | None = None) -> AbstractContextManager[None]:
         """Let rank 0 through the block before the others. Collective."""
-        return self.rank_zero_first()
+        return self.rank_zero_first(timeout=timeout)
 
-    def local_main_process_first(self) -> Any:
+    def local_main_process_first(self, timeout: float | None = None) -> AbstractContextManager[None]:
         """Let the first rank of each node through the block before its others. Collective."""
-        return self.rank_zero_first(local=True)
+        return self.rank_zero_first(local=True, timeout=timeout)
 
     # ---- agreeing -------------------------------------------------------------------------------------------------
 

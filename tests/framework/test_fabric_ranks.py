@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_on_ranks, run_script
+from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx import Fabric
-from phalanx.framework.errors import ConfigurationError, DesyncError, UnknownNameError
+from phalanx.framework.errors import ConfigurationError, DesyncError, RankError, UnknownNameError
 
 
 def gather_all() -> dict[str, Any]:
@@ -131,6 +133,64 @@ def first_through(path: str, local: bool) -> list[str]:
 @pytest.mark.parametrize("local", [False, True])
 def test_the_main_process_goes_first(tmp_path: Path, local: bool) -> None:
     assert run_on_ranks(2, first_through, str(tmp_path / "file"), local) == [["nothing"], ["written"]]
+
+
+def first_fails(local: bool, seconds: float | None, naps: float) -> list[str]:
+    fabric = Fabric(accelerator="cpu")
+    try:
+        with fabric.rank_zero_first(local=local, timeout=seconds):
+            if fabric.is_main_process:
+                time.sleep(naps)
+                if seconds is None:
+                    raise ValueError("no network")
+    except (ValueError, RankError) as error:
+        told = f"{type(error).__name__}: {error}"
+    else:
+        told = "through"
+    # The next turn is a new one.
+    with fabric.main_process_first():
+        return [told]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_who_waits_for_the_first_rank_learns_what_it_failed_of(local: bool) -> None:
+    told = run_on_ranks(3, first_fails, local, None, 0.05)
+    failed = "RankError: what this rank waited for failed on rank 0: ValueError: no network"
+    assert told == [["ValueError: no network"], [failed], [failed]]
+
+
+def test_who_waits_for_the_first_rank_does_so_within_a_limit_of_its_own() -> None:
+    late = "RankError: what this rank waited for was not done within 0.1 s: pass a longer timeout."
+    assert run_on_ranks(2, first_fails, False, 0.1, 1.0) == [["through"], [late]]
+    with pytest.raises(ConfigurationError, match="timeout=0: how many seconds"), Fabric().rank_zero_first(timeout=0):
+        pass
+
+
+def prepares(folder: str, fails: bool) -> str:
+    class Prepared(Tiny):
+        def prepare_data(self) -> None:
+            time.sleep(0.2)
+            if fails:
+                raise OSError("the server is gone")
+            (Path(folder) / "data").touch()
+
+        def setup(self, stage: str) -> None:
+            assert (Path(folder) / "data").exists()
+
+    try:
+        quiet_trainer(Path(folder), [], strategy="ddp", devices=2, max_steps=1).fit(Prepared(), loader())
+    except (OSError, RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fitted"
+
+
+def test_data_is_prepared_before_any_rank_goes_on_and_a_failure_is_told_to_all(tmp_path: Path) -> None:
+    assert run_on_ranks(2, prepares, str(tmp_path), False) == ["fitted"] * 2
+    told = run_on_ranks(2, prepares, str(tmp_path), True)
+    assert told == [
+        "OSError: the server is gone",
+        "RankError: what this rank waited for failed on rank 0: OSError: the server is gone",
+    ]
 
 
 def decorated() -> list[Any]:

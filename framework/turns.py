@@ -1,0 +1,89 @@
+"""One rank before the others: they wait on the store, where it leaves word of how it went.
+
+A collective would not do: it gives up after its own limit, half an hour, while a download may take hours; and ranks
+that wait in one do not learn that the first has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from .environment import tell_of_trouble
+from .errors import ConfigurationError, RankError
+from .world import World
+
+WAIT_SECONDS = 86400.0
+"""How long the others wait where nobody says."""
+# What is looked for: often at first, seldom in the end, and the more seldom the more ranks ask one store.
+_FIRST_LOOK_SECONDS = 0.005
+_LOOKS_PER_SECOND = 1000.0
+_LONGEST_LOOK_SECONDS = 0.5
+_DONE = b"done"
+
+
+@contextlib.contextmanager
+def first_in_turn(world: World, local: bool = False, seconds: float | None = None) -> Iterator[None]:
+    """Let rank 0 (with ``local`` the first rank of each node) through the block, and then the others. Collective.
+
+    With ``local`` everybody waits for the first ranks of all nodes, these among one another after the block.
+
+    Args:
+        world: the ranks.
+        local: whether each node has a first rank of its own.
+        seconds: how long others are waited for at most; a day where that is None.
+
+    Raises:
+        ConfigurationError: ``seconds`` is no positive number.
+        RankError: another first rank raised, with what it said, or took too long.
+    """
+    limit = WAIT_SECONDS if seconds is None else seconds
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+        raise ConfigurationError(f"timeout={seconds!r}: how many seconds the others wait must be a positive number.")
+    if world.size == 1:
+        yield
+        return
+    token = world.broadcast_object(secrets.token_hex(8))
+    keys = [f"phalanx/turn/{token}/{node}" for node in range(world.num_nodes if local else 1)]
+    # Private, but what torch's own checkpoints and sharding go through.
+    store: Any = dist.distributed_c10d._get_default_store()
+    if world.local_rank != 0 if local else world.rank != 0:
+        _wait(store, keys, limit)
+        yield
+        return
+    mine = keys[world.node_rank if local else 0]
+    try:
+        yield
+    except BaseException as error:
+        # Before the others can fail of it.
+        tell_of_trouble(world.placement, error)
+        store.set(mine, f"rank {world.rank}: {type(error).__name__}: {error}".encode(errors="replace"))
+        raise
+    store.set(mine, _DONE)
+    _wait(store, keys, limit)
+
+
+def _wait(store: Any, keys: list[str], limit: float) -> None:
+    until, pause = time.monotonic() + limit, _FIRST_LOOK_SECONDS
+    longest = max(_LONGEST_LOOK_SECONDS, dist.get_world_size() / _LOOKS_PER_SECOND)
+    waiting = list(keys)
+    try:
+        while True:
+            for key in [key for key in waiting if store.check([key])]:
+                waiting.remove(key)
+                word = bytes(store.get(key))
+                if word != _DONE:
+                    raise RankError(f"what this rank waited for failed on {word.decode()}")
+            if not waiting:
+                return
+            if time.monotonic() > until:
+                raise RankError(f"what this rank waited for was not done within {limit:g} s: pass a longer timeout.")
+            time.sleep(pause)
+            pause = min(longest, 1.5 * pause)
+    except dist.DistError as error:
+        raise RankError(f"the store was lost while another rank was waited for: {error}") from error
