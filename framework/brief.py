@@ -6,6 +6,8 @@ import traceback
 from itertools import groupby
 from pathlib import Path
 
+from .errors import ConfigurationError
+
 MOST_LINES = 28
 _MESSAGE_HEAD, _MESSAGE_TAIL = 3, 6
 _FRAME = '  File "'
@@ -18,16 +20,20 @@ _OURS = tuple(f"{here / folder}/" for here in _HERE for folder in _FOLDERS)
 def brief_traceback(error: BaseException) -> str:
     """Return the traceback of ``error`` in at most ``MOST_LINES`` lines, the innermost of the user's own near the end.
 
-    A worker's traceback that came as a message stays whole at its end.
+    Of what phalanx refuses only the user's lines are shown, and the sentence: where it was found does not matter. A
+    worker's traceback that came as a message stays whole at its end.
     """
     parts = traceback.format_exception(type(error), error, error.__traceback__)
+    refused = isinstance(error, ConfigurationError)
+    if refused:
+        parts[-1] = f"{type(error).__name__}: {error}"
     lines: list[str] = []
     for foreign, group in groupby(parts, _is_foreign):
         run = list(group)
         if foreign:
             # What raised is told, whoever it is.
-            last = run[-1:] if _raises(run[-1], parts) else []
-            left_out = len(run) - len(last)
+            last = run[-1:] if not refused and _raises(run[-1], parts) else []
+            left_out = 0 if refused else len(run) - len(last)
             lines += [f"  ... {left_out} frames in phalanx and torch"] if left_out else []
             run = last
         lines += [line for part in run for line in _shortened(part)]

@@ -12,7 +12,9 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
-from .environment import error_dir, failure_of, started_by_torchrun
+from .brief import brief_traceback
+from .environment import error_dir, failure_of, hiding_secrets, started_by_torchrun
+from .errors import ConfigurationError
 from .failures import INTERRUPTED, exit_code_of, record_failure
 from .process import end_with_parent
 from .script import can_rerun_script
@@ -48,7 +50,10 @@ def write_error(text: str) -> None:
 
 
 def _end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.__excepthook__(kind, error, trace)
+    if isinstance(error, ConfigurationError):
+        write_error(hiding_secrets()(brief_traceback(error)))
+    else:
+        sys.__excepthook__(kind, error, trace)
     _end_workers()
     code = exit_code_of(error)
     if code not in (1, INTERRUPTED):

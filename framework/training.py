@@ -73,6 +73,7 @@ class FitLoop:
         self.reload_every = 0
         self.reload: Callable[[], None] | None = None
         self._validated_time = clock()
+        self._told_of_no_end = False
 
     def estimated_steps(self) -> int | float:
         """Return the optimizer steps of the whole fit; infinite where unknown."""
@@ -130,8 +131,22 @@ class FitLoop:
         if not begins:
             # What the hooks drew came before, in the run that was interrupted.
             self._restore_random()
+        step = progress.global_step
         self._end_epoch(whole=self._batches())
         self.windows.close()
+        if progress.global_step == step and progress.epoch_ended:
+            self._tell_of_no_end()
+
+    def _tell_of_no_end(self) -> None:
+        """Say it once where an epoch has brought a run that ends by steps alone no nearer to its end."""
+        plan = self.plan
+        ends = plan.max_epochs is not None and plan.max_epochs >= 0
+        if plan.max_steps >= 0 and not ends and self.windows.full != 0 and not self._told_of_no_end:
+            self._told_of_no_end = True
+            self.run.trainer.note(
+                f"epoch {self.run.progress.epoch} made no optimizer step, and only max_steps={plan.max_steps} ends "
+                "this run: a training_step that returns None for every batch never gets there. Set max_epochs as well."
+            )
 
     def _batches(self) -> bool:
         """Train on the epoch's batches; return whether they were all taken."""

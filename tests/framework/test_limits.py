@@ -361,3 +361,23 @@ def test_limits_count_each_ranks_training_batches_and_all_evaluation_batches() -
     first = [regression_data(40)[index][0][0].item() for index in range(12)]
     # Two batches of the sanity check are read too: one by each rank.
     assert run_on_ranks(2, limited_on_ranks) == [(3, 2 + 1, first), (3, 1 + 1, first)]
+
+
+class Late(Counting):
+    """Has no loss for its first batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.seen["train"] > 9 else None
+
+
+@pytest.mark.parametrize(("epochs", "told"), [(-1, 1), (50, 0)])
+def test_a_run_that_comes_no_nearer_to_its_end_says_so_once(
+    capsys: pytest.CaptureFixture[str], epochs: int, told: int
+) -> None:
+    module = Late()
+    silent_trainer(max_steps=2, max_epochs=epochs).fit(module, loader(8, 2))
+    assert module.seen["train"] == 11
+    printed = "".join(capsys.readouterr())
+    assert printed.count("epoch 0 made no optimizer step, and only max_steps=2 ends this run") == told
+    assert printed.count("made no optimizer step") == told

@@ -18,6 +18,7 @@ from ranks import read_terminal, run_script, session_pids, started_script, wait_
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from phalanx import Trainer
 from phalanx.framework.brief import MOST_LINES, brief_traceback
 from phalanx.framework.rank_output import RankOutput
 
@@ -209,6 +210,32 @@ def test_a_brief_traceback_has_the_users_line_near_its_end(function: Callable[[]
     lines = brief_traceback(caught(function)).splitlines()
     assert len(lines) <= MOST_LINES
     assert any(wanted in line for line in lines[-15:])
+
+
+def test_what_is_refused_is_told_with_the_users_lines_alone() -> None:
+    def refused() -> None:
+        Trainer(accelerator="cpu", strategy="zerro2")  # the planted line
+
+    lines = brief_traceback(caught(refused)).splitlines()
+    assert lines[-1].startswith("UnknownNameError: strategy='zerro2' is not known. Did you mean 'zero2'?")
+    assert [line for line in lines if line.startswith("  File ")] == [line for line in lines if __file__ in line]
+    assert any("# the planted line" in line for line in lines[-3:])
+    assert not any("framework/" in line.replace(__file__, "") for line in lines)
+
+
+def test_a_script_that_is_refused_shows_its_own_line_and_the_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from phalanx import Trainer\nTrainer(accelerator='cpu', max_epochs='many')\n")
+    done = run_script(script)
+    assert done.returncode == 78
+    lines = done.stdout.splitlines()
+    assert lines[:3] == [
+        "Traceback (most recent call last):",
+        f'  File "{script}", line 2, in <module>',
+        "    Trainer(accelerator='cpu', max_epochs='many')",
+    ]
+    assert lines[3].startswith("ConfigurationError: max_epochs='many'")
+    assert len(lines) == 4
 
 
 def test_a_chain_of_errors_is_cut_in_its_middle() -> None:
