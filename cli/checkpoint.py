@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as library
@@ -47,19 +48,24 @@ def _inspect(verbs: Any) -> None:
 
 def _verify(verbs: Any) -> None:
     def run(given: argparse.Namespace) -> int:
-        problems = library.verify(given.path)
+        found = {path: library.verify(path) for path in given.paths}
         if given.json:
-            say_json({"path": given.path, "good": not problems, "problems": problems})
-        if problems:
-            more = f" That is the first of {len(problems)} problems." if len(problems) > 1 else ""
-            raise CheckpointError(problems[0] + more)
-        if not given.json:
-            told = library.inspect(given.path)
-            say(f"{given.path} is good: {counted(len(told.files), 'tensor file')}, {size(told.bytes)}, all read.")
-        return 0
+            report = [{"path": path, "good": not problems, "problems": problems} for path, problems in found.items()]
+            say_json(report[0] if len(report) == 1 else report)
+        for path, problems in found.items():
+            if problems:
+                more = f" That is the first of {len(problems)} problems." if len(problems) > 1 else ""
+                if len(found) == 1:
+                    raise CheckpointError(problems[0] + more)
+                if not given.json:
+                    say(f"{path} is damaged: {problems[0]}{more}")
+            elif not given.json:
+                told = library.inspect(path)
+                say(f"{path} is good: {counted(len(told.files), 'tensor file')}, {size(told.bytes)}, all read.")
+        return _REFUSED if any(found.values()) else 0
 
-    text = "read every byte of a checkpoint and compare it with the checksums"
-    _verb(verbs, "verify", run, text).add_argument("path", help="a checkpoint")
+    text = "read every byte of checkpoints and compare it with the checksums"
+    _verb(verbs, "verify", run, text).add_argument("paths", nargs="+", metavar="path", help="a checkpoint")
 
 
 def _list(verbs: Any) -> None:
@@ -70,12 +76,21 @@ def _list(verbs: Any) -> None:
         elif found:
             _show_list(found)
         else:
-            say(f"{given.path} holds no checkpoints.")
+            below = [str(folder) for folder in _folders_below(Path(given.path))]
+            there = f" There are some in {', '.join(below)}." if below else ""
+            say(f"{given.path} holds no checkpoints.{there}")
         return _REFUSED if given.verify and any(one.status == "damaged" for one in found) else 0
 
     parser = _verb(verbs, "list", run, "list the checkpoints of a directory, the furthest last")
     parser.add_argument("path", help="a directory that holds checkpoints")
     parser.add_argument("--verify", action="store_true", help="read every byte; the exit code is 65 if one is damaged")
+
+
+def _folders_below(folder: Path) -> list[Path]:
+    """Return where a run, or the runs of a name, keep their checkpoints."""
+    patterns = ("checkpoints", "version_*/checkpoints", "*/version_*/checkpoints")
+    found = [place for pattern in patterns for place in sorted(folder.glob(pattern))]
+    return [place for place in found if place.is_dir() and library.checkpoints(place)]
 
 
 def _show_list(found: list[Any]) -> None:

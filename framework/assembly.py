@@ -332,11 +332,16 @@ def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
     if origin.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
     loop.resumed_from = origin.checkpoint
-    if loop.plan.max_epochs is not None and 0 <= loop.plan.max_epochs < progress.epoch:
-        raise CheckpointError(
-            f"{checkpoint.path} stands at epoch {progress.epoch}, but max_epochs={loop.plan.max_epochs}: "
-            "raise max_epochs to train on."
-        )
+    plan, done = loop.plan, progress.epoch + progress.epoch_ended
+    for name, limit, stands in (
+        ("max_epochs", plan.max_epochs, done),
+        ("max_steps", plan.max_steps, progress.global_step),
+    ):
+        if limit is not None and 0 <= limit < stands:
+            what = "epochs" if name == "max_epochs" else "optimizer steps"
+            raise CheckpointError(
+                f"{checkpoint.path} stands after {stands} {what}, but {name}={limit}: raise {name} to train on."
+            )
 
 
 def _transfer_first(transfer: Callable[[Any, int], Any], batch: Any) -> Any:

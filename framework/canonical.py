@@ -96,9 +96,14 @@ def renamed(names: Iterable[str], renames: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def begins(name: str, first: str) -> bool:
+    """Whether ``first`` is all of a name or its whole first parts; an empty text is of every name."""
+    return not first or name == first or name.startswith(f"{first}.")
+
+
 def _renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
     for old, new in prefixes:
-        if not old or name == old or name.startswith(f"{old}."):
+        if begins(name, old):
             rest = name[len(old) :].removeprefix(".")
             return ".".join(part for part in (new, rest) if part)
     return name

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .canonical import renamed, tied_names
+from .canonical import begins, renamed, tied_names
 from .checkpoint.read import Checkpoint
 from .errors import CheckpointError, did_you_mean
 from .strategy import parameters_of
@@ -27,6 +27,8 @@ class SavedModel:
     shapes: dict[str, Shape]
     names: dict[str, str]
     owners: dict[str, str]
+    unused: list[str] = field(default_factory=list)
+    """What was to be renamed, and is not there."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, renames: Mapping[str, str], prefix: str = "") -> SavedModel:
@@ -37,7 +39,8 @@ class SavedModel:
         new = {old: name for name, old in names.items()}
         owners = {name: new.get(aliases.get(old, old), name) for name, old in names.items()}
         shapes = {name: tuple(checkpoint.shape("model", old)) for name, old in names.items()}
-        return cls(shapes, names, owners)
+        unused = [old for old in renames if not any(begins(name, old.rstrip(".")) for name in every.values())]
+        return cls(shapes, names, owners, unused)
 
     @classmethod
     def held(cls, tensors: Mapping[str, Tensor]) -> SavedModel:
@@ -73,6 +76,9 @@ def match_model(module: nn.Module, own: Mapping[str, Shape], saved: SavedModel) 
     extra = [name for name in shapes if name not in own and saved.owners[name] not in taken]
     match.problems += [f"{name}: missing in the checkpoint{_guess(name, extra or shapes)}" for name in missing]
     match.problems += [f"{name}: unknown to the module{_guess(name, missing or own)}" for name in extra]
+    if match.problems:
+        # A checkpoint that was saved under the new names has no use for renames; one that does not fit may lack one.
+        match.problems += [f"renaming {old!r}: no name in the checkpoint begins with it" for old in saved.unused]
     return match
 
 

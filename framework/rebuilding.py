@@ -47,6 +47,8 @@ def rebuild_module(
     device = target_device(map_location)
     if "model" not in checkpoint.sections:
         raise CheckpointError(f"{checkpoint.path} holds no weights; it holds: {', '.join(checkpoint.sections)}.")
+    if average is not None:
+        _check_average(checkpoint, average)
     with kept_generators(device):
         module = _built(cls, checkpoint, overrides)
         module.configure_model()
@@ -54,6 +56,14 @@ def rebuild_module(
         _hand_over_user_state(module, checkpoint)
         _load(module, checkpoint, strict, MODEL if average is None else f"{AVERAGES}/{average}")
     return module
+
+
+def _check_average(checkpoint: Checkpoint, average: str) -> None:
+    names = checkpoint.names(AVERAGES) if AVERAGES in checkpoint.sections else []
+    held = sorted({name.partition("/")[0] for name in names})
+    if average not in held:
+        what = f"it holds: {', '.join(held)}" if held else "it holds no averages"
+        raise CheckpointError(f"average={average!r} is not in {checkpoint.path}: {what}.{did_you_mean(average, held)}")
 
 
 def target_device(given: str | torch.device | None) -> torch.device:

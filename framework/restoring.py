@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .agreement import on_all_ranks
-from .canonical import canonical_names, names_of
+from .canonical import canonical_names, names_of, renamed
 from .checkpoint.codec import decode
 from .checkpoint.read import Checkpoint
 from .errors import CheckpointError
@@ -90,7 +90,8 @@ def _match_optimizers(run: Run, saved: list[dict[str, Any]], renames: Mapping[st
         problems.append(f"optimizers: {held} in the checkpoint, {given} here")
     for index, (optimizer, described) in enumerate(zip(run.optimizers, saved, strict=False)):
         own = group_names(optimizer, names)
-        joined = _joined_groups(own, described, set(names.values()) - {name for group in own for name in group})
+        free = set(names.values()) - {name for group in own for name in group}
+        joined = _joined_groups(own, described, free, renames)
         plan.added_groups += [(index, group) for group in joined]
         own += [group["params"] for group in joined]
         match = match_optimizer(
@@ -101,9 +102,16 @@ def _match_optimizers(run: Run, saved: list[dict[str, Any]], renames: Mapping[st
     return problems
 
 
-def _joined_groups(own: list[list[str]], described: Mapping[str, Any], free: set[str]) -> list[dict[str, Any]]:
-    """Return the groups of a checkpoint that joined its optimizer later, where what they hold is free to join here."""
-    groups: list[dict[str, Any]] = described["groups"]
+def _joined_groups(
+    own: list[list[str]], described: Mapping[str, Any], free: set[str], renames: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return the groups of a checkpoint that joined its optimizer later, where what they hold is free to join here.
+
+    They hold their parameters by the names that these have here.
+    """
+    saved = (name for group in described["groups"] for name in group["params"])
+    here = {old: new for new, old in renamed(saved, renames).items()}
+    groups = [{**group, "params": [here[name] for name in group["params"]]} for group in described["groups"]]
     first, later = groups[: len(own)], groups[len(own) :]
     same = [sorted(group["params"]) for group in first] == [sorted(names) for names in own]
     return later if same and all(name in free for group in later for name in group["params"]) else []

@@ -16,7 +16,7 @@ from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
 from .environment import attempt, error_dir
-from .errors import CheckpointError, PhalanxError, StorageError
+from .errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
 from .restarts import FitPlace, earlier_fit, record_fit
 from .rundir import RunDirectory, identity_of, next_version, versions
 from .world import World
@@ -53,16 +53,23 @@ class Origin:
     """Whether the fit goes on in the directory that the checkpoint was saved from."""
 
 
-def check_checkpoint_path(given: str | Path | None) -> None:
-    """Refuse a checkpoint path that does not exist. Before any process starts.
+def checked_checkpoint_path(given: str | Path | None) -> str | Path | None:
+    """Return a checkpoint path as it is used; refuse one that does not exist. Before any process starts.
 
     Raises:
         CheckpointError: nothing is there.
+        ConfigurationError: it is empty.
     """
-    if given is not None and given not in WORDS and not Path(given).exists():
+    if given is None or given in WORDS:
+        return given
+    if not str(given).strip():
+        raise ConfigurationError(f"ckpt_path={str(given)!r} names no checkpoint: give its directory, or None for none.")
+    path = Path(given).expanduser()
+    if not path.exists():
         raise CheckpointError(
             f"ckpt_path={str(given)!r} does not exist; give a checkpoint's directory or one of {WORDS}."
         )
+    return path
 
 
 def claim_directory(

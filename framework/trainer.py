@@ -29,7 +29,7 @@ from .plugins import resolve_callbacks, resolve_loggers
 from .preemption import SIGNALS, check_signals
 from .progress import Progress
 from .report import say
-from .resume import check_checkpoint_path
+from .resume import checked_checkpoint_path
 from .run import Run
 from .rundir import RunDirectory
 from .saver import SaveOrder
@@ -244,10 +244,9 @@ class Trainer(TrainerView):
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
         check_fit(model, given, datamodule, self.settings, self.fabric.resources, self.use_distributed_sampler)
-        check_checkpoint_path(ckpt_path)
         for callback in self.callbacks:
             callback.check(self, "fit")
-        self._launched_or_here("fit", FitRequest(model, given, datamodule, ckpt_path))
+        self._launched_or_here("fit", FitRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path)))
 
     def plan(
         self,
@@ -339,8 +338,7 @@ class Trainer(TrainerView):
             datamodule = self.datamodule
         given = {stage: dataloaders}
         check_evaluation(stage, module, given, datamodule, self.fabric.resources, self.use_distributed_sampler)
-        check_checkpoint_path(ckpt_path)
-        return FitRequest(module, given, datamodule, ckpt_path)
+        return FitRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path))
 
     def _launched_or_here(self, stage: str, request: FitRequest) -> Any:
         """Run a stage in this rank; where ranks are still to be started, start them."""
@@ -431,7 +429,7 @@ class Trainer(TrainerView):
         run = self.run
         if run is None:
             raise ConfigurationError("save_checkpoint works while a run is under way: call it in a hook or a callback.")
-        path = Path(os.path.abspath(filepath))
+        path = Path(os.path.abspath(os.path.expanduser(filepath)))
         run.saver.save(SaveOrder(path, weights_only, asynchronous, tolerant=asynchronous))
 
     def export(

@@ -66,7 +66,11 @@ def _check_directory(folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {str(folder)!r} cannot be read: {error}.") from error
     if MANIFEST not in names:
-        raise CheckpointError(f"{str(folder)!r} holds no {MANIFEST}: it is not a checkpoint, or not a complete one.")
+        several = sum(os.path.lexists(folder / name / MANIFEST) for name in names)
+        below = f" It is a directory of {several}: `phalanx checkpoint list` shows them." if several else ""
+        raise CheckpointError(
+            f"{str(folder)!r} holds no {MANIFEST}: it is not a checkpoint, or not a complete one.{below}"
+        )
 
 
 def _interrupted(folder: Path) -> str:

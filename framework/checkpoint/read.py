@@ -29,7 +29,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: there is none, it is damaged, or of a newer format version.
     """
-    return Checkpoint(Path(path), read_manifest(path))
+    folder = Path(path).expanduser()
+    return Checkpoint(folder, read_manifest(folder))
 
 
 class Checkpoint:

@@ -104,8 +104,8 @@ class Save:
         given_up: Callable[[], bool] | None = None,
     ) -> None:
         # Not resolved: a link at the end of the path is replaced itself, never what it points to.
-        self.path = Path(os.path.abspath(path))
-        self._also = None if also is None else Path(os.path.abspath(also))
+        self.path = Path(os.path.abspath(os.path.expanduser(path)))
+        self._also = None if also is None else Path(os.path.abspath(os.path.expanduser(also)))
         self._snapshot = snapshot
         self._world = world
         self._sharded = sharded

@@ -78,6 +78,24 @@ def test_verify(tmp_path: Path, run: Any) -> None:
     assert told["problems"] == checkpoint.verify(bad)
 
 
+def test_several_are_verified_at_once(tmp_path: Path, run: Any) -> None:
+    whole, bad = good(tmp_path / "a.ckpt"), damaged(tmp_path / "b.ckpt")
+    done = run("verify", whole, bad)
+    assert done.code == 65
+    assert [line.split(":")[0] for line in done.out.splitlines()] == [f"{whole} is good", f"{bad} is damaged"]
+    told = json.loads(run("verify", "--json", whole, bad).out)
+    assert [one["good"] for one in told] == [True, False]
+
+
+def test_where_checkpoints_lie_is_told(tmp_path: Path, run: Any) -> None:
+    place = tmp_path / "logs" / "version_0" / "checkpoints"
+    place.mkdir(parents=True)
+    good(place / "a.ckpt")
+    for above in (tmp_path, tmp_path / "logs", tmp_path / "logs" / "version_0"):
+        assert run("list", above).out == f"{above} holds no checkpoints. There are some in {place}.\n"
+    assert "It is a directory of 1: `phalanx checkpoint list` shows them." in run("inspect", place).err
+
+
 def test_list(tmp_path: Path, run: Any) -> None:
     good(tmp_path / "a.ckpt")
     damaged(tmp_path / "b.ckpt")

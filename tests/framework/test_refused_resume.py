@@ -11,10 +11,12 @@ import torch
 from hostile import rewrite
 from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks, run_script
+from small_fits import Tiny, quiet_trainer
+from small_fits import loader as rows
 
 from phalanx import Fabric
-from phalanx.callbacks import Callback, ModelCheckpoint
-from phalanx.framework.errors import CheckpointError
+from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from phalanx.framework.errors import CheckpointError, ConfigurationError
 
 TESTS = Path(__file__).parents[1]
 
@@ -143,6 +145,35 @@ silent_trainer(devices=2, strategy="fsdp", max_steps=9, default_root_dir={root!r
     Regressor(), loader(64), ckpt_path={path!r}
 )
 """
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"max_epochs": 1, "max_steps": -1}, "stands after 2 epochs, but max_epochs=1: raise max_epochs"),
+        ({"max_epochs": -1, "max_steps": 5}, "stands after 8 optimizer steps, but max_steps=5: raise max_steps"),
+    ],
+)
+def test_a_limit_that_was_passed_is_told(tmp_path: Path, limits: dict[str, int], told: str) -> None:
+    saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"))
+    quiet_trainer(tmp_path, saver, max_epochs=2).fit(Tiny(), rows())
+    with pytest.raises(CheckpointError, match=told):
+        quiet_trainer(tmp_path, [], **limits).fit(Tiny(), rows(), ckpt_path=tmp_path / "a.ckpt")
+    # One that is just reached has nothing left to do.
+    quiet_trainer(tmp_path, [], max_epochs=2).fit(Tiny(), rows(), ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_a_path_may_begin_at_home_and_may_not_be_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint("~/a.ckpt"))
+    quiet_trainer(tmp_path, saver, max_epochs=1).fit(Tiny(), rows())
+    assert (tmp_path / "a.ckpt").is_dir()
+    quiet_trainer(tmp_path, [], max_epochs=2).fit(Tiny(), rows(), ckpt_path="~/a.ckpt")
+    assert Tiny.load_from_checkpoint("~/a.ckpt").layer.weight.shape == (1, 4)
+    with pytest.raises(CheckpointError, match=r"average='ema' is not in .*: it holds no averages"):
+        Tiny.load_from_checkpoint("~/a.ckpt", average="ema")
+    with pytest.raises(ConfigurationError, match="ckpt_path='' names no checkpoint"):
+        quiet_trainer(tmp_path, []).fit(Tiny(), rows(), ckpt_path="")
 
 
 def test_a_launched_script_ends_with_65(tmp_path: Path) -> None:

@@ -321,6 +321,19 @@ def test_renames_everywhere_else(path: str) -> None:
         fabric.load_raw(path, nn.Linear(1, 1), rename={"net.0.weight": "same", "net.3.weight": "same"})
 
 
+def test_renames_that_nothing_begins_with_are_told_where_something_does_not_fit(path: str) -> None:
+    class Misspelt(Held):
+        checkpoint_renames: ClassVar[dict[str, str]] = {"nett": "body.net"}
+
+    with pytest.raises(CheckpointError, match=r"renaming 'nett': no name in the checkpoint begins with it"):
+        Misspelt.load_from_checkpoint(path)
+
+    class Careful(Held):
+        checkpoint_renames: ClassVar[dict[str, str]] = {"net": "body.net", "older": "body.net"}
+
+    Careful.load_from_checkpoint(path)
+
+
 class Wrapped(Scheduled):
     """Its network is held by whatever wraps modules for a while."""
 
@@ -428,6 +441,33 @@ def test_groups_that_joined_an_optimizer_later_are_carried(chain: str, tmp_path:
         found.append(torch.tensor(on(strategy, thawed, str(tmp_path), saved, save, 6 + 2 * number)).mean(0))
         saved = save
     torch.testing.assert_close(torch.cat(found), whole, rtol=1e-5, atol=0)
+
+
+class HeldThawing(Thawing):
+    """The same under another name; what joins has that name too."""
+
+    checkpoint_renames: ClassVar[dict[str, str]] = {"net": "body"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = self.net
+        del self.net
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.body(x)
+        return output
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.body[3].parameters(), lr=0.05)
+
+
+def test_groups_that_joined_later_are_carried_to_other_names(tmp_path: Path) -> None:
+    whole = thawed("single@1", str(tmp_path), None, None, 12)
+    thawed("single@1", str(tmp_path), None, str(tmp_path / "a.ckpt"), 6)
+    module = HeldThawing()
+    trainer = silent_trainer(max_steps=12, default_root_dir=tmp_path)
+    trainer.fit(module, DataLoader(regression_data(16), batch_size=4), ckpt_path=tmp_path / "a.ckpt")
+    assert module.losses == whole[6:]
 
 
 def test_keys_of_the_run_stay_and_unknown_ones_are_kept(tmp_path: Path) -> None:
