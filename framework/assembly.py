@@ -159,7 +159,8 @@ def _with_brought(callbacks: Sequence[Callback], brought: list[Callback]) -> lis
 def _prepare(run: Run, request: FitRequest, stage: str) -> None:
     """Run the hooks that get data ready, and ``setup``. Collective."""
     module, datamodule = run.module, request.datamodule
-    with first_in_turn(run.world, local=True):
+    # However long it takes: a download computes nothing, and the others wait for it.
+    with run.heartbeat.section("outside"), first_in_turn(run.world, local=True):
         if run.world.local_rank == 0:
             if datamodule is not None:
                 datamodule.prepare_data()

@@ -26,7 +26,9 @@ def brief_traceback(error: BaseException) -> str:
     parts = traceback.format_exception(type(error), error, error.__traceback__)
     refused = isinstance(error, ConfigurationError)
     if refused:
-        parts[-1] = f"{type(error).__name__}: {error}"
+        # Notes that somebody added follow the sentence.
+        _, *notes = only = traceback.format_exception_only(type(error), error)
+        parts[-len(only) :] = [f"{type(error).__name__}: {error}", *notes]
     lines: list[str] = []
     for foreign, group in groupby(parts, _is_foreign):
         run = list(group)

@@ -7,22 +7,29 @@ of a machine cost one import, and ranks that are started again cost none.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.reduction import sendfds
 from pathlib import Path
 
 from . import fork_server_main
-from .fork_server_main import Preparation, Rank
+from .fork_server_main import NO_RANK, READY, SIGNALS, Preparation, Rank
 from .process import ForkedProcess, die_with_parent
 from .script import Script
 
-# Packages whose modules, where this process has imported them, ranks get ready made.
-_SHARED = frozenset({"torch", "numpy", "torchmetrics", "lightning_utilities", __name__.partition(".")[0]})
+# Packages whose modules, where this process has imported them, ranks get ready made. None of them looks at its rank as
+# it is imported, which torchmetrics does.
+_SHARED = frozenset({"torch", "numpy", __name__.partition(".")[0]})
+_ANSWER_SECONDS = 60.0
+
+
+class ServerGone(Exception):
+    """No rank can be forked: the server has ended, or what it has imported rules it out."""
 
 
 class ForkServer:
@@ -33,19 +40,18 @@ class ForkServer:
     Args:
         script: what the ranks run.
         environment: the variables with which libraries are loaded: those of any of the ranks.
-        libraries: modules to import besides those of torch, phalanx and their like that this process has imported.
+        libraries: modules to import besides those of torch, numpy and phalanx that this process has imported.
     """
 
     def __init__(self, script: Script, environment: Mapping[str, str], libraries: Iterable[str] = ()) -> None:
-        self._script = script
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
+        # Not socket.socketpair: a script may have set a limit on the waits of sockets.
+        self._connection, theirs = multiprocessing.Pipe()
         try:
             self._process = subprocess.Popen(
                 [*script.interpreter, str(Path(fork_server_main.__file__)), script.target, *script.arguments],
                 env=environment,
                 stdin=theirs.fileno(),
-                preexec_fn=die_with_parent(),
+                preexec_fn=_prepared(),
             )
         except BaseException:
             self._connection.close()
@@ -53,9 +59,11 @@ class ForkServer:
         finally:
             theirs.close()
         modules = [name for name in sys.modules if name.partition(".")[0] in _SHARED]
+        mask = [int(signum) for signum in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+        what = script.target, script.is_module, [*script.arguments], script.command
         self._is_ready = False
         with contextlib.suppress(OSError):
-            self._connection.send(tuple(Preparation(os.getpid(), sys.path[:], [*modules, *libraries])))
+            self._connection.send(tuple(Preparation(os.getpid(), sys.path[:], [*modules, *libraries], *what, mask)))
 
     @property
     def pid(self) -> int:
@@ -71,7 +79,7 @@ class ForkServer:
         """Whether it has imported everything, or died of it."""
         if not self._is_ready:
             with contextlib.suppress(EOFError, OSError):
-                self._is_ready = self._connection.poll() and self._connection.recv() is not None
+                self._is_ready = self._connection.poll() and self._connection.recv() == READY
         return self._is_ready or not self.is_alive()
 
     def fork(
@@ -82,19 +90,23 @@ class ForkServer:
         ``inherited`` names variables that are to hold the number that a descriptor has there.
 
         Raises:
-            OSError: the system has no room for another process, or the server died.
+            OSError: the system has no room for another process.
+            ServerGone: no rank can be forked; one may have been that nobody knows of.
         """
-        script = self._script
-        rank = Rank(script.target, script.is_module, [*script.arguments], script.command, {**environment}, [*inherited])
         try:
-            self._connection.send(tuple(rank))
+            self._connection.send(tuple(Rank({**environment}, [*inherited])))
             with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
+                line.settimeout(None)
                 sendfds(line, [stdout, stderr, *inherited.values()])
+            if not self._connection.poll(_ANSWER_SECONDS):
+                raise ServerGone
             answer: int | OSError = self._connection.recv()
-        except EOFError as error:
-            raise OSError("the process that ranks are forked from was ended") from error
+        except (EOFError, OSError) as error:
+            raise ServerGone from error
         if isinstance(answer, OSError):
             raise answer
+        if answer == NO_RANK:
+            raise ServerGone
         return ForkedProcess(answer)
 
     def close(self) -> None:
@@ -102,3 +114,14 @@ class ForkServer:
         self._connection.close()
         self._process.kill()
         self._process.wait()
+
+
+def _prepared() -> Callable[[], None]:
+    """Return what the server does before anything else: no signal that is meant for ranks disturbs it."""
+    arm = die_with_parent()
+
+    def prepare() -> None:
+        arm()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    return prepare

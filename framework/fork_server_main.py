@@ -10,6 +10,7 @@ the supervisor started itself.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -22,7 +23,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recvfds
@@ -32,31 +33,36 @@ from typing import Any, NamedTuple, NoReturn
 
 NAME = b"phalanx-forks"
 """What the system calls this process, of at most 15 bytes; its ranks are called what Python is."""
+SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+"""What may be meant for a rank from the moment on when there is one: blocked until it can listen."""
+READY = "ready"
+NO_RANK = 0
+"""The answer where a rank could not use an accelerator: something that was imported has looked at one already."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _LOOK_SECONDS = 0.0005
 # Whether a script finds modules in its own folder; before Python 3.11 only -I prevents it.
 _FINDS_BESIDE = not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
-# What may be meant for a rank from the moment on when there is one.
-_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
 
 class Preparation(NamedTuple):
-    """What is imported before the first rank is forked."""
+    """What is imported before the first rank is forked, and what ranks then run."""
 
     parent: int
     path: list[str]
-    """``sys.path`` while that is done: ranks begin with that of a new process."""
+    """``sys.path`` for the imports: ranks begin with that of a new process."""
     modules: list[str]
+    target: str
+    is_module: bool
+    arguments: list[str]
+    command: list[str]
+    mask: list[int]
+    """The signals that ranks begin with blocked."""
 
 
 class Rank(NamedTuple):
     """A rank to fork. Its descriptors follow: standard output, standard error, and one for each of ``inherited``."""
 
-    target: str
-    is_module: bool
-    arguments: list[str]
-    command: list[str]
     environment: dict[str, str]
     inherited: list[str]
     """Variables that are to hold the number of a descriptor."""
@@ -82,7 +88,10 @@ def serve(connection: Connection, name: bytes) -> tuple[Rank, list[int]]:
 
 
 def _fork(connection: Connection) -> int | OSError | None:
-    """Fork a rank as a child of this process's parent; return its number or what prevented it, and None in the rank."""
+    """Fork a rank as a child of this process's parent.
+
+    Return its number, or what prevented it; None in the rank.
+    """
     parent = os.getppid()
     reading, writing = os.pipe()
     try:
@@ -95,23 +104,30 @@ def _fork(connection: Connection) -> int | OSError | None:
         os.close(reading)
         connection.close()
         between = os.getpid()
-        try:
-            rank = _fork_quietly()
-        except OSError as error:
-            os.write(writing, str(-(error.errno or 1)).encode())
-            os._exit(1)
-        if rank:
-            os.write(writing, str(rank).encode())
+        if (number := _fork_on()) is not None:
+            os.write(writing, str(number).encode())
             os._exit(0)
         os.close(writing)
         _become_child_of(parent, between)
         return None
     os.close(writing)
     with open(reading, "rb") as answers:
-        number = int(answers.read() or b"-1")
+        number = int(answers.read() or NO_RANK)
     # From here on the rank is the supervisor's.
     os.waitpid(between, 0)
-    return number if number > 0 else OSError(-number, os.strerror(-number))
+    return number if number >= 0 else OSError(-number, os.strerror(-number))
+
+
+def _fork_on() -> int | None:
+    """Fork the rank in the process between; return its number, a negative error, or that it would be of no use."""
+    for name in ("torch.cuda", "torch.xpu"):
+        is_in_bad_fork: Callable[[], bool] | None = getattr(sys.modules.get(name), "_is_in_bad_fork", None)
+        if is_in_bad_fork is not None and is_in_bad_fork():
+            return NO_RANK
+    try:
+        return _fork_quietly() or None
+    except OSError as error:
+        return -(error.errno or 1)
 
 
 def _fork_quietly() -> int:
@@ -147,12 +163,15 @@ def _import(preparation: Preparation) -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     sys.path[:] = before
+    for stream in (sys.stdout, sys.stderr):
+        # What an import has printed would be printed by each rank again.
+        stream.flush()
     # No rank looks through it for garbage, which would make it copies of its own.
     gc.collect()
     gc.freeze()
 
 
-def _become(rank: Rank, descriptors: Sequence[int]) -> None:
+def _become(rank: Rank, descriptors: Sequence[int], command: list[str]) -> None:
     """Take over what a process of its own would have begun with."""
     for descriptor, standard in zip(descriptors, (1, 2), strict=False):
         os.dup2(descriptor, standard)
@@ -166,29 +185,29 @@ def _become(rank: Rank, descriptors: Sequence[int]) -> None:
     if random := sys.modules.get("numpy.random"):
         # Python's own generator is seeded anew in a forked process, torch's begins with the same seed in each.
         random.seed()
-    sys.orig_argv[:] = rank.command
+    sys.orig_argv[:] = command
 
 
-def _main_of(rank: Rank) -> tuple[ModuleType, CodeType]:
+def _main_of(given: Preparation) -> tuple[ModuleType, CodeType]:
     """Return the module ``__main__`` of a rank, and what is to be run in it."""
     main = ModuleType("__main__")
-    if rank.is_module:
+    if given.is_module:
         if _FINDS_BESIDE:
             sys.path.insert(0, os.getcwd())
-        spec = importlib.util.find_spec(rank.target)
+        spec = importlib.util.find_spec(given.target)
         if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{rank.target}.__main__")
+            spec = importlib.util.find_spec(f"{given.target}.__main__")
         if spec is None or spec.loader is None:
-            raise ImportError(f"No module named {rank.target}")
+            raise ImportError(f"No module named {given.target}")
         file, package, loader, code = spec.origin, spec.parent, spec.loader, _code(spec.loader, spec.name)
     else:
         if _FINDS_BESIDE:
-            sys.path.insert(0, os.path.dirname(os.path.realpath(rank.target)))
-        spec, file, package = None, rank.target, None
-        loader = SourceFileLoader("__main__", rank.target)
-        code = loader.source_to_code(loader.get_data(rank.target), rank.target)
+            sys.path.insert(0, os.path.dirname(os.path.realpath(given.target)))
+        spec, file, package = None, given.target, None
+        loader = SourceFileLoader("__main__", given.target)
+        code = loader.source_to_code(loader.get_data(given.target), given.target)
     vars(main).update(__file__=file, __spec__=spec, __package__=package, __loader__=loader, __builtins__=builtins)
-    sys.argv[:] = [file or rank.target, *rank.arguments]
+    sys.argv[:] = [file or given.target, *given.arguments]
     sys.modules["__main__"] = main
     return main, code
 
@@ -200,10 +219,10 @@ def _code(loader: Any, name: str) -> CodeType:
     return code
 
 
-def _run(rank: Rank) -> NoReturn:
+def _run(given: Preparation) -> NoReturn:
     """Run the script, and end as Python does: what it raised is shown without the lines of this file."""
     try:
-        main, code = _main_of(rank)
+        main, code = _main_of(given)
         exec(code, vars(main))
     except SystemExit:
         raise
@@ -213,35 +232,42 @@ def _run(rank: Rank) -> NoReturn:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):
-            sys.stdout.flush()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+            _die_of_interrupt()
         sys.exit(1)
     sys.exit(0)
+
+
+def _die_of_interrupt() -> None:
+    lasts: tuple[Callable[[], object], ...] = (atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush)
+    for last in lasts:
+        with contextlib.suppress(BaseException):
+            last()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def main() -> NoReturn:
     """Prepare, fork, and be a rank."""
     name = _name(NAME)
-    # Blocked, not ignored: one that comes to a new rank before it can listen waits until it does.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        # A process that runs a script by its path finds modules beside it; nobody asked for these.
+    # Inherited as ignored, it would have the system forget how the process between ended.
+    on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if _FINDS_BESIDE:
+        # This file's own folder, through whatever links: nobody asked for modules from there.
         del sys.path[0]
     # What asks for ranks is connected to the standard input; theirs is empty.
     connection = Connection(os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    preparation = Preparation(*connection.recv())
-    if os.getppid() != preparation.parent:
+    given = Preparation(*connection.recv())
+    if os.getppid() != given.parent:
         os._exit(0)
-    _import(preparation)
-    connection.send("ready")
+    _import(given)
+    connection.send(READY)
     rank, descriptors = serve(connection, name)
-    connection.close()
-    _become(rank, descriptors)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _run(rank)
+    _become(rank, descriptors, given.command)
+    signal.signal(signal.SIGCHLD, on_child)
+    signal.pthread_sigmask(signal.SIG_SETMASK, given.mask)
+    _run(given)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import NoReturn
 from .ending import write_error
 from .environment import hiding_secrets
 from .errors import ConfigurationError
-from .fork_server import ForkServer
+from .fork_server import ForkServer, ServerGone
 from .meeting import Meeting, meeting, private_directory
 from .process import Process, die_with_parent
 from .rank_output import RankOutput
@@ -47,12 +47,12 @@ def launch_script(
     restarts = Restarts(max_restarts)
     with private_directory() as directory:
         supervisor = Supervisor(directory, adopts_orphans=True)
-        launch = _Launch(Script.running(), supervisor, libraries, shows_all=not keeps_files)
+        launch = contextlib.closing(_Launch(Script.running(), supervisor, libraries, shows_all=not keeps_files))
         in_main_thread = threading.current_thread() is threading.main_thread()
-        with supervisor.handling_signals() if in_main_thread else contextlib.nullcontext(), launch:
+        with supervisor.handling_signals() if in_main_thread else contextlib.nullcontext(), launch as ranks:
             while True:
                 with meeting(directory, num_ranks, restarts.done) as met:
-                    verdict = launch.attempt(met, is_last=restarts.done >= max_restarts)
+                    verdict = ranks.attempt(met, is_last=restarts.done >= max_restarts)
                 wait = None if supervisor.was_told_to_end else restarts.after(verdict.exit_code, verdict.step)
                 if wait is None:
                     break
@@ -81,12 +81,13 @@ class _Launch:
         self._libraries = libraries
         self._shows_all = shows_all
         self._server: ForkServer | None = None
+        self._forks_no_more = False
 
-    def __enter__(self) -> _Launch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close_server()
+    def close(self) -> None:
+        """End the process that ranks are forked from."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def attempt(self, meeting: Meeting, is_last: bool) -> Verdict:
         """Start the ranks once and watch them to their end; the last time, nothing is kept for another."""
@@ -100,7 +101,7 @@ class _Launch:
                     self._supervisor.add(self._start(meeting, rank, output))
                 meeting.listener.close()
                 if is_last:
-                    self._close_server()
+                    self.close()
                 verdict = self._supervisor.watch()
             except BaseException:
                 self._supervisor.stop()
@@ -112,10 +113,10 @@ class _Launch:
 
     def _prepare(self, meeting: Meeting) -> Verdict | None:
         """Have a process ready that ranks can be forked from; return how all ends if told to end meanwhile."""
-        if sys.platform != "linux":
+        if sys.platform != "linux" or self._forks_no_more or self._script.is_compiled:
             return None
         if self._server is None or not self._server.is_alive():
-            self._close_server()
+            self.close()
             self._server = ForkServer(self._script, meeting.environment(0), self._libraries)
             self._supervisor.spare(self._server.pid)
         return self._supervisor.pause(until=self._server.has_settled)
@@ -124,7 +125,13 @@ class _Launch:
         environment, inherited = meeting.environment(rank), meeting.inherited(rank)
         with output.streams(rank) as (stdout, stderr):
             if self._server is not None and self._server.is_alive():
-                return self._server.fork(environment, stdout, stderr, inherited)
+                try:
+                    return self._server.fork(environment, stdout, stderr, inherited)
+                except ServerGone:
+                    # It may have forked one that nobody knows of.
+                    self._forks_no_more = True
+                    self.close()
+                    self._supervisor.end_strays()
             return subprocess.Popen(
                 self._script.command,
                 env=environment,
@@ -134,11 +141,6 @@ class _Launch:
                 stderr=stderr,
                 preexec_fn=die_with_parent(),
             )
-
-    def _close_server(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
 
 
 def _show_circumstances(verdict: Verdict, output: RankOutput, shown: bool) -> None:

@@ -1,6 +1,6 @@
 """``Placement``: where a process stands among the ranks, as plain data, read from what its launcher left for it.
 
-Pure functions over a mapping of environment variables; ``world.py`` hands them the real one.
+Pure functions over a mapping of environment variables; ``environment.py`` hands them the real one.
 """
 
 from __future__ import annotations

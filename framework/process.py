@@ -33,7 +33,12 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """Return its exit code, as ``subprocess.Popen.poll`` does; None as long as it runs."""
         if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                # Somebody else has waited for it. How it ended is not known, so it is not taken for a success.
+                self._code = 1
+                return 1
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
         return self._code

@@ -216,7 +216,7 @@ class RankVerbs:
         a ``RankError`` with what it said.
 
         Raises:
-            RankError: on entering the block, on other ranks than the first: it failed, or took too long.
+            RankError: a first rank failed or took too long: on entering the block, with ``local`` on leaving it too.
         """
         return first_in_turn(self.world, local, timeout)
 
@@ -225,7 +225,7 @@ class RankVerbs:
         return self.rank_zero_first(timeout=timeout)
 
     def local_main_process_first(self, timeout: float | None = None) -> AbstractContextManager[None]:
-        """Let the first rank of each node through the block before its others. Collective."""
+        """Let the first rank of each node through the block before all others. Collective."""
         return self.rank_zero_first(local=True, timeout=timeout)
 
     # ---- agreeing -------------------------------------------------------------------------------------------------

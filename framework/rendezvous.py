@@ -1,8 +1,8 @@
 """How the ranks meet: the store that they find one another through, and torch's default process group.
 
-Rank 0 serves the store, on the one address that the others were told, where the launcher has no store of its own. Every
-start of a run, and every meeting within it, has keys of its own in it: a rank that an earlier start has left over, and
-that finds the same port open, meets nobody.
+Rank 0 serves the store where the launcher has none of its own, on the address that the others were told, if that is
+one. Every meeting has keys of its own in it, and so has every start of a run as far as its launcher tells them apart
+(SLURM, Open MPI, phalanx): a rank that an earlier start has left over, and that finds the same port open, meets nobody.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
             dist.init_process_group(backend, init_method="env://", **common)
         else:
             prefix = f"phalanx/{place.run}/{next(_meetings)}"
-            dist.init_process_group(backend, store=dist.PrefixStore(prefix, _store(place)), **common)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=dist.PrefixStore(prefix, _store(place, timeout)), **common)  # type: ignore[attr-defined]
     atexit.unregister(_leave)
     atexit.register(_leave)
 
@@ -72,7 +72,7 @@ def _check_interface() -> None:
             )
 
 
-def _store(place: Placement) -> Any:
+def _store(place: Placement, timeout: timedelta | None) -> Any:
     """Return this process's store, made when it is first asked for; rank 0 serves it."""
     host, port = place.master_addr or LOOPBACK, place.master_port or 0
     if (host, port) not in _stores:
@@ -84,7 +84,8 @@ def _store(place: Placement) -> Any:
         if listening is not None:
             os.set_inheritable(listening, False)
             serving = {"is_master": True, "master_listen_fd": listening}
-        _stores[host, port] = dist.TCPStore(host, port, place.size, wait_for_workers=False, **serving)  # type: ignore[attr-defined]
+        limit = timeout or dist.constants.default_pg_timeout
+        _stores[host, port] = dist.TCPStore(host, port, place.size, timeout=limit, wait_for_workers=False, **serving)  # type: ignore[attr-defined]
     return _stores[host, port]
 
 
@@ -95,16 +96,17 @@ def _listen(host: str, port: int, size: int, alone: bool) -> int:
     their own name, or that is no address of this host's but leads to it, tells nothing: it listens on all then.
     """
     try:
-        found = {(family, place[0]) for family, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        told = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigurationError(
             f"MASTER_ADDR={host!r} is no host that rank 0 can find ({error}): set it to the address of rank 0's host."
         ) from None
-    reachable = [one for one in found if alone or not ipaddress.ip_address(str(one[1]).partition("%")[0]).is_loopback]
-    if len(reachable) == 1:
-        ((family, address),) = reachable
+    found = dict.fromkeys((family, str(place[0])) for family, *_, place in told)
+    reachable = [(family, address) for family, address in found if alone or not _is_loopback(address)]
+    # Of several, others may look for it at any; those on this host look at all in this order.
+    for family, address in reachable if alone or len(reachable) == 1 else []:
         with contextlib.suppress(OSError):
-            return socket.create_server((str(address), port), family=family, backlog=max(64, 2 * size)).detach()
+            return socket.create_server((address, port), family=family, backlog=max(64, 2 * size)).detach()
     try:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
@@ -114,6 +116,10 @@ def _listen(host: str, port: int, size: int, alone: bool) -> int:
             f"MASTER_PORT={port} cannot be listened on by rank 0 ({error.strerror}): choose another port, alike for "
             "all ranks."
         ) from None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def destroy_group(held: list[dist.ProcessGroup]) -> None:

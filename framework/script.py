@@ -33,6 +33,11 @@ class Script:
         return cls(interpreter, target, module is not None, sys.argv[1:])
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether it is a file of byte code."""
+        return not self.is_module and self.target.endswith(".pyc")
+
+    @property
     def command(self) -> list[str]:
         """The command that runs it."""
         return [*self.interpreter, *(["-m"] if self.is_module else []), self.target, *self.arguments]

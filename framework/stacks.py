@@ -29,7 +29,8 @@ _STATES = {
 }
 # Where a rank is while it waits for another one.
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_WAITING = ("/torch/distributed/", "/deepspeed/comm/", f"{_HERE}/world.py", f"{_HERE}/board.py")
+_WAITING = ("/torch/distributed/", "/deepspeed/comm/", f"{_HERE}/world.py", f"{_HERE}/board.py", f"{_HERE}/turns.py")
+_RUNNER = f"{_HERE}/fork_server_main.py"
 _WAITING_INNERMOST = ("/torch/autograd/graph.py",)
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
 
@@ -120,7 +121,8 @@ def parse_stacks(text: str, main_thread: int, state: str = "") -> Stacks:
     others = []
     for block in text.split("hread 0x")[1:]:
         head, *lines = block.splitlines()
-        frames = tuple(line for line in lines if line.startswith("  "))
+        # What a rank's script is run by is nobody's doing.
+        frames = tuple(line for line in lines if line.startswith("  ") and _RUNNER not in line)
         if int(head.split()[0], 16) == main_thread:
             main = frames
         else:

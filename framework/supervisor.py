@@ -126,8 +126,8 @@ class Supervisor:
     def add(self, process: Process) -> None:
         """Take a rank that was just started under watch."""
         self._ranks.append(_Rank(len(self._ranks), process))
-        if self._received is signal.SIGTERM:
-            self._ranks[-1].send(signal.SIGTERM)
+        if self._received is not None:
+            self._ranks[-1].send(self._received)
 
     def watch(self) -> Verdict:
         """Return how the ranks ended, once all have; when one fails, the others are ended."""
@@ -143,8 +143,8 @@ class Supervisor:
             else:
                 time.sleep(POLL_SECONDS)
         verdict = self._verdict()
-        if verdict.failed and self._adopts_orphans:
-            self._end_leftovers()
+        if verdict.failed:
+            self.end_strays()
         return verdict
 
     def stop(self) -> None:
@@ -173,11 +173,14 @@ class Supervisor:
         handlers = {signum: signal.getsignal(signum) for signum in signals}
         # A shell that starts a job in the background has it ignore SIGINT, and so it should stay.
         taken = [signum for signum in signals if handlers[signum] is not signal.SIG_IGN]
+        # Ignored, or with a handler that waits for children, it would lose how ranks ended.
+        on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for signum in taken:
             signal.signal(signum, self._on_signal)
         try:
             yield
         finally:
+            signal.signal(signal.SIGCHLD, on_child)
             for signum in taken:
                 signal.signal(signum, handlers[signum])
 
@@ -330,11 +333,12 @@ class Supervisor:
         """Whether the ranks came so far that something can be lost."""
         return any(has_met(self._error_dir, rank.rank) for rank in self._ranks)
 
-    def _end_leftovers(self) -> None:
-        """Kill what failed ranks left running, such as a loader's workers."""
-        for _ in range(50):
+    def end_strays(self) -> None:
+        """Kill children that are neither ranks nor others': what failed ranks left running, such as workers."""
+        known = self._others | {rank.process.pid for rank in self._ranks if rank.code is None}
+        for _ in range(50 if self._adopts_orphans else 0):
             # A rank's own children come to us once it is gone, theirs once they are.
-            left = children() - self._others
+            left = children() - known
             if not left:
                 return
             for pid in left:

@@ -134,7 +134,7 @@ class FitLoop:
         step = progress.global_step
         self._end_epoch(whole=self._batches())
         self.windows.close()
-        if progress.global_step == step and progress.epoch_ended:
+        if begins and progress.epoch_ended and progress.global_step == step:
             self._tell_of_no_end()
 
     def _tell_of_no_end(self) -> None:
@@ -145,7 +145,8 @@ class FitLoop:
             self._told_of_no_end = True
             self.run.trainer.note(
                 f"epoch {self.run.progress.epoch} made no optimizer step, and only max_steps={plan.max_steps} ends "
-                "this run: a training_step that returns None for every batch never gets there. Set max_epochs as well."
+                "this run: where training_step returns None for every batch, or every update overflows, it never gets "
+                "there. Set max_epochs as well."
             )
 
     def _batches(self) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from .environment import tell_of_trouble
 from .errors import ConfigurationError, RankError
 from .world import World
 
@@ -24,6 +23,7 @@ WAIT_SECONDS = 86400.0
 _FIRST_LOOK_SECONDS = 0.005
 _LOOKS_PER_SECOND = 1000.0
 _LONGEST_LOOK_SECONDS = 0.5
+_GRACE_SECONDS = 0.3
 _DONE = b"done"
 
 
@@ -48,27 +48,27 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
     if world.size == 1:
         yield
         return
-    token = world.broadcast_object(secrets.token_hex(8))
-    keys = [f"phalanx/turn/{token}/{node}" for node in range(world.num_nodes if local else 1)]
+    leads = (world.local_rank if local else world.rank) == 0
+    told = world.all_gather_object((leads, secrets.token_hex(8)))
+    keys = {rank: f"phalanx/turn/{told[0][1]}/{rank}" for rank, (first, _) in enumerate(told) if first}
     # Private, but what torch's own checkpoints and sharding go through.
     store: Any = dist.distributed_c10d._get_default_store()
-    if world.local_rank != 0 if local else world.rank != 0:
-        _wait(store, keys, limit)
+    if not leads:
+        _wait(store, keys.values(), limit)
         yield
         return
-    mine = keys[world.node_rank if local else 0]
     try:
         yield
     except BaseException as error:
-        # Before the others can fail of it.
-        tell_of_trouble(world.placement, error)
-        store.set(mine, f"rank {world.rank}: {type(error).__name__}: {error}".encode(errors="replace"))
+        with contextlib.suppress(dist.DistError):
+            word = f"rank {world.rank}: {type(error).__name__}: {error}"
+            store.set(keys[world.rank], word.encode(errors="replace"))
         raise
-    store.set(mine, _DONE)
-    _wait(store, keys, limit)
+    store.set(keys[world.rank], _DONE)
+    _wait(store, keys.values(), limit)
 
 
-def _wait(store: Any, keys: list[str], limit: float) -> None:
+def _wait(store: Any, keys: Iterable[str], limit: float) -> None:
     until, pause = time.monotonic() + limit, _FIRST_LOOK_SECONDS
     longest = max(_LONGEST_LOOK_SECONDS, dist.get_world_size() / _LOOKS_PER_SECOND)
     waiting = list(keys)
@@ -78,6 +78,8 @@ def _wait(store: Any, keys: list[str], limit: float) -> None:
                 waiting.remove(key)
                 word = bytes(store.get(key))
                 if word != _DONE:
+                    # Who failed is to be seen to fail first: this is only what comes of it.
+                    time.sleep(_GRACE_SECONDS)
                     raise RankError(f"what this rank waited for failed on {word.decode()}")
             if not waiting:
                 return

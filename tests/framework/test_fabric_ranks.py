@@ -13,6 +13,8 @@ from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx import Fabric
 from phalanx.framework.errors import ConfigurationError, DesyncError, RankError, UnknownNameError
+from phalanx.framework.turns import first_in_turn
+from phalanx.framework.world import Placement, World
 
 
 def gather_all() -> dict[str, Any]:
@@ -164,6 +166,36 @@ def test_who_waits_for_the_first_rank_does_so_within_a_limit_of_its_own() -> Non
     assert run_on_ranks(2, first_fails, False, 0.1, 1.0) == [["through"], [late]]
     with pytest.raises(ConfigurationError, match="timeout=0: how many seconds"), Fabric().rank_zero_first(timeout=0):
         pass
+
+
+def first_of_two_nodes(folder: str) -> list[str]:
+    """Ranks 0 and 1 are the first of their nodes, as under ``mpirun --map-by node``; rank 2 is not."""
+    rank = Fabric(accelerator="cpu").global_rank
+    world = World(Placement(rank, 3, rank // 2, 2, rank % 2, 2), torch.device("cpu"))
+    with first_in_turn(world, local=True, seconds=20.0):
+        seen = sorted(path.name for path in Path(folder).iterdir())
+        time.sleep(0.2 * (rank == 0))
+        (Path(folder) / str(rank)).touch()
+    after = sorted(path.name for path in Path(folder).iterdir())
+    world.close()
+    return seen if rank == 2 else after
+
+
+def test_the_first_ranks_of_all_nodes_are_waited_for_however_ranks_lie_on_them(tmp_path: Path) -> None:
+    first, second, last = run_on_ranks(3, first_of_two_nodes, str(tmp_path))
+    assert {"0", "1"} <= {*first} & {*second}
+    assert last == ["0", "1"]
+
+
+def test_a_failure_that_was_caught_is_not_blamed_for_a_later_one() -> None:
+    source = (
+        "from phalanx import Fabric\nfabric = Fabric(accelerator='cpu', devices=2)\nfabric.launch()\n"
+        "try:\n    with fabric.rank_zero_first():\n        if fabric.is_global_zero: raise ValueError('no network')\n"
+        "except Exception: pass\n"
+        "if fabric.global_rank == 1: 1 / 0\nfabric.barrier()\n"
+    )
+    done = run_script(source)
+    assert done.stdout.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
 def prepares(folder: str, fails: bool) -> str:

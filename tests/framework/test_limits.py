@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import CombinedLoader, Trainer
+from phalanx.callbacks import LambdaCallback
 from phalanx.framework.errors import ConfigurationError, DataError
 
 
@@ -381,3 +383,12 @@ def test_a_run_that_comes_no_nearer_to_its_end_says_so_once(
     printed = "".join(capsys.readouterr())
     assert printed.count("epoch 0 made no optimizer step, and only max_steps=2 ends this run") == told
     assert printed.count("made no optimizer step") == told
+
+
+def test_a_run_that_is_resumed_at_an_epochs_end_is_not_told_that_it_comes_no_nearer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"))
+    silent_trainer(max_steps=4, callbacks=[saver]).fit(Counting(), loader(8, 2))
+    silent_trainer(max_steps=6).fit(Counting(), loader(8, 2), ckpt_path=tmp_path / "a.ckpt")
+    assert "made no optimizer step" not in "".join(capsys.readouterr())
