@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -19,6 +20,7 @@ from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.tensor_file import FileRecord, open_tensor_file
 from phalanx.framework.checkpoint.verification import problems_of
 from phalanx.framework.errors import DesyncError
+from phalanx.framework.process import allow_open_files
 from phalanx.framework.sampling import EvaluationSampler, TrainingSampler
 from phalanx.framework.triggers import Triggers
 from phalanx.framework.world import Pending, World, frame_bytes
@@ -128,6 +130,21 @@ def test_ranks_are_not_told_what_rank_zero_alone_needs(tmp_path: Path) -> None:
     for name in ("whole", "sharded"):
         opened = checkpoint.open_checkpoint(tmp_path / f"{name}.ckpt")
         assert opened.rank_documents == ["x" * 200_000] * 2
+
+
+def test_a_rank_may_open_as_many_files_as_groups_need() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+        allow_open_files(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 200
+        allow_open_files(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+        if limits[1] != resource.RLIM_INFINITY:
+            allow_open_files(limits[1] + 1)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # ---- checkpoints of many ranks --------------------------------------------------------------------------------------
