@@ -31,7 +31,9 @@ def growth(rounds: int, quick: bool) -> None:
 
 def measured(counts: tuple[int, ...], quick: bool) -> None:
     """Start ranks and print the medians over them; of the times that all wait for, the longest."""
-    found = {count: ranks for count in counts if (ranks := _ranks(count, quick))}
+    lengths = (50, 1) if quick else (1000, 4)
+    found = {count: ranks for count in counts if (ranks := _ranks(count, *lengths))}
+    lazily = {count: _ranks(count, 0, 0, TORCH_GLOO_LAZY_INIT="1") for count in found}
     head = ["ranks", *map(str, found)]
     stages = ("met", "control", "apart")
     rows = [
@@ -39,6 +41,7 @@ def measured(counts: tuple[int, ...], quick: bool) -> None:
         _row("control group, ms", found, "control seconds", MILLI),
         _row("of which computed, ms", found, "control computed", MILLI),
         *(_row(f"sockets, {_GROUPS[stage]}", found, f"{stage} sockets", 1) for stage in stages),
+        _row("sockets of these, connected when needed", lazily, "apart sockets", 1),
         *(_row(f"threads, {_GROUPS[stage]}", found, f"{stage} threads", 1) for stage in stages),
         _row("memory of its own, MB", found, "apart private", MEGA),
     ]
@@ -89,16 +92,17 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _ranks(count: int, quick: bool) -> list[dict[str, Any]]:
-    options = [str(50 if quick else 1000), str(1 if quick else 4)]
+def _ranks(count: int, exchanges: int, layers: int, **variables: str) -> list[dict[str, Any]]:
+    """Start ranks; return what each of them found. Without ``exchanges`` they only build their groups."""
+    options = [str(time.monotonic()), str(exchanges), str(layers)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.growth_rank", str(count), str(time.monotonic()), *options],
+        [sys.executable, "-m", "benchmarks.growth_rank", str(count), *options],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
         cwd=Path(__file__).parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
     )
     for line in done.stdout.splitlines():
         if line.startswith("FOUND "):

@@ -154,6 +154,8 @@ def main() -> None:
     torch.set_num_threads(1)
     world = fabric.world
     groups(world, found)
+    if not count:
+        return tell(world, found)
     exchanges(world, found, count)
     directory = Path(world.broadcast_object(tempfile.mkdtemp() if world.is_global_zero else ""))
     try:
@@ -164,6 +166,11 @@ def main() -> None:
         world.barrier()
         if world.is_global_zero:
             shutil.rmtree(directory, ignore_errors=True)
+    tell(world, found)
+
+
+def tell(world: World, found: dict[str, Any]) -> None:
+    """Print what all ranks have found, on rank 0."""
     everyone = world.all_gather_object(found)
     if world.is_global_zero:
         print("FOUND " + json.dumps(everyone), flush=True)
