@@ -40,6 +40,8 @@ def measured(counts: tuple[int, ...], quick: bool) -> None:
         ["all have met, s", *(f"{max(_each(ranks, 'met seconds')):.1f}" for ranks in found.values())],
         _row("control group, ms", found, "control seconds", MILLI),
         _row("of which computed, ms", found, "control computed", MILLI),
+        _row("the rendezvous sends for it, KiB", found, "control told", KILO),
+        _row("the same, connected when needed", lazily, "control told", KILO),
         *(_row(f"sockets, {_GROUPS[stage]}", found, f"{stage} sockets", 1) for stage in stages),
         _row("sockets of these, connected when needed", lazily, "apart sockets", 1),
         *(_row(f"threads, {_GROUPS[stage]}", found, f"{stage} threads", 1) for stage in stages),

@@ -6,10 +6,12 @@ is comparable is the processor's time that a rank spends on it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -28,6 +30,8 @@ from phalanx.framework.world import World
 from .gpt import GPT, batches, next_token_loss
 
 Found = dict[str, float]
+# Where the kernel's tcp_info says how many bytes came in.
+_RECEIVED_AT = 128
 # As many as a step's control reduction has.
 NUMBERS = 11
 
@@ -90,14 +94,26 @@ def held() -> Found:
     return {"sockets": sockets, "threads": len(os.listdir("/proc/self/task")), "private": private * 1024.0}
 
 
+def from_store() -> int:
+    """Return the bytes that the rendezvous has sent to this process so far."""
+    port, received = int(os.environ["MASTER_PORT"]), 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as line:
+            if line.getpeername()[1] == port:
+                known = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+                received += int.from_bytes(known[_RECEIVED_AT:], sys.byteorder)
+    return received
+
+
 def groups(world: World, found: Found) -> None:
     """Build what a run with saves behind the training has: the default group, the control group and one of its own."""
     found |= {f"met {name}": value for name, value in held().items()}
     dist.barrier()
-    began, computed = time.perf_counter(), time.process_time()
+    told, began, computed = from_store(), time.perf_counter(), time.process_time()
     _ = world.control
     found["control seconds"] = time.perf_counter() - began
     found["control computed"] = time.process_time() - computed
+    found["control told"] = from_store() - told
     found |= {f"control {name}": value for name, value in held().items()}
     world.barrier()
     apart = world.apart()
