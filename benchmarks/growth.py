@@ -31,7 +31,7 @@ def growth(rounds: int, quick: bool) -> None:
 
 def measured(counts: tuple[int, ...], quick: bool) -> None:
     """Start ranks and print the medians over them; of the times that all wait for, the longest."""
-    lengths = (50, 1) if quick else (1000, 4)
+    lengths = (10, 1) if quick else (200, 4)
     found = {count: ranks for count in counts if (ranks := _ranks(count, *lengths))}
     lazily = {count: _ranks(count, 0, 0, TORCH_GLOO_LAZY_INIT="1") for count in found}
     head = ["ranks", *map(str, found)]
@@ -45,7 +45,7 @@ def measured(counts: tuple[int, ...], quick: bool) -> None:
         *(_row(f"sockets, {_GROUPS[stage]}", found, f"{stage} sockets", 1) for stage in stages),
         _row("sockets of these, connected when needed", lazily, "apart sockets", 1),
         *(_row(f"threads, {_GROUPS[stage]}", found, f"{stage} threads", 1) for stage in stages),
-        _row("memory of its own, MB", found, "apart private", MEGA),
+        _row("memory of its own before there is a model, MB", found, "apart private", MEGA),
     ]
     show("Starting: a rank of a machine", head, rows)
     rows = [

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ Found = dict[str, float]
 _RECEIVED_AT = 128
 # As many as a step's control reduction has.
 NUMBERS = 11
+TIMES = 5
 
 
 @dataclass
@@ -76,13 +78,19 @@ def counted() -> Iterator[Traffic]:
 
 
 def cost(world: World, function: Callable[[], object], count: int) -> tuple[float, float]:
-    """Return the seconds that a call takes, and the seconds that this process computes for it on all its threads."""
-    function()
-    world.barrier()
-    began, computed = time.perf_counter(), time.process_time()
-    for _ in range(count):
-        function()
-    return (time.perf_counter() - began) / count, (time.process_time() - computed) / count
+    """Return the seconds that a call takes, and the seconds that this process computes for it on all its threads.
+
+    Medians of several times ``count`` calls, as others may use the machine too.
+    """
+    seconds, computed = list[float](), list[float]()
+    for _ in range(TIMES):
+        world.barrier()
+        began, used = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            function()
+        seconds.append((time.perf_counter() - began) / count)
+        computed.append((time.process_time() - used) / count)
+    return statistics.median(seconds), statistics.median(computed)
 
 
 def held() -> Found:
@@ -129,7 +137,7 @@ def exchanges(world: World, found: Found, count: int) -> None:
     found["board seconds"], found["board computed"] = cost(world, lambda: world.control_reduce(vector).wait(), count)
     reduce = world.control.allreduce
     found["gloo seconds"], found["gloo computed"] = cost(world, lambda: reduce([vector]).wait(), count)
-    exchange = count // 5
+    exchange = max(1, count // 5)
     found["object seconds"], found["object computed"] = cost(world, lambda: world.all_gather_object(None), exchange)
     with counted() as traffic:
         world.all_gather_object(None)
