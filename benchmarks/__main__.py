@@ -16,6 +16,7 @@ from .alternating import alternating
 from .calls import calls
 from .checkpoints import checkpoints
 from .collectives import collectives
+from .growth import growth
 from .imports import imports
 from .memory import memory
 from .nonfinite import nonfinite
@@ -35,6 +36,7 @@ CONCERNS: dict[str, Callable[[int, bool], None]] = {
     "memory": memory,
     "checkpoints": checkpoints,
     "nonfinite": nonfinite,
+    "growth": growth,
 }
 
 

@@ -1,10 +1,11 @@
-"""Child processes: how they are watched, die with their parent, and are told apart."""
+"""Processes: how children are watched, die with their parent and are told apart; how many files one may open."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -73,6 +74,15 @@ def end_with_parent() -> None:
 def adopt_orphans() -> None:
     """Have what descendants of this process leave running become its children. Linux only."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process open ``count`` files at once where it may open fewer, as far as the system lets it say so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def children() -> set[int]:

@@ -24,8 +24,12 @@ import torch.distributed as dist
 from .environment import gloo_interface, take_store_descriptor, tell_of_leaving, uses_agent_store
 from .errors import ConfigurationError, did_you_mean
 from .placement import LOOPBACK, Placement
+from .process import allow_open_files
 
 _LAST_MOMENT_SECONDS = 0.01
+# The default group, one for control, one for saves behind the training, and two of a mesh; and what else is open.
+_GROUPS = 5
+_OTHER_FILES = 1024
 # One store serves all meetings of a process: its port cannot be had twice.
 _stores: dict[tuple[str, int], Any] = {}
 _meetings: Iterator[int] = itertools.count()
@@ -48,6 +52,8 @@ def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     if place.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), **common)  # type: ignore[attr-defined]
     else:
+        # gloo connects each rank with every other one, anew for each group.
+        allow_open_files(_GROUPS * place.size + _OTHER_FILES)
         _check_interface()
         if place.launcher == "torchrun" and uses_agent_store():
             dist.init_process_group(backend, init_method="env://", **common)

@@ -142,6 +142,36 @@ def chunks(items: Sequence[Any] | LazyItems, start: int, width: int) -> Iterator
             yield items[begin : begin + width]
 
 
+def _shares(
+    items: Sequence[Any] | LazyItems, start: int, span: int, rank: int, size: int
+) -> Iterator[tuple[int, int, Sequence[Any]]]:
+    """Yield of every ``span`` items from ``start`` on their number, where rank's part of them begins, and that part.
+
+    The parts of the others are not copied: they are as many as ranks.
+    """
+    if isinstance(items, LazyItems):
+        for chunk in chunks(items, start, span):
+            begin, end = part_of(len(chunk), rank, size)
+            yield len(chunk), begin, chunk[begin:end]
+        return
+    for first in range(start, len(items), span):
+        count = min(span, len(items) - first)
+        begin, end = part_of(count, rank, size)
+        yield count, begin, items[first + begin : first + end]
+
+
+def _every(
+    items: Sequence[Any] | LazyItems, width: int, first: int, step: int, stop: int | None
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Yield every ``step``-th chunk of ``width`` items with its number, from number ``first`` on, below ``stop``."""
+    if isinstance(items, LazyItems):
+        yield from itertools.islice(enumerate(chunks(items, 0, width)), first, stop, step)
+        return
+    count = ceil_div(len(items), width)
+    for number in range(first, count if stop is None else min(stop, count), step):
+        yield number, items[number * width : (number + 1) * width]
+
+
 class IndexSampler:
     """What replaces the sampler of a loader's copy. ``epoch`` is set before ``iter()``; the rest is the original's.
 
@@ -230,20 +260,14 @@ class TrainingSampler(IndexSampler):
         return self._batches(self.order.items(self.epoch), self.start, self.epoch)
 
     def _batches(self, items: Sequence[Any] | LazyItems, start: int, epoch: int) -> Iterator[Any]:
-        span = self.span
-        full = self.rank * self.width, (self.rank + 1) * self.width
-        for chunk in chunks(items, start, span):
-            if len(chunk) == span:
-                begin, end = full
-            elif self.drop_last:
+        for count, begin, own in _shares(items, start, self.span, self.rank, self.size):
+            if self.drop_last and count < self.span:
                 return
-            else:
-                begin, end = part_of(len(chunk), self.rank, self.size)
-                if begin == end:
-                    self.left_out = True
-                    return
-            yield self._pack(chunk[begin:end], start + begin, epoch)
-            start += span
+            if not len(own):
+                self.left_out = True
+                return
+            yield self._pack(own, start + begin, epoch)
+            start += self.span
 
 
 class EvaluationSampler(IndexSampler):
@@ -280,9 +304,7 @@ class EvaluationSampler(IndexSampler):
     def _batches(
         self, items: Sequence[Any] | LazyItems, share: tuple[int, int, int | None], epoch: int
     ) -> Iterator[Any]:
-        first, step, stop = share
-        numbered = itertools.islice(enumerate(chunks(items, 0, self.width)), first, stop, step)
-        for number, chunk in numbered:
+        for number, chunk in _every(items, self.width, *share):
             if self.drop_last and len(chunk) < self.width:
                 return
             yield self._pack(chunk, number * self.width, epoch)

@@ -95,7 +95,7 @@ class StallWatch:
         self._last = now
         for rank, beat in beats.items():
             self._note(rank, beat)
-        inside = [rank for rank, beat in beats.items() if beat is not None and beat.section != OUTSIDE]
+        inside = {rank for rank, beat in beats.items() if beat is not None and beat.section != OUTSIDE}
         if not inside:
             return {}
         least = min(_place(beat) for beat in beats.values())

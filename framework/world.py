@@ -284,18 +284,37 @@ class World:
         return obj if self.rank == src else pickle.loads(data)
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return the objects of all ranks; pickled, in one collective up to 16 KiB and two above. Collective."""
+        """Return the objects of all ranks; pickled, in one collective while small and two above. Collective.
+
+        Small is 16 KiB on up to 64 ranks; on more, so that what all have sent stays about 1 MiB, down to 512 bytes.
+        """
         if self.size == 1:
             return [obj]
         payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-        frames = self._gather_bytes(_framed(payload))
+        room = frame_bytes(self.size)
+        frames = self._gather_bytes(_framed(payload, room))
         lengths = [_length(frame) for frame in frames]
         longest = max(lengths)
-        if longest > _BUFFER_BYTES - _HEADER_BYTES:
+        if longest > room - _HEADER_BYTES:
             frames = self._gather_bytes(bytearray(payload.ljust(longest, b"\0")))
             return [pickle.loads(frame[:length]) for frame, length in zip(frames, lengths, strict=True)]
         end = _HEADER_BYTES
         return [pickle.loads(frame[end : end + length]) for frame, length in zip(frames, lengths, strict=True)]
+
+    def gather_object(self, obj: T) -> list[T] | None:
+        """Return the objects of all ranks on rank 0, elsewhere None; pickled, in two collectives. Collective."""
+        if self.size == 1:
+            return [obj]
+        payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+        longest = torch.tensor([len(payload)])
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.control)
+        room = _HEADER_BYTES + int(longest)
+        frames = [bytearray(room) for _ in range(self.size)] if self.is_global_zero else []
+        into = [_as_tensor(frame) for frame in frames] or None
+        dist.gather(_as_tensor(_framed(payload, room)), into, dst=0, group=self.control)
+        if not self.is_global_zero:
+            return None
+        return [pickle.loads(frame[_HEADER_BYTES : _HEADER_BYTES + _length(frame)]) for frame in frames]
 
     def _gather_bytes(self, source: bytearray) -> list[memoryview]:
         """Gather buffers of one length in one collective."""
@@ -316,12 +335,21 @@ _REDUCTIONS: dict[str, Any] = (
 )
 
 
-def _framed(payload: bytes) -> bytearray:
-    """Return the fixed-size buffer of a payload: its length, then as much of it as has room."""
-    room = _BUFFER_BYTES - _HEADER_BYTES
-    buffer = bytearray(_BUFFER_BYTES)
+# Of all ranks' buffers together, where there are many; and the least that each has.
+_EXCHANGE_BYTES = 1 << 20
+_LEAST_BUFFER_BYTES = 512
+
+
+def frame_bytes(ranks: int) -> int:
+    """Return the bytes of the buffer in which each of so many ranks sends an object to all."""
+    return max(_LEAST_BUFFER_BYTES, min(_BUFFER_BYTES, _EXCHANGE_BYTES // ranks))
+
+
+def _framed(payload: bytes, size: int = _BUFFER_BYTES) -> bytearray:
+    """Return the buffer of ``size`` bytes of a payload: its length, then the payload if there is room for it."""
+    buffer = bytearray(size)
     buffer[:_HEADER_BYTES] = len(payload).to_bytes(_HEADER_BYTES, "little")
-    if len(payload) <= room:
+    if len(payload) <= size - _HEADER_BYTES:
         buffer[_HEADER_BYTES : _HEADER_BYTES + len(payload)] = payload
     return buffer
 

@@ -105,17 +105,21 @@ class Checkpoint:
                 f"{section} tensor {name!r} has shape {list(record.shape)}; a box of shape {list(shape)} at"
                 f" {list(offsets)} is not within it."
             )
-        out = self._empty(name, record, tuple(shape))
-        if out.numel() == 0:
-            return out
         if not any(is_flat(record.shape, part.offsets) for part in record.parts):
-            for part in record.parts:
+            touched = parts_in_box(record, offsets, shape)
+            out = self._empty(name, record, touched, tuple(shape))
+            for part in touched:
                 self._copy_box(name, record, part, offsets, out)
             return out
         # Parts of the flattened tensor hold whole rows only, so the rows are read and the other dims cut afterwards.
-        rows = out if out.shape[1:] == record.shape[1:] else out.new_empty((*shape[:1], *record.shape[1:]))
         row_size = prod(record.shape[1:])
-        self._copy_range(name, record, (offsets[0] if offsets else 0) * row_size, rows.reshape(-1))
+        start, length = (offsets[0] * row_size, shape[0] * row_size) if offsets else (0, 1)
+        touched = parts_in_range(record, start, length)
+        out = self._empty(name, record, touched, tuple(shape))
+        if out.numel() == 0:
+            return out
+        rows = out if out.shape[1:] == record.shape[1:] else out.new_empty((*shape[:1], *record.shape[1:]))
+        self._copy_range(name, record, touched, start, rows.reshape(-1))
         return out if rows is out else out.copy_(_cut(rows, (0, *offsets[1:]), shape))
 
     def read_flat(self, section: str, name: str, start: int, length: int) -> Tensor:
@@ -130,23 +134,28 @@ class Checkpoint:
             raise ConfigurationError(
                 f"{section} tensor {name!r} has {size:,} elements; {length:,} from {start:,} on are not within it."
             )
-        out = self._empty(name, record, (length,))
-        if not length:
-            return out
         if any(is_flat(record.shape, part.offsets) for part in record.parts):
-            self._copy_range(name, record, start, out)
+            touched = parts_in_range(record, start, length)
+            out = self._empty(name, record, touched, (length,))
+            self._copy_range(name, record, touched, start, out)
             return out
+        boxes = list(_flat_boxes(record.shape, start, length)) if length else []
+        inside = [parts_in_box(record, *box) for box in boxes]
+        out = self._empty(name, record, [part for parts in inside for part in parts], (length,))
         position = 0
-        for offsets, extent in _flat_boxes(record.shape, start, length):
+        for (offsets, extent), parts in zip(boxes, inside, strict=True):
             piece = out.narrow(0, position, prod(extent)).view(extent)
-            for part in record.parts:
+            for part in parts:
                 self._copy_box(name, record, part, offsets, piece)
             position += prod(extent)
         return out
 
-    def _empty(self, name: str, record: TensorRecord, shape: tuple[int, ...]) -> Tensor:
-        """Return memory to read into, once the files are known to hold what the manifest says."""
-        for part in record.parts:
+    def _empty(self, name: str, record: TensorRecord, touched: Sequence[Part], shape: tuple[int, ...]) -> Tensor:
+        """Return memory to read into, once the files of what is to be read are known to hold what the manifest says.
+
+        No others are opened: there are as many as ranks that wrote, and each rank of a run reads a part of its own.
+        """
+        for part in touched:
             if part.file not in self._seen:
                 self._file(part.file)
         try:
@@ -162,8 +171,6 @@ class Checkpoint:
         lows = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
         highs = [min(a + n, b + m) for a, n, b, m in zip(offsets, out.shape, part.offsets, part.shape, strict=True)]
         extent = [high - low for low, high in zip(lows, highs, strict=True)]
-        if any(size <= 0 for size in extent):
-            return
         target = _cut(out, [low - start for low, start in zip(lows, offsets, strict=True)], extent)
         inside = [low - start for low, start in zip(lows, part.offsets, strict=True)]
         # Elements that lie together in the file: some of the first dim that is not cut to one, and all of those after.
@@ -177,14 +184,13 @@ class Checkpoint:
         self._read_elements(name, record, part, first, buffer)
         target.copy_(_cut(buffer, [*[0] * len(inside[: dim + 1]), *inside[dim + 1 :]], extent))
 
-    def _copy_range(self, name: str, record: TensorRecord, start: int, out: Tensor) -> None:
-        """Fill the 1-d ``out`` with the elements from ``start`` on, from parts of the flattened tensor."""
-        for part in record.parts:
+    def _copy_range(self, name: str, record: TensorRecord, touched: Sequence[Part], start: int, out: Tensor) -> None:
+        """Fill the 1-d ``out`` with the elements from ``start`` on, from the parts of the flattened tensor there."""
+        for part in touched:
             low = max(start, part.offsets[0])
             high = min(start + out.numel(), part.offsets[0] + part.shape[0])
-            if low < high:
-                target = out.narrow(0, low - start, high - low)
-                self._read_elements(name, record, part, low - part.offsets[0], target)
+            target = out.narrow(0, low - start, high - low)
+            self._read_elements(name, record, part, low - part.offsets[0], target)
 
     def _read_elements(self, name: str, record: TensorRecord, part: Part, first: int, out: Tensor) -> None:
         """Fill the contiguous ``out`` with the elements of ``part`` from ``first`` on.
@@ -253,6 +259,27 @@ def _within(offsets: Sequence[int], shape: Sequence[int], whole: Sequence[int]) 
         start >= 0 and size >= 0 and start + size <= full
         for start, size, full in zip(offsets, shape, whole, strict=True)
     )
+
+
+def parts_in_box(record: TensorRecord, offsets: Sequence[int], shape: Sequence[int]) -> list[Part]:
+    """Return the parts that share an element with a box."""
+    return [
+        part
+        for part in record.parts
+        if all(
+            max(start, begin) < min(start + size, begin + extent)
+            for start, size, begin, extent in zip(offsets, shape, part.offsets, part.shape, strict=True)
+        )
+    ]
+
+
+def parts_in_range(record: TensorRecord, start: int, length: int) -> list[Part]:
+    """Return the parts of the flattened tensor that share an element with a range of it."""
+    return [
+        part
+        for part in record.parts
+        if max(start, part.offsets[0]) < min(start + length, part.offsets[0] + part.shape[0])
+    ]
 
 
 def _flat_boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[Box]:

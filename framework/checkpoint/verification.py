@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from ..errors import CheckpointError
 from .manifest import Manifest
 from .opening import read_manifest
-from .tensor_file import CHUNK_BYTES, open_tensor_file, parse_header
+from .tensor_file import CHUNK_BYTES, FileRecord, open_tensor_file, parse_header
+
+_Header: TypeAlias = "dict[str, tuple[str, tuple[int, ...], int, int, str]]"
+"""Of each tensor in a file: dtype, shape, its first byte and its end, and the checksum."""
 
 # A run that goes on may replace what is being read.
 _MOST_READINGS = 3
@@ -38,7 +42,12 @@ def was_replaced(path: str | os.PathLike[str], manifest: Manifest) -> bool:
 
 def problems_of(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> list[str]:
     """Read every byte of some of a checkpoint's files and return what is wrong with them, a sentence each."""
-    return [problem for name in files for problem in _file_problems(Path(path), manifest, name)]
+    expected = _expected_headers(manifest, files)
+    return [
+        problem
+        for name in expected
+        for problem in _file_problems(Path(path) / name, manifest.files[name], expected[name])
+    ]
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
@@ -59,11 +68,9 @@ def first_incomplete(path: str | os.PathLike[str], manifest: Manifest) -> str | 
     return None
 
 
-def _file_problems(folder: Path, manifest: Manifest, file_name: str) -> Iterator[str]:
+def _file_problems(path: Path, record: FileRecord, expected: _Header) -> Iterator[str]:
     from xxhash import xxh3_64
 
-    record, path = manifest.files[file_name], folder / file_name
-    expected = _expected_header(manifest, file_name)
     try:
         file = open_tensor_file(path, record)
         header = file.read(record.header_size)
@@ -90,14 +97,15 @@ def _file_problems(folder: Path, manifest: Manifest, file_name: str) -> Iterator
             yield f"{str(path)!r} does not match its checksum."
 
 
-def _expected_header(manifest: Manifest, file_name: str) -> dict[str, tuple[str, tuple[int, ...], int, int, str]]:
-    found = {}
+def _expected_headers(manifest: Manifest, files: Iterable[str]) -> dict[str, _Header]:
+    """Return what lies in each of some files, in one look at all parts: there are as many of them as ranks."""
+    found: dict[str, _Header] = {name: {} for name in files}
     for tensors in manifest.sections.values():
         for name, record in tensors.items():
             if isinstance(record, str):
                 continue
             for part in record.parts:
-                if part.file == file_name:
+                if part.file in found:
                     end = part.start + record.size_of(part)
-                    found[name] = (record.dtype, part.shape, part.start, end, part.xxh3_64)
+                    found[part.file][name] = (record.dtype, part.shape, part.start, end, part.xxh3_64)
     return found

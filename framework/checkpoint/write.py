@@ -2,7 +2,7 @@
 
     begin    Collective: who writes what is agreed, the hidden directory is made
     write    each rank alone, no collective: the part of this rank is written and synced
-    finish   Collective: outcomes are gathered, rank 0 writes the manifest and publishes
+    finish   Collective: rank 0 is told the outcomes, writes the manifest and publishes
 
 A failure on one rank is gathered with everything else and raised on all of them; nobody waits for a rank that gave up.
 All three may run on a thread of its own, on a world of its own, while training goes on with other tensors.
@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..atomic import HiddenDirectory, remove_tree, replace_directory, storage_error, write_synced
-from ..errors import ConfigurationError, NonFiniteError, StorageError
+from ..errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..world import World
 from .direct_file import DirectFile
 from .finite import is_finite
@@ -115,7 +115,6 @@ class Save:
         self._temporary: Path | None = None
         self._plans: list[Plan] = []
         self._agreed: Agreed = {}
-        self._rank_documents: list[JSON] = []
         self._written = _Written()
         self._failure: Exception | None = None
 
@@ -134,17 +133,21 @@ class Save:
                 self._temporary = self._hidden(self.path)
             if self._sharded or self._world.is_global_zero:
                 plan = plan_of(self._snapshot)
+            if not self._sharded:
+                # Nobody else needs to know what rank 0 alone writes.
+                self._plans = [plan]
+                self._agreed = assign(self._plans)
         except Exception as error:
             failure = error
-        payload = (self._temporary, plan, self._snapshot.rank_document)
+        payload = (self._temporary, plan if self._sharded else None)
         with self._discarding():
             gathered = agree(self._world, failure, self.path, self._what, payload)
         self._temporary = gathered[0][0]
-        self._plans = [plan for _, plan, _ in gathered]
-        self._rank_documents = [document for _, _, document in gathered]
-        # Every rank computes the same from the same plans, so a refusal here is everyone's as well.
-        with self._discarding():
-            self._agreed = assign(self._plans)
+        if self._sharded:
+            self._plans = [plan for _, plan in gathered]
+            # Every rank computes the same from the same plans, so a refusal here is everyone's as well.
+            with self._discarding():
+                self._agreed = assign(self._plans)
 
     def _hidden(self, target: Path) -> Path:
         try:
@@ -170,17 +173,21 @@ class Save:
 
     def finish(self) -> Path:
         """Gather the outcomes, write the manifest and publish. Collective. Raises as ``save``."""
+        failure = self._failure
+        outcome = (tell(failure, self.path), self._written, self._snapshot.rank_document)
         with self._discarding():
-            written: list[_Written] = agree(self._world, self._failure, self.path, self._what, self._written)
-        failure: Exception | None = None
-        if self._world.is_global_zero:
-            try:
-                self._publish(written)
-            except Exception as error:
-                failure = error
+            gathered = self._world.gather_object(outcome)
+        refusal: PhalanxError | None = None
+        if gathered is not None:
+            refusal = error_of([told for told, _, _ in gathered], self._what, self._world.size)
+            if refusal is None:
+                try:
+                    self._publish([written for _, written, _ in gathered], [document for _, _, document in gathered])
+                except Exception as error:
+                    failure = error
+                    refusal = error_of([tell(error, self.path)], self._what, self._world.size)
         # Also what all wait at until the checkpoint is there.
-        told = self._world.broadcast_object(tell(failure, self.path))
-        refusal = error_of([told], self._what, self._world.size)
+        refusal = self._world.broadcast_object(refusal)
         if refusal is not None:
             self.discard()
             raise refusal from failure
@@ -247,9 +254,9 @@ class Save:
         )
         return storage_error("writing", path, error, sum(boxes))
 
-    def _publish(self, written: list[_Written]) -> None:
+    def _publish(self, written: list[_Written], rank_documents: list[JSON]) -> None:
         assert self._temporary is not None
-        manifest = self._manifest(written)
+        manifest = self._manifest(written, rank_documents)
         try:
             data = dump(manifest)
             strict = parse(data).document == manifest.document
@@ -276,7 +283,7 @@ class Save:
             replace_directory(second, self._also)
         self._release()
 
-    def _manifest(self, written: list[_Written]) -> Manifest:
+    def _manifest(self, written: list[_Written], rank_documents: list[JSON]) -> Manifest:
         sections: dict[str, dict[str, TensorRecord | str]] = {}
         for section, tensors in self._agreed.items():
             records = sections.setdefault(section, {})
@@ -286,7 +293,7 @@ class Save:
             sections=sections,
             files={name: record for outcome in written for name, record in outcome.files.items()},
             document=self._snapshot.document,
-            rank_documents=self._rank_documents,
+            rank_documents=rank_documents,
             nonfinite=next((one.nonfinite for one in written if one.nonfinite is not None), None),
             sharded=self._sharded,
             world_size=self._world.size,

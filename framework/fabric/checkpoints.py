@@ -184,7 +184,7 @@ class CheckpointVerbs(TrainingVerbs):
         """
         state = self._everything()
         self.load(input_dir, state)
-        documents = open_everywhere(self.world, input_dir).rank_documents
+        documents = open_everywhere(self.world, input_dir, verified=True).rank_documents
         if len(documents) == self.world.size and documents[self.world.rank] is not None:
             restore_generators(decode(documents[self.world.rank])["random"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -102,6 +103,9 @@ class Origins:
 def _check_alike(module: nn.Module, world: World) -> None:
     """Refuse ranks that hold different parameters: they would wait for one another for ever."""
     own = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
+    digest = sha256(repr(own).encode()).hexdigest()
+    if all(other == digest for other in world.all_gather_object(digest)):
+        return
     for rank, theirs in enumerate(world.all_gather_object(own)):
         if theirs != own:
             name = next((a[0] for a, b in zip(own, theirs, strict=False) if a != b), "how many there are")

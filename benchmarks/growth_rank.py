@@ -1,0 +1,204 @@
+"""The ranks that ``growth.py`` measures: run as a module, it starts them, and rank 0 prints what all have found.
+
+There may be more ranks than cores, so the time of a reduction says more about the cores than about the reduction: what
+is comparable is the processor's time that a rank spends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx import Fabric
+from phalanx.framework.world import World
+
+from .gpt import GPT, batches, next_token_loss
+
+Found = dict[str, float]
+# Where the kernel's tcp_info says how many bytes came in.
+_RECEIVED_AT = 128
+# As many as a step's control reduction has.
+NUMBERS = 11
+TIMES = 5
+
+
+@dataclass
+class Traffic:
+    """The exchanges of objects of a rank, and the bytes that came in by them."""
+
+    exchanges: int = 0
+    received: int = 0
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count what a ``World`` exchanges in this context, but for reductions of a few numbers."""
+    traffic, rank = Traffic(), dist.get_rank()
+    real = {name: getattr(dist, name) for name in ("all_gather", "broadcast", "gather")}
+
+    def note(received: int) -> None:
+        traffic.exchanges += 1
+        traffic.received += received
+
+    def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, **options: Any) -> Any:
+        note(sum(each.nbytes for each in tensors) - tensor.nbytes)
+        return real["all_gather"](tensors, tensor, **options)
+
+    def broadcast(tensor: torch.Tensor, src: int, **options: Any) -> Any:
+        note(0 if rank == src else tensor.nbytes)
+        return real["broadcast"](tensor, src, **options)
+
+    def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, **options: Any) -> Any:
+        note(sum(each.nbytes for each in gather_list) - tensor.nbytes if gather_list else 0)
+        return real["gather"](tensor, gather_list, **options)
+
+    for function in (all_gather, broadcast, gather):
+        setattr(dist, function.__name__, function)
+    try:
+        yield traffic
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+def cost(world: World, function: Callable[[], object], count: int) -> tuple[float, float]:
+    """Return the seconds that a call takes, and the seconds that this process computes for it on all its threads.
+
+    Medians of several times ``count`` calls, as others may use the machine too.
+    """
+    seconds, computed = list[float](), list[float]()
+    for _ in range(TIMES):
+        world.barrier()
+        began, used = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            function()
+        seconds.append((time.perf_counter() - began) / count)
+        computed.append((time.process_time() - used) / count)
+    return statistics.median(seconds), statistics.median(computed)
+
+
+def held() -> Found:
+    """Return what this process holds: sockets, threads, and the memory that it shares with nobody."""
+    places = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    sockets = sum(os.path.lexists(place) and os.readlink(place).startswith("socket:") for place in places)
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    private = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return {"sockets": sockets, "threads": len(os.listdir("/proc/self/task")), "private": private * 1024.0}
+
+
+def from_store() -> int:
+    """Return the bytes that the rendezvous has sent to this process so far."""
+    port, received = int(os.environ["MASTER_PORT"]), 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as line:
+            if line.getpeername()[1] == port:
+                known = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+                received += int.from_bytes(known[_RECEIVED_AT:], sys.byteorder)
+    return received
+
+
+def groups(world: World, found: Found) -> None:
+    """Build what a run with saves behind the training has: the default group, the control group and one of its own."""
+    found |= {f"met {name}": value for name, value in held().items()}
+    dist.barrier()
+    told, began, computed = from_store(), time.perf_counter(), time.process_time()
+    _ = world.control
+    found["control seconds"] = time.perf_counter() - began
+    found["control computed"] = time.process_time() - computed
+    found["control told"] = from_store() - told
+    found |= {f"control {name}": value for name, value in held().items()}
+    world.barrier()
+    apart = world.apart()
+    apart.barrier()
+    found |= {f"apart {name}": value for name, value in held().items()}
+    world.barrier()
+    apart.close()
+
+
+def exchanges(world: World, found: Found, count: int) -> None:
+    """Measure one control reduction in both ways, and the exchange of an object that is next to nothing."""
+    vector = torch.ones(NUMBERS, dtype=torch.float64)
+    found["board seconds"], found["board computed"] = cost(world, lambda: world.control_reduce(vector).wait(), count)
+    reduce = world.control.allreduce
+    found["gloo seconds"], found["gloo computed"] = cost(world, lambda: reduce([vector]).wait(), count)
+    exchange = max(1, count // 5)
+    found["object seconds"], found["object computed"] = cost(world, lambda: world.all_gather_object(None), exchange)
+    with counted() as traffic:
+        world.all_gather_object(None)
+    found["object received"] = traffic.received
+
+
+def checkpoints(strategy: str, ranks: int, layers: int, directory: Path) -> Found:
+    """Save and load a small GPT with AdamW's state and every rank's random generators."""
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=ranks)
+    fabric.launch()
+    model = GPT(layers)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric.backward(next_token_loss(model, batches(1, rows=1)[0]))
+    optimizer.step()
+    path, found = directory / f"{strategy}.ckpt", Found()
+    # What is done for the first time is not counted.
+    for name, verb in (("", fabric.save_state), ("save", fabric.save_state), ("load", fabric.load_state)):
+        fabric.barrier()
+        began = time.perf_counter()
+        with counted() as traffic:
+            verb(path)
+        found[f"{name} seconds"] = time.perf_counter() - began
+        found[f"{name} exchanges"], found[f"{name} received"] = traffic.exchanges, traffic.received
+    found["sockets"] = held()["sockets"]
+    found["files"] = len(os.listdir(path))
+    found["manifest"] = (path / "manifest.json").stat().st_size
+    fabric.barrier()
+    fabric.free_memory()
+    fabric.leave_world()
+    return found
+
+
+def main() -> None:
+    ranks, began, count, layers = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=ranks)
+    fabric.launch()
+    found: dict[str, Any] = {"met seconds": time.monotonic() - began}
+    torch.set_num_threads(1)
+    world = fabric.world
+    groups(world, found)
+    if not count:
+        return tell(world, found)
+    exchanges(world, found, count)
+    directory = Path(world.broadcast_object(tempfile.mkdtemp() if world.is_global_zero else ""))
+    try:
+        for strategy in ("ddp", "fsdp"):
+            found[strategy] = checkpoints(strategy, ranks, layers, directory)
+            gc.collect()
+    finally:
+        world.barrier()
+        if world.is_global_zero:
+            shutil.rmtree(directory, ignore_errors=True)
+    tell(world, found)
+
+
+def tell(world: World, found: dict[str, Any]) -> None:
+    """Print what all ranks have found, on rank 0."""
+    everyone = world.all_gather_object(found)
+    if world.is_global_zero:
+        print("FOUND " + json.dumps(everyone), flush=True)
+
+
+if __name__ == "__main__":
+    main()

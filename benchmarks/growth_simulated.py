@@ -1,0 +1,225 @@
+"""What grows with the ranks beyond those of one machine: the real functions, given what so many ranks would tell.
+
+Nothing here is an estimate. What cannot be computed in one process, such as the time of a network, is left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from phalanx.framework.checkpoint.codec import encode_inline
+from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord, dump, parse
+from phalanx.framework.checkpoint.plan import Agreed, Box, Piece, Plan, assign
+from phalanx.framework.checkpoint.read import parts_in_box
+from phalanx.framework.checkpoint.tensor_file import FileRecord, byte_size, header_of
+from phalanx.framework.heartbeat import LEARNED, SECTIONS, Beat
+from phalanx.framework.log_entries import Entry
+from phalanx.framework.log_exchange import exchange
+from phalanx.framework.sampling import EvaluationSampler, NaturalOrder, TrainingSampler
+from phalanx.framework.seed import capture
+from phalanx.framework.stalls import StallWatch
+from phalanx.framework.world import World
+
+from .gpt import GPT
+
+T = TypeVar("T")
+Found = dict[str, float]
+# Of a GPT of 1.8 thousand million parameters; no memory is taken for them.
+WIDTH, HEADS, VOCABULARY = 4096, 32, 50_304
+SLOTS = ("exp_avg", "exp_avg_sq")
+NO_CHECKSUM = "0" * 16
+ROWS = 32
+LOGGED = 20
+
+
+def timed(function: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds of a call and its result."""
+    began = time.perf_counter()
+    result = function()
+    return time.perf_counter() - began, result
+
+
+def memory() -> int:
+    """Return the bytes that this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Pretended(World):
+    """One of many ranks of which each tells what this one tells."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(World.single().placement, torch.device("cpu"))
+        self.size = self.data_size = size
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Return copies of an object as if all ranks had sent it."""
+        sent = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+        return [pickle.loads(sent) for _ in range(self.size)]
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def sharded_sections(layers: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of a GPT's parameters and of AdamW's state, by section and name."""
+    with torch.device("meta"):
+        shapes = {name: tuple(each.shape) for name, each in GPT(layers, WIDTH, HEADS, VOCABULARY).named_parameters()}
+    moments = {f"0/{slot}/{name}": shape for slot in SLOTS for name, shape in shapes.items()}
+    return {"model": shapes, "optimizer": moments}
+
+
+def plan_of_rank(sections: dict[str, dict[str, tuple[int, ...]]], rank: int, size: int) -> Plan:
+    """Return what a rank says it holds under ``fsdp``: rows of each tensor, none where they do not suffice."""
+
+    return {
+        section: {name: Piece(torch.float32, shape, rows_of(shape, rank, size), None) for name, shape in shapes.items()}
+        for section, shapes in sections.items()
+    }
+
+
+def rows_of(shape: tuple[int, ...], rank: int, size: int) -> Box:
+    """Return the rows of a tensor that a rank holds, as torch splits them: as many as the others, fewer at the end."""
+    rows = -(-shape[0] // size)
+    start = min(rank * rows, shape[0])
+    return (start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:])
+
+
+def manifest_of(plans: list[Plan], agreed: Agreed, document: Any) -> Manifest:
+    """Return the manifest of a save in which all ranks have written what was agreed; checksums are made up."""
+    files: dict[str, FileRecord] = {}
+    starts: dict[str, dict[str, int]] = {}
+    held: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for section, name, rank, (_, extent) in _writers(agreed):
+        held.setdefault(f"{section}-{rank:05d}.safetensors", []).append((name, extent))
+    for file, tensors in held.items():
+        header, starts[file] = header_of([(name, "F32", extent) for name, extent in tensors])
+        size = len(header) + sum(byte_size(extent, "F32") for _, extent in tensors)
+        files[file] = FileRecord(size, len(header), NO_CHECKSUM, NO_CHECKSUM)
+    parts: dict[tuple[str, str], list[Part]] = {}
+    for section, name, rank, (offsets, extent) in _writers(agreed):
+        file = f"{section}-{rank:05d}.safetensors"
+        part = Part(file, starts[file][name], offsets, extent, NO_CHECKSUM)
+        parts.setdefault((section, name), []).append(part)
+    sections: dict[str, dict[str, TensorRecord | str]] = {section: {} for section in agreed}
+    for (section, name), found in parts.items():
+        sections[section][name] = TensorRecord("F32", plans[0][section][name].shape, tuple(found))
+    return Manifest(sections, files, {}, [document] * len(plans), sharded=True, world_size=len(plans))
+
+
+def _writers(agreed: Agreed) -> Any:
+    for section, tensors in agreed.items():
+        for name, writers in tensors.items():
+            for rank, box in () if isinstance(writers, str) else writers:
+                yield section, name, rank, box
+
+
+def files_read(manifest: Manifest, rank: int, size: int) -> set[str]:
+    """Return the files in which one of ``size`` ranks finds what it holds."""
+    found: set[str] = set()
+    for tensors in manifest.sections.values():
+        for record in tensors.values():
+            assert isinstance(record, TensorRecord)
+            found.update(part.file for part in parts_in_box(record, *rows_of(record.shape, rank, size)))
+    return found
+
+
+def checkpoint(size: int, layers: int) -> Found:
+    """Plan, write down and read back a checkpoint of ``size`` ranks, without its tensors."""
+    sections = sharded_sections(layers)
+    plans = [plan_of_rank(sections, rank, size) for rank in range(size)]
+    document = encode_inline({"random": capture()})
+    told = len(pickle.dumps(plans[1], pickle.HIGHEST_PROTOCOL))
+    assigning, agreed = timed(lambda: assign(plans))
+    manifest = manifest_of(plans, agreed, document)
+    writing, data = timed(lambda: dump(manifest))
+    before = memory()
+    reading, found = timed(lambda: parse(data))
+    parsed = memory() - before
+    mapping, opened = timed(lambda: files_read(found, size // 4, size // 2))
+    return {
+        "elements": sum(prod(shape) for shape in sections["model"].values()),
+        "tensors": sum(map(len, sections.values())),
+        "parts": sum(1 for _ in _writers(agreed)),
+        "files": len(found.files),
+        "documents": len(pickle.dumps(document)) * size,
+        "plans": told * size,
+        "assign seconds": assigning,
+        "manifest": len(data),
+        "dump seconds": writing,
+        "parse seconds": reading,
+        "parsed": parsed,
+        "map seconds": mapping,
+        "opened": len(opened),
+    }
+
+
+# ---- what a fit does ------------------------------------------------------------------------------------------------
+
+
+def sampling(size: int) -> Found:
+    """Return the seconds in which a rank draws up its next batch of a shuffled dataset."""
+    rounds = 40
+    order = NaturalOrder(range(rounds * size * ROWS), 0, shuffle=True)
+    common: dict[str, Any] = {"drop_last": False, "whole": False, "seed": 0, "seeded": False}
+    training = TrainingSampler(None, order, ROWS, rank=size // 2, size=size, **common)
+    evaluation = EvaluationSampler(None, order, ROWS, **common)
+    evaluation.first, evaluation.step = size // 2, size
+    found: Found = {}
+    for name, sampler in (("training", training), ("evaluation", evaluation)):
+        # Held beyond the measurement, for it holds the order of the epoch.
+        batches = iter(sampler)
+        next(batches)
+        seconds, _ = timed(lambda batches=batches: [next(batches) for _ in range(rounds // 2)])  # type: ignore[misc]
+        found[name] = seconds / (rounds // 2)
+    return found
+
+
+def logged(size: int) -> Found:
+    """Exchange an epoch's means of some names."""
+    entries = {f"loss_{number}": Entry(f"loss_{number}", _FLAGS, "mean", False, True) for number in range(LOGGED)}
+    for entry in entries.values():
+        entry.add(0.1, 32.0)
+    world = Pretended(size)
+    seconds, _ = timed(lambda: exchange(world, "train", entries, {None}, False))
+    return {"seconds": seconds}
+
+
+_FLAGS = (False, True, False, True, "mean", False)
+
+
+def watching(size: int) -> Found:
+    """Look at the heartbeats of as many ranks, each of which has gone on since the last look."""
+    limits = (LEARNED,) * len(SECTIONS)
+    watch, looks = StallWatch(), []
+    for number in range(1, 12):
+        beats: dict[int, Beat | None] = {
+            rank: Beat(rank, rank, 0, limits, number, 3, 0, number, 0, number) for rank in range(size)
+        }
+        looks.append(timed(lambda beats=beats: watch.look(beats))[0])  # type: ignore[misc]
+    return {"seconds": statistics.median(looks)}
+
+
+def simulated(sizes: tuple[int, ...], layers: int) -> dict[str, list[Found]]:
+    """Return what was found for each number of ranks, by what was looked at."""
+    looks: dict[str, Callable[[int], Found]] = {
+        "checkpoint": lambda size: checkpoint(size, layers),
+        "sampling": sampling,
+        "logged": logged,
+        "watching": watching,
+    }
+    found: dict[str, list[Found]] = {name: [] for name in looks}
+    for name, size in itertools.product(looks, sizes):
+        found[name].append(looks[name](size))
+        gc.collect()
+    return found
