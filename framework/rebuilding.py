@@ -19,7 +19,7 @@ from .canonical import canonical_table, state_tensors
 from .checkpoint.codec import decode
 from .checkpoint.consolidation import AVERAGES, MODEL, section_tensors
 from .checkpoint.read import Checkpoint
-from .errors import CheckpointError, ConfigurationError, did_you_mean
+from .errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from .extra_state import StateTensors, put_extra_state, saved_extra_state, state_of
 from .matching import listed
 from .model_state import check_model
@@ -61,9 +61,10 @@ def rebuild_module(
 def _check_average(checkpoint: Checkpoint, average: str) -> None:
     names = checkpoint.names(AVERAGES) if AVERAGES in checkpoint.sections else []
     held = sorted({name.partition("/")[0] for name in names})
+    if not held:
+        raise CheckpointError(f"average={average!r} is not in {checkpoint.path}: it holds no averages.")
     if average not in held:
-        what = f"it holds: {', '.join(held)}" if held else "it holds no averages"
-        raise CheckpointError(f"average={average!r} is not in {checkpoint.path}: {what}.{did_you_mean(average, held)}")
+        raise unknown("average", average, held)
 
 
 def target_device(given: str | torch.device | None) -> torch.device:

@@ -513,5 +513,5 @@ def test_either_is_taken_from_a_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(tensor, module.state_dict()[name])
     assert averaged.state_dict().keys() == load_file(tmp_path / "ema.safetensors").keys()
     assert not torch.equal(live.get_parameter("net.3.weight"), averaged.get_parameter("net.3.weight"))
-    with pytest.raises(UnknownNameError, match="Did you mean 'averages/ema'"):
+    with pytest.raises(UnknownNameError, match=r"average='eam' is not known\. Did you mean 'ema'"):
         Normed.load_from_checkpoint(tmp_path / "a", average="eam")

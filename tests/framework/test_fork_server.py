@@ -38,68 +38,36 @@ def servers(session: int) -> list[int]:
 
 def test_a_rank_is_what_a_process_of_its_own_would_be(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("used = []")
+    (tmp_path / "chatty.py").write_text("print('hello')")
+    # What a link leads to lends ranks no modules.
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "phalanx").symlink_to(Path(phalanx.__file__).resolve().parent)
     script = tmp_path / "script.py"
     script.write_text(
-        "import helper, multiprocessing\nhelper.used.append(1)\n"
+        "import helper, multiprocessing, numpy.random, torchmetrics\nhelper.used.append(1)\n"
         + HEAD
         + "sys.path.append('/nowhere')\n"
         + "def double(number): return 2 * number\n"
-        + "supervisor = os.getpid()\n"
         + "if __name__ == '__main__':\n"
-        + "    launch()\n"
+        + "    launch(libraries=['torch._dynamo', 'chatty'])\n"
         + "    here = sys.modules['__main__']\n"
         + "    with multiprocessing.get_context('spawn').Pool(1) as pool: four = pool.map(double, [2])[0]\n"
-        + "    print('told', len(helper.used), os.path.basename(here.__file__), here.__spec__, here is not None,\n"
-        + "          here.double is double, four, sys.argv[0] == here.__file__, sys.path[0] == sys.argv[1],\n"
-        + "          sys.path.count('/nowhere'), 'torch._dynamo' in sys.modules, sys.stdin.read() == '',\n"
-        + "          open('/proc/self/comm').read().startswith('python'), flush=True)\n"
+        + "    print('told', len(helper.used), os.path.basename(here.__file__), here.__spec__, here.double is double,\n"
+        + "          four, sys.argv[0] == here.__file__, sys.path[0] == sys.argv[1], sys.path.count('/nowhere'),\n"
+        + "          any(path.endswith('framework') for path in sys.path), 'torch._dynamo' in sys.modules,\n"
+        + "          sys.stdin.read() == '', open('/proc/self/comm').read().startswith('python'), flush=True)\n"
+        # A library that looks at its rank as it is imported; and generators that nobody has seeded.
+        + "    from torchmetrics.utilities.prints import rank_zero_only\n"
+        + "    world = World.from_environment('cpu')\n"
+        + "    drawn = world.all_gather_object((rank_zero_only.rank, random.random(), numpy.random.random()))\n"
+        + "    numbers = {number for _, *both in drawn for number in both}\n"
+        + "    if world.is_global_zero: print([rank for rank, *_ in drawn], len(numbers))\n"
     )
-    done = run_command([sys.executable, str(script), str(tmp_path)], tmp_path)
-    expected = "told 1 script.py None True True 4 True True 1 True True True"
-    assert sorted(done.stdout.splitlines()) == [f"[rank 1] {expected}", expected], done.stdout
-
-
-def test_ranks_draw_different_random_numbers_where_nobody_set_a_seed() -> None:
-    draws = "import numpy\nprint('drew', random.random(), numpy.random.random(), flush=True)\n"
-    done = run_script("import numpy.random\n" + HEAD + "launch()\n" + draws)
-    drawn = [line.split()[-2:] for line in done.stdout.splitlines() if "drew" in line]
-    assert len(drawn) == 2
-    assert len({number for pair in drawn for number in pair}) == 4
-
-
-def test_a_package_that_is_reached_through_a_link_lends_ranks_no_modules(tmp_path: Path) -> None:
-    (tmp_path / "phalanx").symlink_to(Path(phalanx.__file__).resolve().parent)
-    asked = "launch()\nprint('found', 'framework' in ' '.join(sys.path), flush=True)\n"
-    done = run_script(HEAD + asked, env={"PYTHONPATH": str(tmp_path)})
-    assert sorted(done.stdout.splitlines()) == ["[rank 1] found False", "found False"]
-
-
-def test_libraries_that_look_at_their_rank_see_that_of_each(tmp_path: Path) -> None:
-    source = (
-        "import torchmetrics\n"
-        + HEAD
-        + (
-            "launch()\nfrom torchmetrics.utilities.prints import rank_zero_only\n"
-            "print('is', rank_zero_only.rank, flush=True)\n"
-        )
-    )
-    assert sorted(run_script(source).stdout.splitlines()) == ["[rank 1] is 1", "is 0"]
-
-
-def test_what_a_script_has_set_for_itself_does_not_disturb_the_start(tmp_path: Path) -> None:
-    source = "import signal, socket\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nsocket.setdefaulttimeout(0.01)\n"
-    done = run_script(source + HEAD + "launch()\nprint('began', flush=True)\nif place.rank: sys.exit(3)\n")
-    assert done.stdout.count("began") == 2
-    assert done.stdout.splitlines()[-1].endswith("ended with exit code 3")
-    assert done.returncode == 3
-
-
-def test_what_an_import_prints_is_printed_once(tmp_path: Path) -> None:
-    (tmp_path / "chatty.py").write_text("print('hello')")
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + "launch(libraries=['chatty'])\n")
-    done = run_command([sys.executable, str(script)], tmp_path, env={"PYTHONUNBUFFERED": ""})
-    assert done.stdout.splitlines() == ["hello"]
+    environment = {"PYTHONPATH": str(linked), "PYTHONUNBUFFERED": ""}
+    done = run_command([sys.executable, str(script), str(tmp_path)], tmp_path, env=environment)
+    expected = "told 1 script.py None True 4 True True 1 False True True True"
+    assert sorted(done.stdout.splitlines()) == ["[0, 1] 4", f"[rank 1] {expected}", "hello", expected], done.stdout
 
 
 def test_a_script_of_byte_code_runs(tmp_path: Path) -> None:
@@ -109,21 +77,14 @@ def test_a_script_of_byte_code_runs(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[rank 1] began", "began"]
 
 
-def test_ranks_start_where_an_import_has_looked_at_an_accelerator(tmp_path: Path) -> None:
-    # Stands for a build with CUDA, which notes the same in a forked process.
-    (tmp_path / "looks.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True")
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + "launch(libraries=['looks'])\nprint('looks' in sys.modules, flush=True)\n")
-    done = run_command([sys.executable, str(script)], tmp_path)
-    assert sorted(done.stdout.splitlines()) == ["False", "[rank 1] False"]
-
-
 def test_an_error_is_told_without_the_lines_of_what_ran_the_script() -> None:
-    for ending in ("install_rank_hooks(place)", "sys.excepthook = sys.__excepthook__"):
-        done = run_script(HEAD + f"launch()\n{ending}\nraise KeyError('the cause')\n")
-        assert "KeyError: 'the cause'" in done.stdout
-        assert "fork_server" not in done.stdout
-        assert done.returncode == 1
+    # What the script has set for itself does not disturb the start either.
+    own = "import signal, socket\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nsocket.setdefaulttimeout(0.01)\n"
+    done = run_script(own + HEAD + "launch()\nsys.excepthook = sys.__excepthook__\nraise KeyError('the cause')\n")
+    assert "KeyError: 'the cause'" in done.stdout
+    assert "fork_server" not in done.stdout
+    assert "ended with exit code 1" in done.stdout
+    assert done.returncode == 1
 
 
 def test_a_rank_that_is_interrupted_dies_of_the_signal() -> None:
@@ -186,9 +147,18 @@ def test_a_signal_as_the_server_imports_ends_all(tmp_path: Path, signum: int, co
         wait_until(lambda: not session_pids(process.pid))
 
 
-def test_a_server_that_died_forks_nothing() -> None:
-    server = ForkServer(Script([sys.executable], str(Path(__file__)), False, []), {})
+def test_a_server_that_cannot_fork_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Stands for a build with CUDA, which notes in a forked process that somebody has looked at a device.
+    (tmp_path / "looks.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    script = Script([sys.executable], str(Path(__file__)), False, [])
+    server = ForkServer(script, dict(os.environ), ["looks"])
     try:
+        wait_until(server.has_settled)
+        for _ in range(2):
+            with pytest.raises(ServerGone):
+                server.fork({}, 1, 2, {})
+            assert server.is_alive()
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(ServerGone):
             server.fork({}, 1, 2, {})
