@@ -114,7 +114,9 @@ class Chaos:
         return launch.wait_until_training() and launch.wait(self.choice.uniform(0.0, TRAINING_SECONDS))
 
     def _has_ranks(self, launch: Training) -> bool:
-        return self.setting.ranks == 1 or launch.wait_until(END_SECONDS, lambda: bool(launch.ranks()))
+        if self.setting.ranks == 1:
+            return True
+        return launch.wait_until(END_SECONDS, lambda: len(launch.ranks()) == self.setting.ranks)
 
     def _strike(self, launch: Training) -> bool:
         """Disturb the run; return whether it has ended and is to be started again."""

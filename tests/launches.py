@@ -102,9 +102,15 @@ def children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             with contextlib.suppress(OSError):
-                if Path(f"/proc/{child}/comm").read_bytes().strip() != NAME:
+                if not _forks_ranks(Path(f"/proc/{child}")):
                     found.append(int(child))
     return found
+
+
+def _forks_ranks(process: Path) -> bool:
+    """Whether a process is what ranks are forked from: by its name, or, until it has one, since it takes no SIGTERM."""
+    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
+    return status["Name"] == NAME.decode() or bool(int(status["SigBlk"], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def marked(mark: str) -> list[int]:
