@@ -333,6 +333,7 @@ def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
     if origin.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
     loop.resumed_from = origin.checkpoint
+    run.resumed = checkpoint.path, progress.global_batch
     plan, done = loop.plan, progress.epoch + progress.epoch_ended
     for name, limit, stands in (
         ("max_epochs", plan.max_epochs, done),

@@ -188,11 +188,13 @@ def _clean_passed_over(directory: RunDirectory, found: Origin, note: Callable[[s
         if version == directory.version or (found.checkpoint is not None and version < found.version):
             continue
         other = RunDirectory(directory.root, directory.name, version)
-        if any(other.checkpoints.glob(".*")):
+        folders = other.path, other.checkpoints
+        if any(any(folder.glob(".*.*")) for folder in folders):
             # Another process may be writing it.
             with contextlib.suppress(StorageError):
                 other.acquire(fresh=False)
-                clean_own(other.checkpoints, note)
+                for folder in folders:
+                    clean_own(folder, note)
                 other.release()
 
 

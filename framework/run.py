@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,8 @@ class Run:
         self.stop_reason: str | None = None
         self.stop_requested = False
         self.told_to_leave: tuple[int, str] | None = None
+        self.resumed: tuple[Path, int] | None = None
+        """The checkpoint that this run goes on from, and how many batches it had seen by then."""
         """The rank that was told from outside to end, and the signal."""
         self.epoch_cut = False
         self.in_window = False

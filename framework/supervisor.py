@@ -211,6 +211,9 @@ class Supervisor:
         if code == Preempted.exit_code:
             # All stop at one step; one of them may still be writing the checkpoint.
             self._deadline = min(self._deadline, time.monotonic() + PREEMPT_SECONDS)
+        if self._received is signal.SIGTERM and code == -signal.SIGTERM and not has_met(self._error_dir, rank.rank):
+            # The others would wait for it where ranks meet, and have nothing to save yet.
+            self._deadline = time.monotonic()
         if code < 0 and self._is_bad(rank):
             caused_by_us = rank.was_killed and -code == signal.SIGKILL
             if not caused_by_us and (not self._stopping or -code in _CRASHES):
@@ -325,7 +328,7 @@ class Supervisor:
         if any(rank.code != 0 for rank in self._ranks):
             if not self._anyone_met():
                 text = "ended by SIGTERM as the ranks started; run the same command again"
-                return Verdict(Preempted.exit_code, text + overdue, failed=True)
+                return Verdict(Preempted.exit_code, text, failed=True)
             return Verdict(128 + signal.SIGTERM, "ended by SIGTERM" + overdue, failed=True)
         return Verdict(0, "", failed=False)
 

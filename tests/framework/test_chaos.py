@@ -10,7 +10,7 @@ from chaos import run_chaos
 
 @pytest.mark.timeout(300)
 def test_a_disturbed_run_ends_bit_identical(tmp_path: Path) -> None:
-    tallies = run_chaos(tmp_path, ["single"], ["damage"], 1, in_a_row=1, seed=2, seconds=8.0)
+    tallies = run_chaos(tmp_path, ["ddp"], ["kill-rank"], 1, in_a_row=1, seed=2, seconds=8.0)
     (tally,) = tallies.values()
     assert tally.problems == []
     assert (tally.trials, tally.identical, tally.orphans) == (1, 1, 0)

@@ -339,6 +339,16 @@ def test_what_killed_saves_left_is_deleted_at_the_next_start(tmp_path: Path) -> 
     assert not (kept.parent / f".report.json.{TOKEN}.tmp").exists()
 
 
+def test_what_was_left_in_a_run_that_nobody_goes_on_with_is_deleted_too(tmp_path: Path) -> None:
+    abandoned = tmp_path / "phalanx_logs" / "version_0"
+    abandoned.mkdir(parents=True)
+    (abandoned / f".run.id.{TOKEN}.tmp").write_text("half")
+    saver = ModelCheckpoint(save_last=True)
+    quiet_trainer(tmp_path, saver, max_epochs=1).fit(Tiny(), loader(), ckpt_path="auto")
+    assert "version_1" in str(saver.last_model_path)
+    assert not list(abandoned.glob(".run.id.*"))
+
+
 def test_in_a_shared_directory_only_what_is_dead_and_could_be_ours_is_deleted(tmp_path: Path) -> None:
     kept = tmp_path / "shared"
     dead = leftover(kept, "epoch=0-step=4.ckpt")

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import Regressor, loader, silent_trainer
 from ranks import run_script, wait_until
 
 from phalanx import Trainer
+from phalanx.callbacks import LambdaCallback
 from phalanx.checkpoint import open_checkpoint, verify
 from phalanx.framework.errors import ConfigurationError, Preempted
 from phalanx.framework.job_queue import TimeLimit
@@ -142,6 +144,31 @@ def test_a_run_that_has_not_begun_saves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Preempted, match="before there was anything to save"):
         trainer.fit(Told(), loader())
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_a_resumed_run_that_is_told_before_it_trains_loses_nothing(tmp_path: Path, hook: str) -> None:
+    def go(root: Path, told: str | None, step: int) -> Regressor:
+        torch.manual_seed(4)
+        module = Regressor(dropout=0.3)
+
+        def tell(trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        callbacks = [] if told is None else [LambdaCallback(**{told: tell})]
+        trainer = silent_trainer(max_epochs=2, default_root_dir=root, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(module, loader(shuffle=True), ckpt_path="auto")
+        return module
+
+    whole = go(tmp_path / "whole", None, 0).losses
+    with pytest.raises(Preempted, match="stopped after optimizer step 6, and saved"):
+        go(tmp_path, "on_train_batch_end", 6)
+    expected = "step 7, and saved" if hook == "on_train_epoch_start" else r"step 6, with nothing new since .*preempted"
+    with pytest.raises(Preempted, match=expected):
+        go(tmp_path, hook, 6)
+    found = go(tmp_path, None, 0).losses
+    assert found == whole[-len(found) :]
 
 
 def test_ranks_that_have_not_met_have_nothing_to_lose() -> None:

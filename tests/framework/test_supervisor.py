@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from phalanx.framework.failures import (
     record_leaving,
     record_trouble,
 )
-from phalanx.framework.supervisor import Supervisor, Verdict
+from phalanx.framework.supervisor import PREEMPT_SECONDS, Supervisor, Verdict
 
 SLEEP = "sleep 3600"
 
@@ -159,6 +160,20 @@ def test_a_rank_that_ignores_sigterm_is_killed_and_not_blamed(tmp_path: Path) ->
     verdict = watch(tmp_path, "sh -c 'trap \"\" TERM; while true; do sleep 0.05; done'", "sh -c 'sleep 0.2; exit 5'")
     assert verdict.exit_code == 5
     assert verdict.message.startswith("rank 1 ")
+
+
+def test_ranks_that_cannot_meet_any_more_are_not_waited_for(tmp_path: Path) -> None:
+    supervisor = Supervisor(str(tmp_path))
+    # One heeds SIGTERM, as a rank does that waits for the others; the other has not come so far.
+    for command in ("trap '' TERM; while true; do sleep 0.05; done", "sleep 60"):
+        supervisor.add(subprocess.Popen(["sh", "-c", f"exec 2>/dev/null; {command}"]))
+    told = threading.Timer(0.3, supervisor._on_signal, (signal.SIGTERM, None))
+    told.start()
+    began = time.monotonic()
+    verdict = supervisor.watch()
+    told.join()
+    assert verdict == Verdict(75, "ended by SIGTERM as the ranks started; run the same command again", failed=True)
+    assert time.monotonic() - began < PREEMPT_SECONDS / 2
 
 
 def test_ranks_end_when_the_watch_is_called_off() -> None:
