@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..framework.atomic import absolute
 from ..framework.checkpoint.name import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.schedule import SaveSchedule
@@ -99,7 +100,7 @@ class ModelCheckpoint(CheckpointRecords):
         if save_last not in (None, True, False, "link"):
             raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
         check_mode("ModelCheckpoint", mode)
-        self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
+        self._given_dirpath = None if dirpath is None else str(absolute(dirpath))
         self.dirpath = self._given_dirpath
         self.filename = filename
         self.monitor = monitor

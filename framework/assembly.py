@@ -332,15 +332,13 @@ def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
     loop.random = restore_rank(run, checkpoint, loop.windows)
     if origin.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
-    loop.resumed_from = origin.checkpoint
     run.resumed = checkpoint.path, progress.global_batch
     plan, done = loop.plan, progress.epoch + progress.epoch_ended
-    for name, limit, stands in (
-        ("max_epochs", plan.max_epochs, done),
-        ("max_steps", plan.max_steps, progress.global_step),
+    for name, limit, stands, what in (
+        ("max_epochs", plan.max_epochs, done, "epochs"),
+        ("max_steps", plan.max_steps, progress.global_step, "optimizer steps"),
     ):
         if limit is not None and 0 <= limit < stands:
-            what = "epochs" if name == "max_epochs" else "optimizer steps"
             raise CheckpointError(
                 f"{checkpoint.path} stands after {stands} {what}, but {name}={limit}: raise {name} to train on."
             )

@@ -52,6 +52,11 @@ def storage_error(
     return built
 
 
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return a path from the root, its ``~`` and ``..`` replaced, and no link followed."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
 def _free_bytes(path: Path) -> str:
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ def counted(number: int, what: str) -> str:
 
 
 def start_lines(
-    run: Run, plan: FitPlan, windows: Windows, run_dir: Path | None, checkpoint_dir: Path | None, resumed: Path | None
+    run: Run, plan: FitPlan, windows: Windows, run_dir: Path | None, checkpoint_dir: Path | None
 ) -> list[str]:
     """Return at most six lines on how a fit is set up."""
     world, fabric = run.world, run.fabric
@@ -46,10 +46,12 @@ def start_lines(
         lines.append(f"logs       {shortened(run_dir)}")
     if checkpoint_dir is not None:
         lines.append(f"saves      {shortened(checkpoint_dir)}")
-    if resumed is not None:
+    if run.resumed is not None:
         progress = run.progress
         epoch, batch = (progress.epoch + 1, 0) if progress.epoch_ended else (progress.epoch, progress.batch_in_epoch)
-        lines.append(f"resumes    {shortened(resumed)}: epoch {epoch}, batch {batch}, step {progress.global_step}")
+        lines.append(
+            f"resumes    {shortened(run.resumed[0])}: epoch {epoch}, batch {batch}, step {progress.global_step}"
+        )
     return lines
 
 

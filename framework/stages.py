@@ -107,7 +107,7 @@ def _begin(trainer: Trainer, loop: FitLoop) -> None:
         logs = trainer.run_dir if trainer.loggers else None
         saver = trainer.checkpoint_callback
         saves = (getattr(saver, "dirpath", None) or trainer.checkpoint_dir) if saver is not None else None
-        trainer.note(box("phalanx", start_lines(run, loop.plan, loop.windows, logs, saves, loop.resumed_from)))
+        trainer.note(box("phalanx", start_lines(run, loop.plan, loop.windows, logs, saves)))
 
 
 def _end(trainer: Trainer, loop: FitLoop) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from .accumulation import AccumulationSchedule
 from .arguments import check_flags, refuse_unknown
 from .assembly import FitRequest
+from .atomic import absolute
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .datamodule import DataModule
 from .ending import install_exit_codes
@@ -429,7 +429,7 @@ class Trainer(TrainerView):
         run = self.run
         if run is None:
             raise ConfigurationError("save_checkpoint works while a run is under way: call it in a hook or a callback.")
-        path = Path(os.path.abspath(os.path.expanduser(filepath)))
+        path = absolute(filepath)
         run.saver.save(SaveOrder(path, weights_only, asynchronous, tolerant=asynchronous))
 
     def export(

@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .errors import DataError
@@ -68,7 +67,6 @@ class FitLoop:
         self.clock = clock
         self.position: dict[str, Any] | None = None
         self.resumed_end: int | None = None
-        self.resumed_from: Path | None = None
         self.random: dict[str, Any] | None = None
         self.reload_every = 0
         self.reload: Callable[[], None] | None = None

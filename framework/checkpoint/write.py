@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..atomic import HiddenDirectory, remove_tree, replace_directory, storage_error, write_synced
+from ..atomic import HiddenDirectory, absolute, remove_tree, replace_directory, storage_error, write_synced
 from ..errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..world import World
 from .direct_file import DirectFile
@@ -104,8 +104,8 @@ class Save:
         given_up: Callable[[], bool] | None = None,
     ) -> None:
         # Not resolved: a link at the end of the path is replaced itself, never what it points to.
-        self.path = Path(os.path.abspath(os.path.expanduser(path)))
-        self._also = None if also is None else Path(os.path.abspath(os.path.expanduser(also)))
+        self.path = absolute(path)
+        self._also = None if also is None else absolute(also)
         self._snapshot = snapshot
         self._world = world
         self._sharded = sharded

@@ -115,8 +115,8 @@ def fit(root: Path, steps: int, given: str | None = None, saver: ModelCheckpoint
 
     class Origin(Counting):
         def on_train_start(self) -> None:
-            assert trainer.loop is not None
-            origin.append(str(trainer.loop.resumed_from or ""))
+            assert trainer.run is not None
+            origin.append(str(trainer.run.resumed[0] if trainer.run.resumed else ""))
 
     trainer.fit(Origin(), loader(), ckpt_path=given)
     return len(computed), trainer.directory.version, origin[0]
