@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .errors import DesyncError, RankError
+from .process import is_running
 
 CAPACITY = 32
 """The most numbers of a reduction."""
@@ -144,14 +145,8 @@ class Board:
         return found
 
     def _check_alive(self, rank: int, waited: float) -> None:
-        try:
-            os.kill(self._pids[rank], 0)
-        except ProcessLookupError:
-            raise RankError(
-                f"rank {rank} (pid {self._pids[rank]}) is gone, and rank {self._rank} waits for it."
-            ) from None
-        except PermissionError:
-            pass
+        if not is_running(self._pids[rank]):
+            raise RankError(f"rank {rank} (pid {self._pids[rank]}) is gone, and rank {self._rank} waits for it.")
         if waited > _LIMIT_SECONDS:
             raise RankError(
                 f"rank {rank} (pid {self._pids[rank]}) has not come to where rank {self._rank} waits for it in "

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .environment import rank_environment, threads_for_ranks
 from .placement import STORE_FD
+from .process import is_running
 from .restarts import attempt_directory
 
 # Of the directory that the ranks of a launch share; the supervisor's process number follows.
@@ -77,15 +78,5 @@ def _remove_leftovers(directory: Path) -> None:
     """Remove what supervisors that were killed have left; each names its process. Never through a link."""
     for path in directory.glob(f"{_PREFIX}[0-9]*-*"):
         process = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if process.isdecimal() and not _is_running(int(process)) and not path.is_symlink():
+        if process.isdecimal() and not is_running(int(process)) and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True

@@ -45,6 +45,17 @@ class ForkedProcess:
         return self._code
 
 
+def is_running(pid: int) -> bool:
+    """Return whether there is a process of this number; one that has ended and is not waited for yet counts."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def die_with_parent() -> Callable[[], None]:
     """Return a function that a new child calls: from then on the system kills it when this process ends.
 

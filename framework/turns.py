@@ -7,14 +7,17 @@ that wait in one do not learn that the first has failed.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from .errors import ConfigurationError, RankError
+from .process import is_running
 from .world import World
 
 WAIT_SECONDS = 86400.0
@@ -40,7 +43,7 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
 
     Raises:
         ConfigurationError: ``seconds`` is no positive number.
-        RankError: another first rank raised, with what it said, or took too long.
+        RankError: another first rank raised, with what it said, or was killed, or took too long.
     """
     limit = WAIT_SECONDS if seconds is None else seconds
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
@@ -49,12 +52,14 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
         yield
         return
     leads = (world.local_rank if local else world.rank) == 0
-    told = world.all_gather_object((leads, secrets.token_hex(8)))
-    keys = {rank: f"phalanx/turn/{told[0][1]}/{rank}" for rank, (first, _) in enumerate(told) if first}
+    machine = _machine()
+    told = world.all_gather_object((leads, secrets.token_hex(8), machine, os.getpid()))
+    keys = {rank: f"phalanx/turn/{told[0][1]}/{rank}" for rank, (first, *_) in enumerate(told) if first}
+    near = {rank: told[rank][3] for rank in keys if told[rank][2] == machine is not None}
     # Private, but what torch's own checkpoints and sharding go through.
     store: Any = dist.distributed_c10d._get_default_store()
     if not leads:
-        _wait(store, keys.values(), limit)
+        _wait(store, keys, near, limit)
         yield
         return
     try:
@@ -65,17 +70,24 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
             store.set(keys[world.rank], word.encode(errors="replace"))
         raise
     store.set(keys[world.rank], _DONE)
-    _wait(store, keys.values(), limit)
+    _wait(store, keys, near, limit)
 
 
-def _wait(store: Any, keys: Iterable[str], limit: float) -> None:
+def _wait(store: Any, keys: Mapping[int, str], near: Mapping[int, int], limit: float) -> None:
+    """Wait for the first ranks' word; ``near`` are those whose processes can be seen from here."""
     until, pause = time.monotonic() + limit, _FIRST_LOOK_SECONDS
     longest = max(_LONGEST_LOOK_SECONDS, dist.get_world_size() / _LOOKS_PER_SECOND)
-    waiting = list(keys)
+    waiting = dict(keys)
     try:
         while True:
-            for key in [key for key in waiting if store.check([key])]:
-                waiting.remove(key)
+            for rank, key in [*waiting.items()]:
+                # Whoever starts ranks on several hosts may leave the others be when one is killed.
+                if rank in near and not is_running(near[rank]):
+                    # For those on other hosts too, unless it was done before.
+                    store.compare_set(key, "", f"rank {rank}: its process has ended")
+                elif not store.check([key]):
+                    continue
+                del waiting[rank]
                 word = bytes(store.get(key))
                 if word != _DONE:
                     # Who failed is to be seen to fail first: this is only what comes of it.
@@ -89,3 +101,12 @@ def _wait(store: Any, keys: Iterable[str], limit: float) -> None:
             pause = min(longest, 1.5 * pause)
     except dist.DistError as error:
         raise RankError(f"the store was lost while another rank was waited for: {error}") from error
+
+
+def _machine() -> str | None:
+    """Return what processes have in common that see one another by their numbers; None where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,20 +36,41 @@ print("met", *told, "listening on", *places)
 """
 
 
+TURN = """
+import os, signal
+from phalanx.framework.errors import RankError
+from phalanx.framework.turns import first_in_turn
+from phalanx.framework.world import World
+
+world = World.from_environment("cpu")
+try:
+    with first_in_turn(world, local=True):
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+except RankError as error:
+    print(error, flush=True)
+    os._exit(7)
+"""
+
+
 def free_port() -> int:
     with socket.create_server((ADDRESS, 0)) as server:
         return int(server.getsockname()[1])
 
 
-def start(rank: int, restart: int, port: int, seconds: float, script: Path) -> subprocess.Popen[str]:
+def start(
+    rank: int, restart: int, port: int, seconds: float, script: Path, nodes: tuple[int, ...] = (2,)
+) -> subprocess.Popen[str]:
+    places = [(node, local) for node, count in enumerate(nodes) for local in range(count)]
     job = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
         "SLURM_RESTART_COUNT": str(restart),
         "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": str(places[rank][0]),
+        "SLURM_LOCALID": str(places[rank][1]),
+        "SLURM_NTASKS": str(len(places)),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, nodes)),
         "MASTER_ADDR": ADDRESS,
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -110,3 +132,20 @@ def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_one_process_has_no_token() -> None:
     assert Placement().run == ""
+
+
+def test_who_waits_for_a_first_rank_that_is_killed_learns_it_on_all_nodes(tmp_path: Path) -> None:
+    # srun leaves the others be, unless it is told otherwise.
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(TURN)
+    ranks = [start(rank, 0, port, 60.0, script, nodes=(1, 2)) for rank in range(3)]
+    try:
+        assert ranks[1].wait(timeout=60) == -signal.SIGKILL
+        for rank in (0, 2):
+            told, _ = ranks[rank].communicate(timeout=20)
+            assert told == "what this rank waited for failed on rank 1: its process has ended\n"
+            assert ranks[rank].returncode == 7
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
