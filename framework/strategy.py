@@ -312,7 +312,7 @@ class StepAdapter(nn.Module):
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients that exist."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
