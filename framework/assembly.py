@@ -242,7 +242,8 @@ def _loop(trainer: Trainer, run: Run, data: Data, request: FitRequest, checkpoin
         raise ConfigurationError(f"val_dataloaders was given, but {type(run.module).__name__} has no validation_step.")
     plan = _fit_plan(settings, validation, full)
     loop = FitLoop(run, plan, windows, time.monotonic)
-    loop.position, loop.resumed_end = position, resumed
+    if position is not None:
+        windows.resume(position, resumed)
     if settings.reload_every:
         loop.reload_every = settings.reload_every
         loop.reload = _reloader(trainer, loop, data, sources)
@@ -326,12 +327,12 @@ def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
     run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
     restore_run(run, resumption)
     progress = run.progress
-    if loop.position is not None:
-        progress.batch_in_epoch = source.batches_before(loop.position)
+    if loop.windows.resumed_at is not None:
+        progress.batch_in_epoch = source.batches_before(loop.windows.resumed_at)
         _tell_of_other_data(run, checkpoint.document.get("data"), source.described())
-    loop.random = restore_rank(run, checkpoint, loop.windows)
     if origin.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
+    restore_rank(run, checkpoint, loop.windows)
     run.resumed = checkpoint.path, progress.global_batch
     plan, done = loop.plan, progress.epoch + progress.epoch_ended
     for name, limit, stands, what in (

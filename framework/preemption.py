@@ -147,7 +147,7 @@ def _saved(run: Run, path: Path | None) -> str:
     if run.progress.global_batch == 0:
         return "before there was anything to save; run the same command again."
     if run.resumed is not None and run.resumed[1] == run.progress.global_batch:
-        # Nor would what it saved be right: generators and the data are put back when an epoch begins.
+        # What it would write, which may be large, is on the disk already.
         return f"with nothing new since {run.resumed[0]}; run the same command again."
     if path is None:
         return "and saved nothing, since this run keeps no checkpoints."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint.codec import decode, encode_inline
 from .errors import ConfigurationError
 from .randomness import mix_seed, seed_generators
-from .seed import capture
+from .seed import capture, restore
 
 if TYPE_CHECKING:
     from .checkpoint.read import Checkpoint
@@ -50,10 +50,18 @@ def _state(run: Run) -> dict[str, Any]:
     return {"random": capture(), "log": run.train_log.state_dict(), "evaluated": dict(run.evaluated_batches)}
 
 
-def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> dict[str, Any] | None:
-    """Take up what ranks had gathered, and hand the data's states to the source; return this rank's generators.
+def rejoin(run: Run) -> None:
+    """Put generators back to where a resumed run goes on: what came before was done anew."""
+    if run.redone_from is not None:
+        restore(run.redone_from["random"])
+        run.redone_from = run.marks = None
 
-    None where the data was shared out over another number of ranks: they are seeded anew then.
+
+def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
+    """Take up what ranks had gathered, and hand the data's states to the source.
+
+    What the run does until ``rejoin`` is done anew. Generators are then as they were saved, or seeded anew where the
+    data was shared out over another number of ranks.
     """
     # One that was converted from another library's has none.
     documents = [document for document in checkpoint.rank_documents if document is not None]
@@ -68,9 +76,8 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> dict[str
         run.evaluated_batches.update(mine[0].get("evaluated", {}))
     if same:
         windows.source.restore([mine[0].get("data")], own=True)
-        random: dict[str, Any] = mine[0]["random"]
-        return random
-    if kept:
+    else:
         windows.source.restore([decode(document.get("data")) for document in kept], own=False)
-    seed_generators(mix_seed(run.trainer.seed, run.progress.attempts, world.data_rank))
-    return None
+        seed_generators(mix_seed(run.trainer.seed, run.progress.attempts, world.data_rank))
+    random = mine[0]["random"] if same else capture()
+    run.redone_from, run.marks = {**_state(run), "random": random}, run.loggers.mark()

@@ -83,9 +83,9 @@ class Run:
         self.stop_reason: str | None = None
         self.stop_requested = False
         self.told_to_leave: tuple[int, str] | None = None
+        """The rank that was told from outside to end, and the signal."""
         self.resumed: tuple[Path, int] | None = None
         """The checkpoint that this run goes on from, and how many batches it had seen by then."""
-        """The rank that was told from outside to end, and the signal."""
         self.epoch_cut = False
         self.in_window = False
         self.manual_backward: Callable[..., None] = _no_loop

@@ -24,16 +24,14 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from .errors import DataError
 from .evaluation import EvaluationPlan, evaluate, logging_to
 from .log import NoLog
 from .manual import ManualStep
 from .preemption import leave
-from .rank_state import redone
+from .rank_state import redone, rejoin
 from .run import Run
-from .seed import restore
 from .steps import AutomaticStep
 from .windows import Windows
 
@@ -65,9 +63,6 @@ class FitLoop:
         self.windows = windows
         self.step: AutomaticStep | ManualStep
         self.clock = clock
-        self.position: dict[str, Any] | None = None
-        self.resumed_end: int | None = None
-        self.random: dict[str, Any] | None = None
         self.reload_every = 0
         self.reload: Callable[[], None] | None = None
         self._validated_time = clock()
@@ -124,11 +119,10 @@ class FitLoop:
         run.averages.begin_epoch()
         if self.reload is not None and begins and progress.epoch and progress.epoch % self.reload_every == 0:
             self.reload()
-        self.windows.begin(self.position, self.resumed_end if self.position else self.windows.full)
-        self.position = None
+        self.windows.begin()
         if not begins:
             # What the hooks drew came before, in the run that was interrupted.
-            self._restore_random()
+            rejoin(run)
         step = progress.global_step
         self._end_epoch(whole=self._batches())
         self.windows.close()
@@ -234,22 +228,16 @@ class FitLoop:
         hooks = run.hooks("on_train_epoch_start")
         again = run.progress.hooks_started if begins else len(hooks)
         for number, hook in enumerate(hooks):
-            if number == again:
-                self._restore_random()
-            run.progress.hooks_started = number + 1
             if number >= again:
+                rejoin(run)
+                run.progress.hooks_started = number + 1
                 hook()
                 continue
             log = run.module.log_to(None)
             hook()
             run.module.log_to(log)
         if begins:
-            self._restore_random()
-
-    def _restore_random(self) -> None:
-        if self.random is not None:
-            restore(self.random)
-            self.random = None
+            rejoin(run)
 
     # ---- validation -----------------------------------------------------------------------------------------------
 

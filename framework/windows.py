@@ -39,12 +39,20 @@ class Windows:
         self._several_ranks = world_size > 1
         self._iterator: Iterator[Any] = iter(())
         self._epoch: int | None = None
+        self.resumed_at: dict[str, Any] | None = None
+        """The position, of a checkpoint, that the next epoch to begin is within."""
 
-    def begin(self, position: dict[str, Any] | None, end: int | None) -> None:
-        """Start the epoch in progress, at the position a checkpoint holds or at its beginning."""
-        self.end = end
+    def resume(self, position: dict[str, Any], end: int | None) -> None:
+        """Have the next epoch begin at a checkpoint's position and end after ``end`` batches, those before included."""
+        self.resumed_at, self.end = position, end
+
+    def begin(self) -> None:
+        """Start the epoch in progress."""
+        if self.resumed_at is None:
+            self.end = self.full
         self._epoch = self._progress.epoch
-        self._iterator = iter(self.source.start(self._progress.epoch, position))
+        self._iterator = iter(self.source.start(self._progress.epoch, self.resumed_at))
+        self.resumed_at = None
 
     def take(self) -> tuple[list[Any], int] | None:
         """Return this rank's micro-batches of the next window and how many the window counts; None at the epoch's end.
@@ -88,6 +96,8 @@ class Windows:
 
     def position(self) -> dict[str, Any]:
         """Return where the epoch stands, for a checkpoint."""
+        if self.resumed_at is not None:
+            return self.resumed_at
         position: dict[str, Any] = self.source.position_after(self._progress.batch_in_epoch)
         return position
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
-from phalanx.callbacks import Callback, ModelCheckpoint
+from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from phalanx.framework.atomic import hidden_sibling
 from phalanx.framework.checkpoint.read import open_checkpoint
 from phalanx.framework.errors import CheckpointError
@@ -77,6 +77,25 @@ class StopAfter(Callback):
             raise KeyboardInterrupt
 
 
+STARTS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
+
+
+def save_in(hook: str | None, path: str) -> Callback:
+    """Draw random numbers in all hooks of a start; in one of them save, and end the run."""
+
+    def drawing(name: str) -> Callable[..., None]:
+        def draw(trainer: Trainer, module: Any) -> None:
+            torch.rand(3)
+            random.random()
+            if name == hook:
+                trainer.save_checkpoint(path)
+                raise KeyboardInterrupt
+
+        return draw
+
+    return LambdaCallback(**{name: drawing(name) for name in STARTS})
+
+
 def data(kind: str) -> DataLoader[Any]:
     if kind == "stream":
         return DataLoader(Streamed(), batch_size=2)
@@ -84,7 +103,15 @@ def data(kind: str) -> DataLoader[Any]:
     return DataLoader(Augmented(24), batch_size=2, shuffle=True, num_workers=workers)
 
 
-def run(root: str, ranks: int, kind: str, stop: int | None, precision: str = "32-true") -> dict[str, Any] | None:
+def run(
+    root: str,
+    ranks: int,
+    kind: str,
+    stop: int | None,
+    precision: str = "32-true",
+    ckpt: str | None = "auto",
+    more: Sequence[Callback] = (),
+) -> dict[str, Any] | None:
     """Train two epochs; return what came out, or None where the run was stopped."""
     torch.manual_seed(11)
     random.seed(11)
@@ -103,10 +130,11 @@ def run(root: str, ranks: int, kind: str, stop: int | None, precision: str = "32
         callbacks=[
             ModelCheckpoint(every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True),
             StopAfter(stop),
+            *more,
         ],
     )
     try:
-        trainer.fit(module, data(kind), loader(12, 5), ckpt_path="auto")
+        trainer.fit(module, data(kind), loader(12, 5), ckpt_path=ckpt)
     except KeyboardInterrupt:
         return None
     return {
@@ -157,6 +185,34 @@ def test_resuming_again_and_again_with_workers(tmp_path: Path) -> None:
     assert equal(run(root, 1, "workers", None), expected)
 
 
+def saving_in(
+    root: str, ranks: int, kind: str, stop: int | None, ckpt: str | None, hook: str | None, path: str
+) -> dict[str, Any] | None:
+    return run(root, ranks, kind, stop, "32-true", ckpt, [save_in(hook, path)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "hook"), [*((1, "plain", hook) for hook in STARTS), (2, "stream", "on_train_start")]
+)
+def test_what_is_saved_before_a_resumed_run_trains_resumes_too(
+    tmp_path: Path, ranks: int, kind: str, hook: str
+) -> None:
+    def on(stop: int | None, ckpt: Path | None, hook: str | None, path: Path) -> Any:
+        args = (str(tmp_path), ranks, kind, stop, str(ckpt) if ckpt else None, hook, str(path))
+        return run_on_ranks(ranks, saving_in, *args) if ranks > 1 else saving_in(*args)
+
+    began, again = tmp_path / "began.ckpt", tmp_path / "again.ckpt"
+    expected = on(None, None, None, again)
+    assert None not in (expected, *(expected if ranks > 1 else ()))
+    on(None, None, "on_train_epoch_start", began)  # at the beginning of an epoch
+    on(4, None, None, again)
+    within = next(tmp_path.glob("**/last.ckpt")).resolve()
+    for first in (began, within):
+        on(None, first, hook, again)
+        assert equal(on(None, again, None, again), expected), first
+        shutil.rmtree(again)
+
+
 # ---- onto another number of ranks ---------------------------------------
 
 
@@ -175,18 +231,24 @@ class Seen(Regressor):
         return len(batch[0])
 
 
-def part(root: str, ranks: int, batch_size: int, stop: int | None) -> tuple[list[float], Tensor]:
+def part(
+    root: str, ranks: int, batch_size: int, stop: int | None, hook: str | None = None, ckpt: str = "auto"
+) -> tuple[list[float], Tensor]:
     torch.manual_seed(4)
     module = Seen()
     trainer = silent_trainer(
         devices=ranks,
         max_epochs=1,
         default_root_dir=root,
-        callbacks=[ModelCheckpoint(every_n_train_steps=1, save_last=True), StopAfter(stop)],
+        callbacks=[
+            ModelCheckpoint(every_n_train_steps=1, save_last=True),
+            StopAfter(stop),
+            save_in(hook, f"{root}/again.ckpt"),
+        ],
         enable_checkpointing=True,
     )
     with suppress(KeyboardInterrupt):
-        trainer.fit(module, loader(50, batch_size, shuffle=True), ckpt_path="auto")
+        trainer.fit(module, loader(50, batch_size, shuffle=True), ckpt_path=ckpt)
     return module.seen, weights_of(module)
 
 
@@ -215,6 +277,16 @@ def test_the_global_batches_stay_the_same_on_another_number_of_ranks(tmp_path: P
     part(str(tmp_path), 1, 4, 5)
     for _, weights in run_on_ranks(2, part, str(tmp_path), 2, 2, None):
         torch.testing.assert_close(weights, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_each_sample_is_seen_once_also_by_what_is_saved_before_a_run_on_other_ranks_trains(tmp_path: Path) -> None:
+    # 12 samples are no whole number of the second run's global batches of 10, nor of the third's of 9.
+    root = str(tmp_path)
+    first, _ = part(root, 1, 4, 4)
+    assert [seen for seen, _ in run_on_ranks(2, part, root, 2, 5, None, "on_train_start")] == [[], []]
+    third = run_on_ranks(3, part, root, 3, 3, None, None, f"{root}/again.ckpt")
+    rest = [value for seen, _ in third for value in seen]
+    assert sorted(first[:12] + rest) == sorted(regression_data(50).tensors[0][:, 0].tolist())
 
 
 # ---- what is refused ---------------------------------------
