@@ -62,6 +62,17 @@ class TwoHosts:
         for name in self.names:
             _ip("-n", name, "link", "set", _CABLE, "up")
 
+    def slow(self) -> None:
+        """Let the cable carry only 16 kB in a second, each way."""
+        for name in self.names:
+            limit = ["rate", "128kbit", "burst", "1600", "latency", "5s"]
+            _run("tc", "-n", name, "qdisc", "add", "dev", _CABLE, "root", "tbf", *limit)
+
+    def speed_up(self) -> None:
+        """Undo ``slow``."""
+        for name in self.names:
+            _run("tc", "-n", name, "qdisc", "delete", "dev", _CABLE, "root")
+
     def remove(self) -> None:
         """Take the hosts down, with what still runs on them."""
         for name in self.names:
@@ -150,4 +161,8 @@ def ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, capture_output=True, text=True, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -40,6 +41,10 @@ def losses(folder: Path) -> dict[int, list[float]]:
     return {step: [loss for loss, _ in by_rank] for step, by_rank in kept(folder).items()}
 
 
+def steps_begun(folder: Path) -> int:
+    return len((folder / "losses_0.jsonl").read_text().splitlines())
+
+
 def listening(pid: int) -> set[str]:
     """Return the addresses that are listened on in a process's network, as the kernel writes them."""
     tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
@@ -71,6 +76,29 @@ def test_two_hosts_listen_on_the_cable_alone_and_train_as_one_does(tmp_path: Pat
     # 10.213.7.1 and .2: the store's and gloo's.
     assert found == [{"0107D50A"}, {"0207D50A"}]
     assert losses(apart) == on_one_host(together, "zero2", 24)
+
+
+def test_a_cable_that_is_pulled_for_a_moment_or_slow_changes_nothing(tmp_path: Path) -> None:
+    apart, together = folders(tmp_path)
+    with two_hosts() as hosts:
+        processes = hosts.start_as_slurm(SCRIPT, [str(apart), "fsdp", "1", "2", "40", "0.02"], apart)
+        wait_until(lambda: list(apart.rglob("*step=4.ckpt")), seconds=60.0)
+        hosts.cut()
+        time.sleep(0.2)
+        stood = steps_begun(apart)
+        time.sleep(1.0)
+        assert steps_begun(apart) == stood
+        hosts.heal()
+        try:
+            hosts.slow()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"nothing slows a cable here: {error.stderr.strip()}")
+        slowed_at = steps_begun(apart)
+        wait_until(lambda: steps_begun(apart) > slowed_at + 2, seconds=30.0)
+        hosts.speed_up()
+        codes = ended(processes, 60.0)
+    assert codes == [0, 0], printed_by_host_0(apart)
+    assert losses(apart) == on_one_host(together, "fsdp", 40)
 
 
 @pytest.mark.timeout(240)
