@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .agreement import open_everywhere
+from .automatic import AutomaticStep
 from .batch_norm import share_batch_statistics
 from .batch_statistics import statistics_pass
 from .callback import Callback
@@ -34,7 +35,6 @@ from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero
 from .run import Run
 from .saver import Saver
 from .settings import Settings
-from .steps import AutomaticStep
 from .training import FitLoop, FitPlan
 from .transfer import batch_transfer
 from .turns import first_in_turn

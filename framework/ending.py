@@ -49,6 +49,20 @@ def write_error(text: str) -> None:
         stream.flush()
 
 
+def tell_of_failure(rank: int, error: BaseException) -> None:
+    """Leave the error that ends this rank for whoever watches over it; show it where nobody does, or a disk is full."""
+    failure = failure_of(rank, error)
+    directory = error_dir()
+    if directory is None:
+        write_error("\n".join(f"[rank {rank}] {line}" for line in failure.traceback.splitlines()))
+        return
+    try:
+        record_failure(directory, failure)
+    except OSError:
+        # Whoever reads what this rank prints marks it, and shows the end of it.
+        write_error(failure.brief)
+
+
 def _end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, ConfigurationError):
         write_error(hiding_secrets()(brief_traceback(error)))
@@ -65,12 +79,7 @@ def _end_rank(
 ) -> None:
     code = exit_code_of(error)
     try:
-        failure = failure_of(placement.rank, error.with_traceback(trace))
-        directory = error_dir()
-        if directory is None or not os.path.isdir(directory):
-            write_error("\n".join(f"[rank {placement.rank}] {line}" for line in failure.traceback.splitlines()))
-        else:
-            record_failure(directory, failure)
+        tell_of_failure(placement.rank, error.with_traceback(trace))
     finally:
         _end_workers()
         # The interpreter would end with 1 whatever the error, and wait for threads that may wait for other ranks.

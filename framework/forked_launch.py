@@ -17,9 +17,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from .environment import adopt_environment, failure_of, threads_for_ranks
+from .ending import tell_of_failure
+from .environment import adopt_environment, threads_for_ranks
 from .errors import ConfigurationError, RankError, StalledError
-from .failures import exit_code_of, record_failure
+from .failures import exit_code_of
 from .meeting import Meeting, meeting, private_directory
 from .process import ForkedProcess, die_with_parent
 from .supervisor import Supervisor
@@ -127,7 +128,7 @@ def _run_rank(
         code = exit_code_of(error)
     except BaseException as error:
         code = exit_code_of(error)
-        record_failure(meeting.directory, failure_of(rank, error))
+        tell_of_failure(rank, error)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from .errors import ConfigurationError
 from .nonfinite import NonFiniteGuard
 from .run import Run
-from .steps import TrainingStep
 from .strategy import Traits, parameters_of
+from .training_step import TrainingStep
 from .user_code import needs_closure
 
 _BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")

@@ -23,6 +23,7 @@ from .metrics import metrics_set_aside
 from .module import TrainModule
 from .run import Run
 from .seed import capture, restore
+from .step_output import loss_of
 from .strategy import StepFunction
 from .triggers import Agreement
 from .windows import Windows
@@ -48,7 +49,6 @@ class StandIns:
         self._windows = windows
         self._watch = CallWatch(run.module) if meets_in_forward else None
         self._step: StepFunction
-        self._loss_of: Callable[[Any], Tensor | None]
         self._kept: tuple[Any, int] | None = None
         self._window: list[Any] = []
         self._first = self._next = 0
@@ -57,9 +57,9 @@ class StandIns:
         """Whether a window was run, after which each rank has a batch to stand in with."""
         self._loss: Tensor | None = None
 
-    def wrap(self, step: StepFunction, loss_of: Callable[[Any], Tensor | None]) -> StepFunction:
+    def wrap(self, step: StepFunction) -> StepFunction:
         """Return what is to be routed in the place of the user's step."""
-        self._step, self._loss_of = step, loss_of
+        self._step = step
         return self._routed
 
     def telling(self, routed: StepFunction) -> StepFunction:
@@ -122,11 +122,11 @@ class StandIns:
         watch = self._watch
         if watch is None:
             output = self._step(batch, index)
-            return output, self._loss_of(output), []
+            return output, loss_of(output), []
         watch.open()
         output = self._step(batch, index)
         calls = watch.close()
-        loss = self._loss_of(output)
+        loss = loss_of(output)
         if loss is not None:
             watch.learn(calls)
         return output, loss, calls

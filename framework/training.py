@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from .automatic import AutomaticStep
 from .errors import DataError
 from .evaluation import EvaluationPlan, evaluate, logging_to
 from .log import NoLog
@@ -32,7 +33,6 @@ from .manual import ManualStep
 from .preemption import leave
 from .rank_state import redone, rejoin
 from .run import Run
-from .steps import AutomaticStep
 from .windows import Windows
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import AccumulationSchedule, Callback, Trainer, TrainModule
 from phalanx.callbacks import ModelCheckpoint
+from phalanx.framework.errors import StorageError
 from phalanx.loggers import CSVLogger
 
 STARTED, RESULT, STEPS = "started", "result.json", "steps"
@@ -97,7 +98,11 @@ def main() -> None:
         tensors = b"".join(tensor.detach().numpy().tobytes() for tensor in module.state_dict().values())
         metrics = {name: value.item() for name, value in sorted(trainer.callback_metrics.items())}
         result = {"weights": hashlib.sha256(tensors).hexdigest(), "metrics": metrics, "steps": trainer.global_step}
-        (root / RESULT).write_text(json.dumps(result))
+        try:
+            (root / RESULT).write_text(json.dumps(result))
+        except OSError as error:
+            # On a full disk this fails like any other save.
+            raise StorageError(f"no result: {error}") from error
 
 
 if __name__ == "__main__":

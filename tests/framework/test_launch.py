@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.synchronize
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from phalanx.framework.errors import ConfigurationError, RankError
 from phalanx.framework.forked_launch import launch_function
 from phalanx.framework.launch import launch_script
 from phalanx.framework.meeting import _remove_leftovers
+from phalanx.framework.placement import ERROR_DIR
 from phalanx.framework.script import _interpreter_flags, can_rerun_script
 from phalanx.framework.world import World
 
@@ -197,6 +199,16 @@ def test_under_another_launcher_a_rank_prints_its_own_traceback_and_keeps_its_co
     assert done.stdout.count("[rank 0] Traceback") == 1
     assert done.stdout.splitlines()[-1].endswith("ConfigurationError: no such thing")
     assert done.returncode == 78
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_no_room_to_leave_its_traceback_shows_it(rank: int) -> None:
+    # As on a full disk: the name of its draft is taken.
+    in_the_way = f"os.mkdir(os.path.join(os.environ[{ERROR_DIR!r}], 'rank_{rank}.draft'))"
+    done = run_script(MEET + f"if place.rank == {rank}:\n    {in_the_way}\n    raise ValueError('planted')\n" + TRAIN)
+    assert "ValueError: planted" in done.stdout
+    assert re.fullmatch(rf"rank {rank} \(pid \d+\) ended with exit code 1", done.stdout.splitlines()[-1])
+    assert done.returncode == 1
 
 
 def test_torchrun_starts_ranks_that_meet(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ length, uneven weights and ranks without data. Nothing else divides for accumula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,146 +16,16 @@ from torch import Tensor
 
 from .batch_norm import is_collective
 from .call_watch import zero_gradients
-from .errors import LoopError, NonFiniteError
 from .heartbeat import LAST_BACKWARD, UPDATE
-from .losses import DeviceLossWatch
-from .nonfinite import NonFiniteGuard, Seen
 from .run import Run
-from .spikes import LossSpikes
 from .standins import STAND_IN, StandIns
+from .step_output import check_loss, loss_of, outputs_for_hooks
 from .strategy import StepFunction
-from .triggers import NOTE, Agreement
-from .user_code import StrategyOptimizer, in_context, is_overridden, with_arity
+from .training_step import TrainingStep
+from .triggers import Agreement
+from .user_code import StrategyOptimizer, is_overridden
 from .windows import Windows
 from .world import Pending
-
-_RULE = "training_step must return a scalar loss, a mapping with 'loss', or None"
-
-
-class TrainingStep:
-    """What automatic and manual optimization share: routing, transfer, hooks, the watch over losses."""
-
-    def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
-        self.run = run
-        self.progress = run.progress
-        self.log = run.train_log
-        self.triggers = run.triggers
-        self.strategy = run.fabric.strategy
-        self.phase = run.heartbeat.phase
-        self.world_size = run.world.size
-        self.transfer = transfer
-        self.batch_start = run.hooks("on_train_batch_start")
-        self.batch_end = run.hooks("on_train_batch_end")
-        self.callbacks_batch_end = run.callback_hooks("on_train_batch_end")
-        self.before_backward = run.hooks("on_before_backward")
-        self.after_backward = run.hooks("on_after_backward")
-        self.before_update = run.hooks("on_before_optimizer_step")
-        self.averages = run.averages if len(run.averages) else None
-        self.forward: StepFunction
-        # Whether a hook wants neither this batch nor what comes after it in the epoch.
-        self.refused = False
-        self.index = 0
-        self.guard = NonFiniteGuard(run, nonfinite)
-        self.guard.rerun = self.plain
-        self.guard.newest = lambda: Seen(None, self.log.batch, self.index)
-        self.reads_loss = run.world.device.type == "cpu"
-        watches = nonfinite == "raise" and run.world.device.type == "cuda"
-        self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
-        self.spikes = LossSpikes()
-        self.pace = run.triggers.pace
-        self.pace.forward_counts = not self.strategy.traits.lockstep_forward
-
-    def routed(self, training: bool = True) -> StepFunction:
-        """Return the user's step, in the precision's context, through the strategy."""
-        context = self.run.fabric.precision.context(self.run.world.device.type)
-        return self.strategy.route(in_context(self.user_step(), context), training)
-
-    def plain(self) -> StepFunction:
-        """Return the user's step as an evaluation would run it, in the precision's context."""
-        context = self.run.fabric.precision.context(self.run.world.device.type)
-        return self.strategy.route(in_context(TrainingStep.user_step(self), context), False)
-
-    def user_step(self) -> StepFunction:
-        """Return the user's step."""
-        return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
-
-    def report(self, number: float, step: int) -> None:
-        """Stop all ranks for a loss that a device told late: at once in one process, through a trigger with several."""
-        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
-        message = (
-            f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
-            f"batch {self.progress.batch_in_epoch}){where}. Lower the learning rate or clip gradients; "
-            "Trainer(nonfinite='skip') leaves such updates out, 'ignore' goes on."
-        )
-        if self.world_size == 1:
-            raise NonFiniteError(message)
-        self.triggers.set("nonfinite", message)
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Keep a loss for whoever shows it, and see whether it is finite."""
-        if self.reads_loss:
-            number = loss.item()
-            if number - number != 0.0:
-                if self.guard.sees_losses:
-                    self.meet_nonfinite(number)
-            elif self.spikes(number):
-                self.tell_spike(number, self.progress.global_step)
-            self.run.latest_loss = number
-        else:
-            self.run.latest_loss = loss.detach()
-            if self.watch is not None:
-                self.watch(loss, self.progress.global_step)
-
-    def judge(self, number: float, step: int) -> None:
-        """Look at a loss that a device told late."""
-        if self.spikes(number):
-            self.tell_spike(number, step)
-
-    def tell_spike(self, number: float, step: int) -> None:
-        """Have rank 0 note a loss of this rank that is far above those before it."""
-        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
-        self.triggers.set(
-            NOTE,
-            f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self.progress.epoch}){where}; it had been "
-            f"about {self.spikes.mean:.4g}, give or take {self.spikes.deviation:.2g}.",
-        )
-
-    def meet_nonfinite(self, number: float) -> None:
-        """Take note of a loss of this rank that is not finite."""
-        self.guard.see(number, self.log.batch, self.index)
-
-    def advance(self, consumed: int) -> None:
-        """Count the batches of a window."""
-        self.progress.batch_in_epoch += consumed
-        self.progress.global_batch += consumed
-        self.progress.attempts += 1
-        if self.world_size > 1:
-            self.pace.updated()
-
-    def start_batch(self, batch: Any, index: int) -> Any:
-        """Transfer a batch, tell the log, call the hooks; return the batch."""
-        if self.transfer is not None:
-            batch = self.transfer(batch)
-        self.index = index
-        log = self.log
-        log.batch = batch
-        log.items = None
-        log.batches += 1
-        for hook in self.batch_start:
-            if hook(batch, index) == -1:
-                self.refused = True
-                self.triggers.set("end_epoch")
-        return batch
-
-    def refresh(self) -> None:
-        """Look again at what may change between epochs. Collective."""
-        if self.strategy.refresh(self.run.module):
-            self.forward = self.routed()
-
-    def flush(self) -> None:
-        """Wait for losses that are still being watched."""
-        if self.watch is not None:
-            self.watch.flush()
 
 
 class AutomaticStep(TrainingStep):
@@ -237,9 +107,10 @@ class AutomaticStep(TrainingStep):
                 output = None if self.stand_ins is None else self.forward(STAND_IN, index)
             else:
                 output = self.forward(batch, index)
-            loss = output if output.__class__ is Tensor else self._loss_of(output)
-            if not self.checked:
-                self._check(loss)
+            loss = output if output.__class__ is Tensor else loss_of(output)
+            if not self.checked and loss is not None:
+                check_loss(loss)
+                self.checked = True
             if position == 0:
                 if several:
                     if agreement is None:
@@ -274,7 +145,7 @@ class AutomaticStep(TrainingStep):
                 if several and position == final:
                     self._tell_of_end(batch, index)
             elif self.batch_end:
-                outputs = {"loss": output.detach()} if output.__class__ is Tensor else self._outputs(output)
+                outputs = outputs_for_hooks(output)
                 for hook in self.batch_end:
                     hook(outputs, batch, index)
             index += 1
@@ -428,7 +299,7 @@ class AutomaticStep(TrainingStep):
     def user_step(self) -> StepFunction:
         """Return the user's step, or a stand-in's where it gives no loss."""
         step = super().user_step()
-        return step if self.stand_ins is None else self.stand_ins.wrap(step, self._loss_of)
+        return step if self.stand_ins is None else self.stand_ins.wrap(step)
 
     def flush(self) -> None:
         """Wait for losses that are still being watched, and leave the module without hooks."""
@@ -478,34 +349,3 @@ class AutomaticStep(TrainingStep):
         if not self.strategy.traits.reduces_in_backward:
             return self.optimizer
         return StrategyOptimizer(self.optimizer, self.strategy)
-
-    # ---- what the step returned -----------------------------------------------------------------------------------
-
-    def _loss_of(self, output: Any) -> Tensor | None:
-        if output is None:
-            return None
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(output, Mapping) and "loss" not in output:
-            raise LoopError(f"training_step returned a mapping without 'loss' (it has {sorted(output)}). {_RULE}.")
-        if loss is not None and not isinstance(loss, Tensor):
-            raise LoopError(f"training_step returned a {type(loss).__name__}. {_RULE}.")
-        return loss
-
-    def _check(self, loss: Tensor | None) -> None:
-        """Look at the first loss: what is wrong with it is wrong with all."""
-        if loss is None:
-            return
-        self.checked = True
-        if loss.numel() != 1:
-            raise LoopError(f"training_step returned a loss of shape {tuple(loss.shape)}. {_RULE}: take its mean().")
-        if not loss.requires_grad:
-            raise LoopError(
-                "training_step returned a loss that no parameter feeds, so there is nothing to train. Compute it from "
-                "the module's output without detach(), item() or no_grad(), and see that parameters require gradients."
-            )
-
-    @staticmethod
-    def _outputs(output: Any) -> Any:
-        if isinstance(output, Mapping):
-            return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
-        return output

@@ -1,0 +1,143 @@
+"""What automatic and manual optimization share of a step: the user's code as it is run, its hooks, its losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .errors import NonFiniteError
+from .losses import DeviceLossWatch
+from .nonfinite import NonFiniteGuard, Seen
+from .run import Run
+from .spikes import LossSpikes
+from .strategy import StepFunction
+from .triggers import NOTE
+from .user_code import in_context, with_arity
+
+
+class TrainingStep:
+    """Routes the user's step, transfers batches, calls hooks, and watches over losses."""
+
+    def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
+        self.run = run
+        self.progress = run.progress
+        self.log = run.train_log
+        self.triggers = run.triggers
+        self.strategy = run.fabric.strategy
+        self.phase = run.heartbeat.phase
+        self.world_size = run.world.size
+        self.transfer = transfer
+        self.batch_start = run.hooks("on_train_batch_start")
+        self.batch_end = run.hooks("on_train_batch_end")
+        self.callbacks_batch_end = run.callback_hooks("on_train_batch_end")
+        self.before_backward = run.hooks("on_before_backward")
+        self.after_backward = run.hooks("on_after_backward")
+        self.before_update = run.hooks("on_before_optimizer_step")
+        self.averages = run.averages if len(run.averages) else None
+        self.forward: StepFunction
+        # Whether a hook wants neither this batch nor what comes after it in the epoch.
+        self.refused = False
+        self.index = 0
+        self.guard = NonFiniteGuard(run, nonfinite)
+        self.guard.rerun = self.plain
+        self.guard.newest = lambda: Seen(None, self.log.batch, self.index)
+        self.reads_loss = run.world.device.type == "cpu"
+        watches = nonfinite == "raise" and run.world.device.type == "cuda"
+        self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
+        self.spikes = LossSpikes()
+        self.pace = run.triggers.pace
+        self.pace.forward_counts = not self.strategy.traits.lockstep_forward
+
+    def routed(self, training: bool = True) -> StepFunction:
+        """Return the user's step, in the precision's context, through the strategy."""
+        context = self.run.fabric.precision.context(self.run.world.device.type)
+        return self.strategy.route(in_context(self.user_step(), context), training)
+
+    def plain(self) -> StepFunction:
+        """Return the user's step as an evaluation would run it, in the precision's context."""
+        context = self.run.fabric.precision.context(self.run.world.device.type)
+        return self.strategy.route(in_context(TrainingStep.user_step(self), context), False)
+
+    def user_step(self) -> StepFunction:
+        """Return the user's step."""
+        return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
+
+    def report(self, number: float, step: int) -> None:
+        """Stop all ranks for a loss that a device told late: at once in one process, through a trigger with several."""
+        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
+        message = (
+            f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
+            f"batch {self.progress.batch_in_epoch}){where}. Lower the learning rate or clip gradients; "
+            "Trainer(nonfinite='skip') leaves such updates out, 'ignore' goes on."
+        )
+        if self.world_size == 1:
+            raise NonFiniteError(message)
+        self.triggers.set("nonfinite", message)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keep a loss for whoever shows it, and see whether it is finite."""
+        if self.reads_loss:
+            number = loss.item()
+            if number - number != 0.0:
+                if self.guard.sees_losses:
+                    self.meet_nonfinite(number)
+            elif self.spikes(number):
+                self.tell_spike(number, self.progress.global_step)
+            self.run.latest_loss = number
+        else:
+            self.run.latest_loss = loss.detach()
+            if self.watch is not None:
+                self.watch(loss, self.progress.global_step)
+
+    def judge(self, number: float, step: int) -> None:
+        """Look at a loss that a device told late."""
+        if self.spikes(number):
+            self.tell_spike(number, step)
+
+    def tell_spike(self, number: float, step: int) -> None:
+        """Have rank 0 note a loss of this rank that is far above those before it."""
+        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
+        self.triggers.set(
+            NOTE,
+            f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self.progress.epoch}){where}; it had been "
+            f"about {self.spikes.mean:.4g}, give or take {self.spikes.deviation:.2g}.",
+        )
+
+    def meet_nonfinite(self, number: float) -> None:
+        """Take note of a loss of this rank that is not finite."""
+        self.guard.see(number, self.log.batch, self.index)
+
+    def advance(self, consumed: int) -> None:
+        """Count the batches of a window."""
+        self.progress.batch_in_epoch += consumed
+        self.progress.global_batch += consumed
+        self.progress.attempts += 1
+        if self.world_size > 1:
+            self.pace.updated()
+
+    def start_batch(self, batch: Any, index: int) -> Any:
+        """Transfer a batch, tell the log, call the hooks; return the batch."""
+        if self.transfer is not None:
+            batch = self.transfer(batch)
+        self.index = index
+        log = self.log
+        log.batch = batch
+        log.items = None
+        log.batches += 1
+        for hook in self.batch_start:
+            if hook(batch, index) == -1:
+                self.refused = True
+                self.triggers.set("end_epoch")
+        return batch
+
+    def refresh(self) -> None:
+        """Look again at what may change between epochs. Collective."""
+        if self.strategy.refresh(self.run.module):
+            self.forward = self.routed()
+
+    def flush(self) -> None:
+        """Wait for losses that are still being watched."""
+        if self.watch is not None:
+            self.watch.flush()
