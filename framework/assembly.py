@@ -224,14 +224,12 @@ def _loop(trainer: Trainer, run: Run, data: Data, request: FitRequest, checkpoin
     if checkpoint is not None:
         run.progress.load_state_dict(checkpoint.document["progress"])
 
-    def sources() -> tuple[Any, int | None, int | None]:
+    def sources() -> tuple[Any, int | None]:
         source = data.training(settings)
         source.announce_by(trainer.note)
-        full = settings.limit_batches("train", data.agreed_length(source, None))
-        resumed = settings.limit_batches("train", data.agreed_length(source, position)) if position else full
-        return source, full, resumed
+        return source, settings.limit_batches("train", data.agreed_length(source, None))
 
-    source, full, resumed = sources()
+    source, full = sources()
     windows = Windows(source, run.accumulation, run.progress, full, run.world.size)
     validation = None
     if is_overridden("validation_step", run.module):
@@ -243,7 +241,7 @@ def _loop(trainer: Trainer, run: Run, data: Data, request: FitRequest, checkpoin
     plan = _fit_plan(settings, validation, full)
     loop = FitLoop(run, plan, windows, time.monotonic)
     if position is not None:
-        windows.resume(position, resumed)
+        windows.resume(position, settings.limit_batches("train", data.agreed_length(source, position)))
     if settings.reload_every:
         loop.reload_every = settings.reload_every
         loop.reload = _reloader(trainer, loop, data, sources)
@@ -252,7 +250,7 @@ def _loop(trainer: Trainer, run: Run, data: Data, request: FitRequest, checkpoin
 
 def _reloader(trainer: Trainer, loop: FitLoop, data: Data, sources: Callable[[], Any]) -> Callable[[], None]:
     def reload() -> None:
-        source, full, _ = sources()
+        source, full = sources()
         loop.windows.source, loop.windows.full = source, full
         validation = loop.plan.validation
         if validation is not None:

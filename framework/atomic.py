@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -72,17 +73,21 @@ def hidden_sibling(path: Path, kind: str) -> Path:
 def lock(handle: int) -> bool | None:
     """Take the lock of an open file or directory; it ends with this process, however that ends.
 
-    Returns False where another process holds it, and None where this system or file system knows no such lock.
+    Returns False where another process holds it, and None where this file system knows no such lock.
     """
-    try:
-        import fcntl
-    except ImportError:
-        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True
+
+
+def unlock(handle: int) -> None:
+    """Let a lock go, and close what it was taken of."""
+    # A process forked meanwhile shares the lock: closing alone would leave it with that one.
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 class HiddenDirectory:
@@ -108,12 +113,7 @@ class HiddenDirectory:
     def release(self) -> None:
         """Let go of it; it stays. Safe to be called twice."""
         if self._handle >= 0:
-            # A process forked meanwhile shares the lock: closing alone would leave it with that one.
-            with contextlib.suppress(ImportError, OSError):
-                import fcntl
-
-                fcntl.flock(self._handle, fcntl.LOCK_UN)
-            os.close(self._handle)
+            unlock(self._handle)
             self._handle = -1
 
 

@@ -44,9 +44,11 @@ def write_error(text: str) -> None:
     """Show a text on the standard error as it was when this process began."""
     # torch puts a buffer in place of sys.stderr while an exception hook runs, and this process ends before it is shown.
     stream = sys.__stderr__ or sys.stderr
-    if stream is not None:
-        stream.write(text + "\n")
-        stream.flush()
+    # Nobody may be there to read it any more, or its file lie on a full disk; what ends this process is another error.
+    with contextlib.suppress(OSError, ValueError):
+        if stream is not None:
+            stream.write(text + "\n")
+            stream.flush()
 
 
 def tell_of_failure(rank: int, error: BaseException) -> None:

@@ -51,48 +51,48 @@ def exit_code_of(error: BaseException) -> int:
 
 def record_failure(directory: str, failure: Failure) -> None:
     """Leave ``failure`` for the process that started this one."""
-    _write(_path(directory, failure.rank), failure)
+    _write_failure(_path(directory, failure.rank, "json"), failure)
 
 
 def read_failure(directory: str, rank: int) -> Failure | None:
     """Return what ``rank`` recorded, or None if it recorded nothing."""
-    return _read(_path(directory, rank))
+    return _read_failure(_path(directory, rank, "json"))
 
 
 def record_trouble(directory: str, failure: Failure) -> None:
     """Note an error that is about to end ``rank``: what it does on its way out other ranks may fail of."""
-    _write(_trouble_path(directory, failure.rank), failure)
+    _write_failure(_path(directory, failure.rank, "trouble"), failure)
 
 
 def read_trouble(directory: str, rank: int) -> Failure | None:
     """Return the error that is about to end ``rank``, or None."""
-    return _read(_trouble_path(directory, rank))
+    return _read_failure(_path(directory, rank, "trouble"))
 
 
 def forget_trouble(directory: str, rank: int) -> None:
     """The error did not end ``rank``: somebody caught it."""
-    _trouble_path(directory, rank).unlink(missing_ok=True)
+    _path(directory, rank, "trouble").unlink(missing_ok=True)
 
 
 def record_leaving(directory: str, rank: int) -> None:
     """Note the moment from which other ranks may fail because ``rank`` leaves them."""
-    write_whole(_leaving_path(directory, rank), repr(time.monotonic()))
+    write_whole(_path(directory, rank, "leaving"), repr(time.monotonic()))
 
 
 def read_leaving(directory: str, rank: int) -> float | None:
     """Return the monotonic time at which ``rank`` began to leave, or None if it did not."""
-    path = _leaving_path(directory, rank)
-    return float(path.read_text(encoding="utf-8")) if path.exists() else None
+    text = _read(_path(directory, rank, "leaving"))
+    return None if text is None else float(text)
 
 
 def record_meeting(directory: str, rank: int) -> None:
     """Note that ``rank`` has met the others: from now on it may hold something that would be lost with it."""
-    write_whole(_meeting_path(directory, rank), "")
+    write_whole(_path(directory, rank, "met"), "")
 
 
 def has_met(directory: str, rank: int) -> bool:
     """Whether ``rank`` has met the others."""
-    return _meeting_path(directory, rank).exists()
+    return _path(directory, rank, "met").exists()
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -102,25 +102,21 @@ def write_whole(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def _write(path: Path, failure: Failure) -> None:
+def _write_failure(path: Path, failure: Failure) -> None:
     write_whole(path, json.dumps(asdict(failure)))
 
 
-def _read(path: Path) -> Failure | None:
-    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+def _read_failure(path: Path) -> Failure | None:
+    text = _read(path)
+    return None if text is None else Failure(**json.loads(text))
 
 
-def _trouble_path(directory: str, rank: int) -> Path:
-    return Path(directory) / f"rank_{rank}.trouble"
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
 
 
-def _leaving_path(directory: str, rank: int) -> Path:
-    return Path(directory) / f"rank_{rank}.leaving"
-
-
-def _meeting_path(directory: str, rank: int) -> Path:
-    return Path(directory) / f"rank_{rank}.met"
-
-
-def _path(directory: str, rank: int) -> Path:
-    return Path(directory) / f"rank_{rank}.json"
+def _path(directory: str, rank: int, kind: str) -> Path:
+    return Path(directory) / f"rank_{rank}.{kind}"

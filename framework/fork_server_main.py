@@ -40,6 +40,7 @@ NO_RANK = 0
 """The answer where a rank could not use an accelerator: something that was imported has looked at one already."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_PR_GET_NAME = 16
 _LOOK_SECONDS = 0.0005
 # Whether a script finds modules in its own folder; before Python 3.11 only -I prevents it.
 _FINDS_BESIDE = not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
@@ -148,11 +149,11 @@ def _become_child_of(parent: int, between: int) -> None:
 
 def _name(name: bytes | None = None) -> bytes:
     """Set what the system calls this process, and return what it called it before."""
-    with open("/proc/self/comm", "rb") as file:
-        before = file.read().strip()
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.create_string_buffer(16)
+    prctl(_PR_GET_NAME, before, 0, 0, 0)
     if name is not None:
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
-    return before
+        prctl(_PR_SET_NAME, name, 0, 0, 0)
+    return before.value
 
 
 def _import(preparation: Preparation) -> None:

@@ -102,7 +102,7 @@ class _Launch:
                 meeting.listener.close()
                 if is_last:
                     self.close()
-                verdict = self._supervisor.watch()
+                verdict = self._supervisor.watch(output.is_blocked)
             except BaseException:
                 self._supervisor.stop()
                 raise

@@ -7,16 +7,23 @@ command again".
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch.utils.data._utils.worker import _worker_loop
+
+from .checkpoint.opening import read_manifest
 from .environment import current_job
-from .errors import ConfigurationError, NonFiniteError, Preempted, unknown
+from .errors import CheckpointError, ConfigurationError, NonFiniteError, Preempted, StorageError, unknown
 from .job_queue import NEAR_END, REQUEUED_AT, requeue
 from .process import end_with_parent
 from .triggers import Triggers
@@ -26,9 +33,11 @@ if TYPE_CHECKING:
 
 TRIGGER = "leave"
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
-CHECKPOINT = "preempted.ckpt"
+_CHECKPOINT, _CHECKPOINTS = "preempted{}.ckpt", re.compile(r"preempted(-v\d+)?\.ckpt")
 # A loader's worker that is told to end by whoever tells its rank too: so long its rank may still need batches.
 WORKER_SECONDS = 10.0
+# Whoever interrupts a process group interrupts the ranks and what passes it on to them.
+SAME_SECONDS = 1.0
 _HANDLED = tuple(name for name in SIGNALS if hasattr(signal, name))
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -60,6 +69,7 @@ class SignalWatch:
         self._before: dict[int, Handler] = {}
         self._process = os.getpid()
         self._told: str | None = None
+        self._interrupted: float | None = None
         self._triggers: Triggers | None = None
 
     def __enter__(self) -> SignalWatch:
@@ -86,7 +96,7 @@ class SignalWatch:
 
     def _take_note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            _end_later(signum, frame)
+            self._leave_to_others(signum, frame)
             return
         name = signal.Signals(signum).name
         if self._told is None:
@@ -94,9 +104,26 @@ class SignalWatch:
         if self._triggers is not None:
             self._triggers.set(TRIGGER, name)
         if signum == signal.SIGINT:
-            # The second one stops at once.
-            before = self._before[signum]
-            signal.signal(signum, signal.default_int_handler if before is None else before)
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Let the second SIGINT stop at once, unless it is the first one once more, from another sender."""
+        now = time.monotonic()
+        if self._interrupted is None:
+            self._interrupted = now
+        elif now - self._interrupted > SAME_SECONDS:
+            before = self._before[signal.SIGINT]
+            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+            signal.raise_signal(signal.SIGINT)
+
+    def _leave_to_others(self, signum: int, frame: FrameType | None) -> None:
+        """Be a process that was forked from this one: it has the handlers that there would be without this watch."""
+        if getattr(multiprocessing.current_process(), "_target", None) is _worker_loop:
+            # A loader's, which has not come to its own yet.
+            _end_later(signum, frame)
+            return
+        self.__exit__()
+        signal.raise_signal(signum)
 
 
 def start_worker(own: Callable[[int], None] | None, worker: int) -> None:
@@ -118,7 +145,25 @@ def _end_later(signum: int, frame: FrameType | None) -> None:
     signal.setitimer(signal.ITIMER_REAL, WORKER_SECONDS)
 
 
-def leave(run: Run, path: Path | None) -> NoReturn:
+def is_name(name: str) -> bool:
+    """Whether ``name`` may be that of a checkpoint of a run that was told to end."""
+    return _CHECKPOINTS.fullmatch(name) is not None
+
+
+def _own_path(directory: Path, identity: str | None) -> Path:
+    """Return the path of this run's checkpoint, which may exist; those of other runs stay."""
+    version = 0
+    while True:
+        path = directory / _CHECKPOINT.format(f"-v{version}" if version else "")
+        if not os.path.lexists(path):
+            return path
+        with suppress(CheckpointError, StorageError):
+            if read_manifest(path).document.get("run") == identity is not None:
+                return path
+        version += 1
+
+
+def leave(run: Run, directory: Path | None) -> NoReturn:
     """Save a run that was told to end, as it stands between two optimizer steps, and end it. Collective.
 
     Raises:
@@ -132,7 +177,7 @@ def leave(run: Run, path: Path | None) -> NoReturn:
     where = f"rank {rank} got {name}" if run.world.size > 1 else f"{name} came"
     if name == NEAR_END:
         where = "the job's time is nearly up"
-    message = f"{where}: stopped after optimizer step {step}, {_saved(run, path)}"
+    message = f"{where}: stopped after optimizer step {step}, {_saved(run, directory)}"
     if name == "SIGINT":
         run.trainer.note(message)
         raise KeyboardInterrupt(message)
@@ -142,15 +187,17 @@ def leave(run: Run, path: Path | None) -> NoReturn:
     raise Preempted(message)
 
 
-def _saved(run: Run, path: Path | None) -> str:
+def _saved(run: Run, directory: Path | None) -> str:
     """Save a run and return the end of the sentence that tells of it. Collective."""
     if run.progress.global_batch == 0:
         return "before there was anything to save; run the same command again."
     if run.resumed is not None and run.resumed[1] == run.progress.global_batch:
         # What it would write, which may be large, is on the disk already.
         return f"with nothing new since {run.resumed[0]}; run the same command again."
-    if path is None:
+    if directory is None:
         return "and saved nothing, since this run keeps no checkpoints."
+    identity = run.trainer.directory.identity
+    path = run.world.broadcast_object(str(_own_path(directory, identity)) if run.world.is_global_zero else "")
     try:
         run.trainer.save_checkpoint(path)
     except NonFiniteError as error:

@@ -22,6 +22,8 @@ class Progress:
     """Optimizer steps that were reached, applied or not; what ranks compare to see that they are in step."""
     epoch_ended: bool = False
     """The epoch's last batch and its hooks are done; a resumed run goes on with the next epoch."""
+    epoch_cut: bool = False
+    """A hook wants no more batches of this epoch."""
     validated_at: int = -1
     """``global_batch`` of the last validation, so that a run resumed after it does not validate again."""
 
@@ -35,7 +37,7 @@ class Progress:
         self.epoch += 1
         self.batch_in_epoch = 0
         self.hooks_started = 0
-        self.epoch_ended = False
+        self.epoch_ended = self.epoch_cut = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""

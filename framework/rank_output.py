@@ -133,6 +133,7 @@ class RankOutput:
         self._shows_all = shows_all
         self._hide = hide
         self._settling = False
+        self._showing_since: float | None = None
         self.folder: Path | None = None
         """Where the files are, once there are any."""
         for stream in (sys.stdout, sys.stderr):
@@ -169,6 +170,11 @@ class RankOutput:
         reading, writing = _terminal() if is_terminal else os.pipe()
         self._selector.register(reading, selectors.EVENT_READ, (kept, screen))
         return writing
+
+    def is_blocked(self) -> bool:
+        """Whether who reads the screen has stopped to, as a pager or Ctrl-S does: ranks that print wait for that."""
+        since = self._showing_since
+        return since is not None and time.monotonic() - since > _LOOK_SECONDS
 
     def tail(self, rank: int, lines: int) -> list[str]:
         """Return the last lines that a rank printed."""
@@ -234,7 +240,9 @@ class RankOutput:
             return
         kept.add(data)
         if screen is not None:
+            self._showing_since = time.monotonic()
             screen.show(data)
+            self._showing_since = None
 
 
 def _write(screen: int, data: bytes) -> bool:

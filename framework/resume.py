@@ -17,6 +17,7 @@ from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
 from .environment import attempt, error_dir
 from .errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
+from .preemption import is_name
 from .restarts import FitPlace, earlier_fit, record_fit
 from .rundir import RunDirectory, identity_of, next_version, versions
 from .world import World
@@ -220,7 +221,7 @@ def _places(callbacks: Sequence[Callback]) -> dict[Path, list[Callable[[str], bo
     places: dict[Path, list[Callable[[str], bool]]] = {}
     for callback in callbacks:
         if (place := getattr(callback, "saves_into", None)) is not None:
-            places.setdefault(place[0], []).append(place[1])
+            places.setdefault(place[0], [is_name]).append(place[1])
     return places
 
 

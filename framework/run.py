@@ -86,7 +86,6 @@ class Run:
         """The rank that was told from outside to end, and the signal."""
         self.resumed: tuple[Path, int] | None = None
         """The checkpoint that this run goes on from, and how many batches it had seen by then."""
-        self.epoch_cut = False
         self.in_window = False
         self.manual_backward: Callable[..., None] = _no_loop
         self.restore_layers: Callable[[], None] | None = None
@@ -215,7 +214,7 @@ class Run:
         if SAVED in fired:
             self.saver.settle(next(iter(fired[SAVED].values())))
         if "end_epoch" in fired:
-            self.epoch_cut = True
+            self.progress.epoch_cut = True
         if "go_on" in fired:
             self.stop_requested = self.told_to_leave is not None
         if LEAVE in fired:

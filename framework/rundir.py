@@ -9,7 +9,7 @@ import secrets
 import socket
 from pathlib import Path
 
-from .atomic import lock, write_text
+from .atomic import lock, unlock, write_text
 from .errors import StorageError
 
 _VERSION = re.compile(r"version_(\d+)$")
@@ -77,7 +77,7 @@ class RunDirectory:
     def release(self) -> None:
         """Let the lock go."""
         if self._lock is not None:
-            os.close(self._lock)
+            unlock(self._lock)
             self._lock = None
 
     def write_json(self, name: str, document: object) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .checkpoint.leftovers import clean_shared
 from .checkpoint.probe import NAME, free_bytes, probe
+from .preemption import is_name
 from .run import Run
 from .saving import check_state
 
@@ -26,7 +27,7 @@ def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_
     if not weights_only:
         check_state(run)
     if run.world.is_global_zero and directory != Path(os.path.abspath(trainer.checkpoint_dir)):
-        clean_shared(directory, lambda name: name == NAME or gives(name), trainer.note)
+        clean_shared(directory, lambda name: name == NAME or is_name(name) or gives(name), trainer.note)
     probe(directory, run.world, saver.sharded)
     size, free = saver.estimate(weights_only), free_bytes(directory)
     if free is not None and free < size:

@@ -27,6 +27,7 @@ _LONGEST_LOOK = 1.0
 # the second, of those that do, whether their stacks change. Of a short limit it is half.
 _DOUBT_SECONDS = 1.6
 _LEAST_EXCUSE = 300.0
+_ASK_SECONDS = 0.15
 # The part of a core that a rank which sleeps may use.
 _ASLEEP = 0.02
 
@@ -184,6 +185,9 @@ class _Doubt:
     busy: set[int] = field(default_factory=set)
     stacks: dict[int, Stacks] | None = None
     """Of those that are busy."""
+    asked_at: float = 0.0
+    moved: set[int] = field(default_factory=set)
+    """Those of them that get on, by their stacks."""
 
 
 class Stalls:
@@ -211,15 +215,26 @@ class Stalls:
             doubt.busy |= {rank for rank in behind if self._is_busy(doubt, rank, pids[rank])}
             if looked > 0.5:
                 # One that sleeps is not asked before it is sure that it stalls: a signal might wake it.
-                doubt.stacks = self._ranks.stacks({rank: pids[rank] for rank in doubt.busy}, beats)
+                self._ask(doubt, pids, beats)
+        elif looked < 0.9 and self._watch.now - doubt.asked_at > _ASK_SECONDS:
+            # Again and again: a short loop is often met at the same line twice.
+            self._ask(doubt, pids, beats)
         if doubt.stacks is None or looked < 0.9 or not any(silent.is_late for silent in doubtful):
             return None
         self._doubt = None
         stacks = self._ranks.stacks(pids, beats)
         if doubt.stacks and self._ranks.beats(pids) != beats:
             return None
-        guilty = self._guilty(behind, doubt.stacks, stacks)
+        doubt.moved |= {rank for rank in doubt.stacks if _works(doubt.stacks[rank], stacks[rank])}
+        guilty = self._guilty(behind, doubt.moved, stacks)
         return Stall(tuple(guilty), describe(guilty, behind, pids, beats, stacks)) if guilty else None
+
+    def _ask(self, doubt: _Doubt, pids: Mapping[int, int], beats: Mapping[int, Beat | None]) -> None:
+        """Take note of what those do that are busy, and whether that is something else than before."""
+        asked = self._ranks.stacks({rank: pids[rank] for rank in doubt.busy - doubt.moved}, beats)
+        before = doubt.stacks or {}
+        doubt.moved |= {rank for rank in asked if rank in before and _works(before[rank], asked[rank])}
+        doubt.stacks, doubt.asked_at = {**before, **asked}, self._watch.now
 
     def _doubt_of(self, beats: dict[int, Beat | None], pids: Mapping[int, int]) -> _Doubt:
         if self._doubt is not None and self._doubt.beats == beats:
@@ -232,18 +247,12 @@ class Stalls:
             self._watch.now - doubt.since
         )
 
-    def _guilty(
-        self, behind: Mapping[int, Silent], before: Mapping[int, Stacks], stacks: Mapping[int, Stacks]
-    ) -> list[int]:
+    def _guilty(self, behind: Mapping[int, Silent], moved: set[int], stacks: Mapping[int, Stacks]) -> list[int]:
         """Return the ranks that have stalled; where there is none, those that were silent get more time."""
         late = [rank for rank, silent in behind.items() if silent.is_late]
         watched = [rank for rank in behind if stacks[rank].is_debugged]
         stopped = [rank for rank, each in stacks.items() if each.is_stopped]
-        working = [
-            rank
-            for rank in before
-            if behind[rank].seconds < behind[rank].longest and _works(before[rank], stacks[rank])
-        ]
+        working = [rank for rank in moved if behind[rank].seconds < behind[rank].longest]
         stuck = [rank for rank in late if rank not in working and not stacks[rank].waits]
         if not watched and (stopped or stuck):
             return stopped or stuck

@@ -17,7 +17,7 @@ from types import FrameType
 
 from .errors import Preempted, StalledError
 from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
-from .heartbeat import Beat
+from .heartbeat import OUTSIDE, Beat
 from .process import Process, adopt_orphans, children
 from .stalls import Stall, Stalls, StartedRanks
 
@@ -28,7 +28,7 @@ SETTLE_SECONDS = 0.05
 EXIT_HANDLER_SECONDS = 0.4
 # From SIGTERM to SIGKILL once a rank failed; with the two above it keeps the end of all within 2 s.
 TERMINATE_SECONDS = 0.8
-# How long ranks may save and end by themselves after SIGTERM or SIGINT, or after the first of them was preempted.
+# How long ranks that were told to end, or left by one that was, may take outside of all that has limits of its own.
 PREEMPT_SECONDS = 30.0
 
 # Signals that no rank dies of as a consequence of another's death.
@@ -101,6 +101,7 @@ class Supervisor:
         self._ranks: list[_Rank] = []
         self._crashed: list[_Rank] = []
         self._stopping = False
+        self._ends_at_once = False
         if self._received is None:
             self._deadline = float("inf")
         self._notes = StartedRanks(error_dir)
@@ -129,15 +130,18 @@ class Supervisor:
         if self._received is not None:
             self._ranks[-1].send(self._received)
 
-    def watch(self) -> Verdict:
-        """Return how the ranks ended, once all have; when one fails, the others are ended."""
+    def watch(self, is_held_up: Callable[[], bool] = lambda: False) -> Verdict:
+        """Return how the ranks ended, once all have; when one fails, the others are ended.
+
+        While they are held up from outside, nobody is taken for stalled.
+        """
         while self._poll():
             if self._has_failure():
                 self._let_settle()
                 self.stop()
-            elif time.monotonic() >= self._deadline:
+            elif self._is_overdue():
                 self.stop()
-            elif self._has_stalled():
+            elif not is_held_up() and self._has_stalled():
                 # Nothing that is stuck, or waits for that, could act on SIGTERM.
                 self._kill()
             else:
@@ -188,11 +192,9 @@ class Supervisor:
         now = time.monotonic()
         if signum == signal.SIGINT:
             if self._received is signal.SIGINT:
-                self._deadline = now
+                self._ends_at_once = True
                 return
             self._received, self._deadline = signal.SIGINT, now + PREEMPT_SECONDS
-            if _terminal_signals_us():
-                return
         elif signum == signal.SIGTERM and self._received is None:
             self._received, self._deadline = signal.SIGTERM, now + PREEMPT_SECONDS
         for rank in self._ranks:
@@ -213,7 +215,7 @@ class Supervisor:
             self._deadline = min(self._deadline, time.monotonic() + PREEMPT_SECONDS)
         if self._received is signal.SIGTERM and code == -signal.SIGTERM and not has_met(self._error_dir, rank.rank):
             # The others would wait for it where ranks meet, and have nothing to save yet.
-            self._deadline = time.monotonic()
+            self._ends_at_once = True
         if code < 0 and self._is_bad(rank):
             caused_by_us = rank.was_killed and -code == signal.SIGKILL
             if not caused_by_us and (not self._stopping or -code in _CRASHES):
@@ -230,10 +232,23 @@ class Supervisor:
             return False
         return any(self._is_bad(rank) for rank in self._ranks) or bool(self._failures())
 
+    def _is_overdue(self) -> bool:
+        """Whether ranks that were told to end have had their time. Within a stage its sections' limits are theirs: a
+        validation is finished first, and a save takes as long as it takes."""
+        if self._ends_at_once or self._deadline == math.inf:
+            return self._ends_at_once
+        beats = self._notes.beats(self._running())
+        if any(beat is not None and beat.section != OUTSIDE for beat in beats.values()):
+            self._deadline = time.monotonic() + PREEMPT_SECONDS
+        return time.monotonic() >= self._deadline
+
     def _has_stalled(self) -> bool:
-        if self._received is not signal.SIGINT:
-            self._stall = self._stalls.look({rank.rank: rank.process.pid for rank in self._ranks if rank.code is None})
+        self._stall = self._stalls.look(self._running())
         return self._stall is not None
+
+    def _running(self) -> dict[int, int]:
+        """Return the ranks that still run, and their pids."""
+        return {rank.rank: rank.process.pid for rank in self._ranks if rank.code is None}
 
     def _failures(self) -> list[Failure]:
         """Return what the ranks recorded, first failure first, without those that were only preempted."""
@@ -350,20 +365,6 @@ class Supervisor:
             for pid in left:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
-
-
-def _terminal_signals_us() -> bool:
-    """Whether a SIGINT comes from Ctrl-C on the terminal, which tells it to the ranks too."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
 
 
 def _step_of(beat: Beat | None) -> int | None:

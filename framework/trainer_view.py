@@ -22,7 +22,6 @@ from .heartbeat import Heartbeat
 from .logger import Logger
 from .module import TrainModule
 from .optimization import SchedulerConfig
-from .preemption import CHECKPOINT as PREEMPTED
 from .progress import Progress
 from .registry import CALLBACKS
 from .run import Run
@@ -293,12 +292,12 @@ class TrainerView:
         return self.directory.checkpoints
 
     @property
-    def preemption_path(self) -> Path | None:
+    def preemption_dir(self) -> Path | None:
         """Where a run saves that is told from outside to end; None where it keeps no checkpoints."""
         saver = self.checkpoint_callback
         if saver is None or self.fast_dev_run:
             return None
-        return Path(getattr(saver, "dirpath", None) or self.checkpoint_dir) / PREEMPTED
+        return Path(getattr(saver, "dirpath", None) or self.checkpoint_dir)
 
     @property
     def log_dir(self) -> str | None:

@@ -114,7 +114,6 @@ class FitLoop:
         progress = run.progress
         begins = progress.batch_in_epoch == 0
         self._call_epoch_start(begins)
-        run.epoch_cut = False
         self.step.refresh()
         run.averages.begin_epoch()
         if self.reload is not None and begins and progress.epoch and progress.epoch % self.reload_every == 0:
@@ -155,6 +154,8 @@ class FitLoop:
             self._publish_if_due()
             self._validate_in_epoch(every)
         try:
+            if progress.epoch_cut:
+                return True
             while progress.global_step < stops:
                 stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
                 window = take()
@@ -171,7 +172,7 @@ class FitLoop:
                     run.heed_triggers()
                 if every is not None or plan.validate_every_seconds is not None:
                     self._validate_in_epoch(every)
-                if run.epoch_cut:
+                if progress.epoch_cut:
                     return True
                 if run.stop_requested and self._may_stop():
                     self._leave_if_told()
@@ -193,7 +194,7 @@ class FitLoop:
         return end is not None and self.run.progress.batch_in_epoch >= end
 
     def _check_not_empty(self) -> None:
-        if self.run.progress.global_batch == 0 and not self.run.epoch_cut:
+        if self.run.progress.global_batch == 0 and not self.run.progress.epoch_cut:
             raise DataError(
                 f"{self.windows.source.name} yielded no batch on any rank, so there is nothing to train on: "
                 "check the dataset's length, the batch size and drop_last."
@@ -316,7 +317,7 @@ class FitLoop:
     def _leave_if_told(self) -> None:
         """Save and end a run that was told to from outside. Collective then."""
         if self.run.told_to_leave is not None:
-            leave(self.run, self.run.trainer.preemption_path)
+            leave(self.run, self.run.trainer.preemption_dir)
 
     def _may_stop(self) -> bool:
         plan, progress = self.plan, self.run.progress
