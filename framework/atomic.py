@@ -323,7 +323,7 @@ def clean_leftovers(
                 path.unlink()
                 removed.append(path)
             elif stat.S_ISDIR(mode):
-                with _free(path) if shared else contextlib.nullcontext(True) as free:
+                with unheld(path) if shared else contextlib.nullcontext(True) as free:
                     if free and match["kind"] == "old" and not os.path.lexists(folder / match["name"]):
                         _put_back(path, folder / match["name"])
                     elif free:
@@ -341,8 +341,8 @@ def _put_back(path: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _free(path: Path) -> Iterator[bool]:
-    """Say whether no live process holds a hidden directory, and let none hold it in the block."""
+def unheld(path: Path) -> Iterator[bool]:
+    """Say whether no live process holds a directory by its lock, and let none take that in the block."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield lock(handle) is True

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from .atomic import lock, unheld, unlock
 from .environment import rank_environment, threads_for_ranks
 from .placement import STORE_FD
 from .process import is_running
@@ -55,10 +56,13 @@ def private_directory() -> Iterator[str]:
     """Make the directory in which ranks leave their notes; it is removed at the end."""
     _remove_leftovers(Path(tempfile.gettempdir()))
     directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    lock(handle)
     try:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        unlock(handle)
 
 
 @contextlib.contextmanager
@@ -78,5 +82,9 @@ def _remove_leftovers(directory: Path) -> None:
     """Remove what supervisors that were killed have left; each names its process. Never through a link."""
     for path in directory.glob(f"{_PREFIX}[0-9]*-*"):
         process = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if process.isdecimal() and not is_running(int(process)) and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+        if not process.isdecimal() or is_running(int(process)):
+            continue
+        # On another host, or in another container, there may be one of that number: then it is held.
+        with contextlib.suppress(OSError), unheld(path) as free:
+            if free:
+                shutil.rmtree(path, ignore_errors=True)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
+from phalanx.framework.atomic import lock
 from phalanx.framework.ending import _end_workers
 from phalanx.framework.errors import ConfigurationError, RankError
 from phalanx.framework.forked_launch import launch_function
@@ -198,6 +199,20 @@ def test_under_another_launcher_a_rank_prints_its_own_traceback_and_keeps_its_co
     assert done.stdout.startswith("[rank 0] Traceback")
     assert done.stdout.count("[rank 0] Traceback") == 1
     assert done.stdout.splitlines()[-1].endswith("ConfigurationError: no such thing")
+    assert done.returncode == 78
+
+
+def test_the_exit_code_is_the_same_where_nobody_reads_what_is_printed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MEET + "raise ConfigurationError('no such thing')\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script)], stdout=subprocess.DEVNULL, stderr=writing, timeout=60, check=False
+        )
+    finally:
+        os.close(writing)
     assert done.returncode == 78
 
 
@@ -392,7 +407,14 @@ def test_what_a_killed_supervisor_left_goes_at_the_next_launch(tmp_path: Path) -
     left = tmp_path / f"phalanx-{gone.pid}-abc"
     mine = tmp_path / f"phalanx-{os.getpid()}-abc"
     other = tmp_path / "phalanx-notes-abc"
-    for path in (left, mine, other):
+    # Another host's, whose process there has a number that is nobody's here.
+    held = left.with_name(left.name + "held")
+    for path in (left, mine, other, held):
         path.mkdir()
-    _remove_leftovers(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([mine, other])
+    handle = os.open(held, os.O_RDONLY)
+    try:
+        assert lock(handle)
+        _remove_leftovers(tmp_path)
+        assert sorted(tmp_path.iterdir()) == sorted([mine, other, held])
+    finally:
+        os.close(handle)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_script, wait_until
 
 from phalanx import Trainer
-from phalanx.callbacks import LambdaCallback
+from phalanx.callbacks import LambdaCallback, ModelCheckpoint
 from phalanx.checkpoint import open_checkpoint, verify
 from phalanx.framework.errors import ConfigurationError, Preempted
 from phalanx.framework.job_queue import TimeLimit
@@ -112,7 +115,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], str
 INTERRUPTIONS = {
     ("ddp", 2): [
         ("step 5", "SIGTERM", "group", 75, {6, 7}),
-        ("step 8", "SIGINT", "launcher", 130, {9, 10}),
+        ("step 8", "SIGINT", "group", 130, {9, 10}),
     ],
     ("single", 1): [
         # Python ends so itself, and a shell makes 130 of it.
@@ -169,6 +172,46 @@ def test_a_resumed_run_that_is_told_before_it_trains_loses_nothing(tmp_path: Pat
         go(tmp_path, hook, 6)
     found = go(tmp_path, None, 0).losses
     assert found == whole[-len(found) :]
+
+
+def test_runs_that_save_into_one_directory_leave_one_anothers_checkpoints(tmp_path: Path) -> None:
+    def go(root: str, told_at: int | None, ckpt: str | None = "auto") -> int:
+        began = []
+
+        def tell(trainer: Trainer, *_: Any) -> None:
+            began.append(trainer.global_step)
+            if trainer.global_step == told_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        callbacks = [ModelCheckpoint(tmp_path / "shared"), LambdaCallback(on_train_batch_end=tell)]
+        trainer = silent_trainer(
+            max_epochs=1, default_root_dir=tmp_path / root, enable_checkpointing=True, callbacks=callbacks
+        )
+        with suppress(Preempted):
+            trainer.fit(Regressor(), loader(), ckpt_path=ckpt)
+        return began[0]
+
+    assert [go("a", 3), go("b", 2, None), go("a", 5), go("b", 4)] == [1, 1, 4, 3]
+    names = sorted(path.name for path in (tmp_path / "shared").iterdir())
+    assert names == ["preempted-v1.ckpt", "preempted.ckpt"]
+    # What a killed save of such a checkpoint has left goes with the next start.
+    left = tmp_path / "shared" / ".preempted-v1.ckpt.0123456789abcdef.tmp"
+    shutil.copytree(tmp_path / "shared" / "preempted.ckpt", left)
+    assert [go("a", None), go("b", None)] == [6, 5]
+    assert not left.exists()
+
+
+def test_a_process_that_a_fit_has_forked_ends_as_if_nobody_watched() -> None:
+    with SignalWatch(["SIGTERM"]):
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30.0,))
+        process.start()
+        process.terminate()
+        process.join(5.0)
+    try:
+        assert process.exitcode == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_ranks_that_have_not_met_have_nothing_to_lose() -> None:

@@ -252,3 +252,22 @@ def test_a_chain_of_errors_is_cut_in_its_middle() -> None:
     lines = brief_traceback(caught(chain)).splitlines()
     assert len(lines) == MOST_LINES
     assert lines[-1] == "ValueError: 29"
+
+
+def test_a_screen_that_nobody_reads_for_a_while_is_known_to_hold_ranks_up() -> None:
+    source = (
+        "import os, subprocess, sys, threading, time\n"
+        "from phalanx.framework.rank_output import RankOutput\n"
+        "reading, screen = os.pipe()\n"
+        "told = os.dup(2)\n"
+        "os.dup2(screen, 1); os.dup2(screen, 2)\n"
+        "with RankOutput(lambda: None, 'a start') as output:\n"
+        "    with output.streams(0) as (stdout, _):\n"
+        "        rank = subprocess.Popen([sys.executable, '-c', 'print(\"x\" * 300000)'], stdout=stdout)\n"
+        "    while not output.is_blocked(): time.sleep(0.02)\n"
+        "    read = lambda: [None for _ in iter(lambda: os.read(reading, 65536), b'')]\n"
+        "    threading.Thread(target=read, daemon=True).start()\n"
+        "    while output.is_blocked(): time.sleep(0.02)\n"
+        "    os.write(told, b'goes on %d' % rank.wait())\n"
+    )
+    assert run_script(source).stdout.endswith("goes on 0")

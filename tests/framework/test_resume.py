@@ -213,6 +213,32 @@ def test_what_is_saved_before_a_resumed_run_trains_resumes_too(
         shutil.rmtree(again)
 
 
+def test_an_epoch_that_a_hook_has_cut_stays_cut(tmp_path: Path) -> None:
+    def go(save: str | None, ckpt: str | None) -> list[tuple[int, int]]:
+        seen = []
+
+        class Cut(Regressor):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+                return -1 if batch_idx == 2 else None
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                seen.append((self.current_epoch, batch_idx))
+                return super().training_step(batch, batch_idx)
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                if save is not None and self.current_epoch == 0:
+                    self.trainer.save_checkpoint(save)
+
+        silent_trainer(max_epochs=2, default_root_dir=tmp_path, num_sanity_val_steps=0).fit(
+            Cut(), loader(16), loader(4), ckpt_path=ckpt
+        )
+        return seen
+
+    saved = str(tmp_path / "cut.ckpt")
+    assert go(saved, None) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert go(None, saved) == [(1, 0), (1, 1)]
+
+
 # ---- onto another number of ranks ---------------------------------------
 
 

@@ -18,8 +18,11 @@ from phalanx.framework.failures import (
     read_failure,
     record_failure,
     record_leaving,
+    record_meeting,
     record_trouble,
 )
+from phalanx.framework.heartbeat import SECTIONS, Beat, resolve_stall_timeout
+from phalanx.framework.stalls import StartedRanks
 from phalanx.framework.supervisor import PREEMPT_SECONDS, Supervisor, Verdict
 
 SLEEP = "sleep 3600"
@@ -174,6 +177,23 @@ def test_ranks_that_cannot_meet_any_more_are_not_waited_for(tmp_path: Path) -> N
     told.join()
     assert verdict == Verdict(75, "ended by SIGTERM as the ranks started; run the same command again", failed=True)
     assert time.monotonic() - began < PREEMPT_SECONDS / 2
+
+
+@pytest.mark.parametrize(("section", "code"), [("evaluation", 75), ("outside", 143)])
+def test_ranks_that_were_told_to_end_have_the_limits_of_their_sections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, code: int
+) -> None:
+    monkeypatch.setattr("phalanx.framework.supervisor.PREEMPT_SECONDS", 0.3)
+    beat = Beat(0, 0, 0, resolve_stall_timeout(None), 1, SECTIONS.index(section), 0, 3, 0, 3)
+    monkeypatch.setattr(StartedRanks, "beats", lambda _, pids: dict.fromkeys(pids, beat))
+    record_meeting(str(tmp_path), 0)
+    supervisor = Supervisor(str(tmp_path))
+    supervisor.add(subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 2; exit 75"]))
+    told = threading.Timer(0.3, supervisor._on_signal, (signal.SIGTERM, None))
+    told.start()
+    verdict = supervisor.watch()
+    told.join()
+    assert (verdict.exit_code, "had to be killed" in verdict.message) == (code, code == 143)
 
 
 def test_ranks_end_when_the_watch_is_called_off() -> None:
