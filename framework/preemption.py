@@ -26,6 +26,7 @@ from .environment import current_job
 from .errors import CheckpointError, ConfigurationError, NonFiniteError, Preempted, StorageError, unknown
 from .job_queue import NEAR_END, REQUEUED_AT, requeue
 from .process import end_with_parent
+from .rendezvous import is_waiting
 from .triggers import Triggers
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ class SignalWatch:
             self._leave_to_others(signum, frame)
             return
         name = signal.Signals(signum).name
+        if is_waiting():
+            message = f"{name} came while this rank waited for the others to start; run the same command again."
+            raise KeyboardInterrupt(message) if signum == signal.SIGINT else Preempted(message)
         if self._told is None:
             self._told = name
         if self._triggers is not None:

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from .environment import gloo_interface, take_store_descriptor, tell_of_leaving, uses_agent_store
 from .errors import ConfigurationError, did_you_mean
@@ -27,12 +28,16 @@ from .placement import LOOPBACK, Placement
 from .process import allow_open_files
 
 _LAST_MOMENT_SECONDS = 0.01
+_LONGEST_LOOK_SECONDS = 0.1
+_LOOKS_PER_SECOND = 1000.0
+_KNOCK_SECONDS = 5.0
 # The default group, one for control, one for saves behind the training, and two of a mesh; and what else is open.
 _GROUPS = 5
 _OTHER_FILES = 1024
 # One store serves all meetings of a process: its port cannot be had twice.
 _stores: dict[tuple[str, int], Any] = {}
 _meetings: Iterator[int] = itertools.count()
+_waits = False
 
 
 def is_initialized() -> bool:
@@ -55,13 +60,45 @@ def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
         # gloo connects each rank with every other one, anew for each group.
         allow_open_files(_GROUPS * place.size + _OTHER_FILES)
         _check_interface()
+        limit = timeout or dist.constants.default_pg_timeout
+        store: Any
         if place.launcher == "torchrun" and uses_agent_store():
-            dist.init_process_group(backend, init_method="env://", **common)
+            store, *_ = next(rendezvous("env://", place.rank, place.size, timeout=limit))
         else:
-            prefix = f"phalanx/{place.run}/{next(_meetings)}"
-            dist.init_process_group(backend, store=dist.PrefixStore(prefix, _store(place, timeout)), **common)  # type: ignore[attr-defined]
+            store = _store(place, limit)
+        store = dist.PrefixStore(f"phalanx/{place.run}/{next(_meetings)}", store)  # type: ignore[attr-defined]
+        with _waiting():
+            _gather(store, place.size, limit.total_seconds())
+        dist.init_process_group(backend, store=store, **common)
     atexit.unregister(_leave)
     atexit.register(_leave)
+
+
+def is_waiting() -> bool:
+    """Whether this rank waits for others that have not come yet: it holds nothing that could be lost."""
+    return _waits
+
+
+@contextlib.contextmanager
+def _waiting() -> Iterator[None]:
+    global _waits
+    _waits = True
+    try:
+        yield
+    finally:
+        _waits = False
+
+
+def _gather(store: Any, size: int, seconds: float) -> None:
+    """Wait until all ranks have come, or for so long: torch says then who has not. Here signals are heard meanwhile."""
+    if store.add("come", 1) == size:
+        store.set("all", "")
+    until, pause = time.monotonic() + seconds, 0.002
+    # One store answers all of them.
+    longest = max(_LONGEST_LOOK_SECONDS, size / _LOOKS_PER_SECOND)
+    while not store.check(["all"]) and time.monotonic() < until:
+        time.sleep(pause)
+        pause = min(longest, 1.5 * pause)
 
 
 def _check_interface() -> None:
@@ -78,7 +115,7 @@ def _check_interface() -> None:
             )
 
 
-def _store(place: Placement, timeout: timedelta | None) -> Any:
+def _store(place: Placement, limit: timedelta) -> Any:
     """Return this process's store, made when it is first asked for; rank 0 serves it."""
     host, port = place.master_addr or LOOPBACK, place.master_port or 0
     if (host, port) not in _stores:
@@ -90,9 +127,20 @@ def _store(place: Placement, timeout: timedelta | None) -> Any:
         if listening is not None:
             os.set_inheritable(listening, False)
             serving = {"is_master": True, "master_listen_fd": listening}
-        limit = timeout or dist.constants.default_pg_timeout
+        if listening is None:
+            with _waiting():
+                _knock(host, port, limit.total_seconds())
         _stores[host, port] = dist.TCPStore(host, port, place.size, timeout=limit, wait_for_workers=False, **serving)  # type: ignore[attr-defined]
     return _stores[host, port]
+
+
+def _knock(host: str, port: int, seconds: float) -> None:
+    """Wait until somebody listens there, or for so long: torch says then that nobody does."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_KNOCK_SECONDS):
+            return
+        time.sleep(_LONGEST_LOOK_SECONDS)
 
 
 def _listen(host: str, port: int, size: int, alone: bool) -> int:

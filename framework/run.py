@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .accumulation import AccumulationSchedule
 from .averages import Averages
 from .callback import Callback, in_call_order, wanted
-from .errors import MetricError, NonFiniteError, did_you_mean
+from .errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
 from .fabric.fabric import Fabric
 from .log import MetricLog
 from .log_entries import Entry
@@ -91,6 +91,18 @@ class Run:
         self.restore_layers: Callable[[], None] | None = None
         self.saver: Saver
         """Set as the run is made."""
+
+    def check_together(self, what: str) -> None:
+        """Refuse what all ranks must do where an error has parted them.
+
+        Raises:
+            ConfigurationError: an error ends this run, and other ranks may never come.
+        """
+        if self.world.size > 1 and self.trainer.state.status == "interrupted":
+            raise ConfigurationError(
+                f"{what} was called after an error, in on_exception or later, where it would wait for ranks that may "
+                "never come: the newest checkpoint is what to go on from, with ckpt_path='auto'."
+            )
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
 

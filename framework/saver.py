@@ -95,7 +95,8 @@ class Saver:
         self._apart: World | None = None
         self._pending: _Pending | None = None
         self._number = 0
-        self._failures: dict[str, int] = {}
+        self._failures: dict[str, tuple[int, PhalanxError]] = {}
+        """Of those whose last save failed: how many in a row, and the last error."""
 
     @property
     def sharded(self) -> bool:
@@ -129,8 +130,9 @@ class Saver:
                 a row. What was there is untouched.
             ConfigurationError: an accumulation window is under way.
         """
-        self.settle()
         run = self._run
+        run.check_together("save_checkpoint")
+        self.settle()
         if run.in_window:
             raise ConfigurationError(
                 "save_checkpoint was called in the middle of an accumulation window, where gradients are half "
@@ -163,6 +165,18 @@ class Saver:
             pending.work.wait()
         self._pending = None
         self._heed(pending.order, pending.work.error, pending.notes)
+
+    def end(self) -> None:
+        """Settle, and raise if the last save of somebody failed: nothing comes after it that would make up for it.
+
+        Collective.
+
+        Raises:
+            StorageError: on all ranks.
+        """
+        self.settle()
+        for _, error in self._failures.values():
+            raise StorageError(f"the training is done, but its last checkpoint is not on the disk: {error}") from error
 
     def close(self) -> None:
         """Let go of what is held. A save that nobody settled, as the run failed, gets a moment. No collective."""
@@ -238,7 +252,8 @@ class Saver:
         if isinstance(error, NonFiniteError):
             note(f"No checkpoint was saved at step {order.step}: {error}")
             return
-        self._failures[order.owner] = count = self._failures.get(order.owner, 0) + 1
+        count = 1 + (self._failures[order.owner][0] if order.owner in self._failures else 0)
+        self._failures[order.owner] = count, error
         if count >= _FAILURES_IN_A_ROW:
             raise type(error)(f"{error} It was the third save in a row that failed, so the run ends.") from error
         note(f"{error} Training goes on, and older checkpoints are as they were ({count} of 3 in a row).")

@@ -83,7 +83,7 @@ def _fit(trainer: Trainer, request: FitRequest) -> None:
             if trainer.settings.debug == "collectives":
                 modes.enter_context(comparing_collectives(loop.run, loop.step))
             loop()
-        loop.run.saver.settle()
+        loop.run.saver.end()
         _end(trainer, loop)
 
 
@@ -100,8 +100,9 @@ def _begin(trainer: Trainer, loop: FitLoop) -> None:
     _, unsaved = encode_known(dict(run.module.hparams))
     if unsaved and trainer.checkpoint_callback is not None:
         trainer.note(
-            f"Checkpoints cannot hold the hyperparameters {', '.join(unsaved)}: pass them to load_from_checkpoint, "
-            "or leave them out with save_hyperparameters(ignore=...)."
+            f"Checkpoints do not hold the hyperparameters {', '.join(unsaved)}, which are secrets by their names or of "
+            "types that no file keeps: pass them to load_from_checkpoint, or leave them out with "
+            "save_hyperparameters(ignore=...)."
         )
     if not trainer.settings.barebones:
         logs = trainer.run_dir if trainer.loggers else None

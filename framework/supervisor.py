@@ -17,7 +17,7 @@ from types import FrameType
 
 from .errors import Preempted, StalledError
 from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
-from .heartbeat import OUTSIDE, Beat
+from .heartbeat import OUTSIDE, SECTIONS, Beat
 from .process import Process, adopt_orphans, children
 from .stalls import Stall, Stalls, StartedRanks
 
@@ -28,6 +28,8 @@ SETTLE_SECONDS = 0.05
 EXIT_HANDLER_SECONDS = 0.4
 # From SIGTERM to SIGKILL once a rank failed; with the two above it keeps the end of all within 2 s.
 TERMINATE_SECONDS = 0.8
+# How long one may take for its callbacks and loggers after an error, which may wait for ranks that never come.
+FAREWELL_SECONDS = 20.0
 # How long ranks that were told to end, or left by one that was, may take outside of all that has limits of its own.
 PREEMPT_SECONDS = 30.0
 
@@ -259,12 +261,19 @@ class Supervisor:
     def _failure_of(self, rank: _Rank) -> Failure | None:
         """Return what ended a rank, at the time when it met it: others fail of what it does on its way out."""
         recorded = read_failure(self._error_dir, rank.rank)
-        if recorded is None and rank.code in (None, 0):
-            return None
         trouble = read_trouble(self._error_dir, rank.rank)
+        if recorded is None and (rank.code == 0 or (rank.code is None and not self._lingers(rank, trouble))):
+            return None
         if recorded is None or trouble is None:
             return recorded or trouble
         return replace(recorded, seconds=min(recorded.seconds, trouble.seconds))
+
+    def _lingers(self, rank: _Rank, trouble: Failure | None) -> bool:
+        """Whether a rank that met an error does not get through what it does of it."""
+        if trouble is None or time.monotonic() - trouble.seconds < FAREWELL_SECONDS:
+            return False
+        beat = self._last_beat(rank)
+        return beat is not None and SECTIONS[beat.section] == "teardown"
 
     def _let_settle(self) -> None:
         """Wait until it shows who failed first: ranks that run their exit handlers end, and a crash is seen."""
@@ -308,6 +317,9 @@ class Supervisor:
             return self._blame(silent, max(code, 1), f"{silent} {how}")
         if failures:
             first = failures[0]
+            if (quitter := self._first_to_quit(first.seconds)) is not None:
+                text = f"rank {quitter.rank} (pid {quitter.pid}) left the others with exit code 0"
+                return self._blame(self._ranks[quitter.rank], first.exit_code, text, quitter)
             text = f"rank {first.rank} (pid {first.pid}) failed"
             return self._blame(self._ranks[first.rank], first.exit_code, text, first)
         return self._verdict_without_failure()
@@ -328,6 +340,12 @@ class Supervisor:
         unexplained = [rank for rank in self._ranks if self._is_bad(rank) and rank.rank not in recorded]
         ended = [rank for rank in unexplained if not rank.was_signalled or self._left_at(rank)]
         return min(ended, key=lambda rank: (self._left_at(rank), rank.ended_at), default=None)
+
+    def _first_to_quit(self, before: float) -> Failure | None:
+        """Return the ``SystemExit`` with which a rank ended well by itself in a stage, before others failed of that."""
+        troubles = [read_trouble(self._error_dir, rank.rank) for rank in self._ranks if rank.code == 0]
+        quits = [one for one in troubles if one is not None and one.kind == "SystemExit" and one.seconds < before]
+        return min(quits, key=lambda one: one.seconds, default=None)
 
     def _left_at(self, rank: _Rank) -> float:
         """Return when ``rank`` began to leave; before all else if it did not say so, as after ``os._exit``."""

@@ -454,6 +454,7 @@ class Trainer(TrainerView):
         """
         target = Path(path)
         if self.run is not None:
+            self.run.check_together("export")
             return export_run(self.run, target, dtype, max_shard_size)
         if self.last_module is None:
             raise ConfigurationError("export writes the weights of a module that was fitted or evaluated: fit first.")

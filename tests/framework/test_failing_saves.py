@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -204,10 +205,25 @@ def test_a_failure_is_forgotten_after_a_save_that_went_well(tmp_path: Path, monk
 
     notes = capturing(trainer)
     monkeypatch.setattr(os, "fsync", lambda handle: failing(handle) if trainer.run and trainer.global_step else None)
-    trainer.fit(Tiny(), loader(40))
+    trainer.fit(Tiny(), loader(36))
     assert verified(tmp_path / "kept") == ["step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
-    assert sum("(1 of 3 in a row)" in note for note in notes) == 4
+    assert sum("(1 of 3 in a row)" in note for note in notes) == 3
     assert sum("(2 of 3 in a row)" in note for note in notes) == 3
+
+
+@BOTH
+def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path: Path, asynchronous: bool) -> None:
+    kept = tmp_path / "kept"
+
+    def block() -> None:
+        shutil.rmtree(kept)
+        kept.write_text("in the way")
+
+    saver = ModelCheckpoint(kept, filename="{step}", asynchronous=asynchronous)
+    trainer = quiet_trainer(tmp_path, [At({4: block}), saver], max_epochs=1)
+    with pytest.raises(StorageError, match=r"is done, but its last checkpoint is not on the disk: .*step=4"):
+        trainer.fit(Tiny(), loader(16))
+    assert trainer.global_step == 4
 
 
 @BOTH
@@ -226,9 +242,33 @@ def test_a_save_that_a_user_asked_for(tmp_path: Path, asynchronous: bool) -> Non
 
     trainer = quiet_trainer(tmp_path, Asking(), max_epochs=1)
     notes = capturing(trainer)
-    trainer.fit(Tiny(), loader())
+    # Nothing came after it that would make up for it.
+    with pytest.raises(StorageError, match=r"a\.ckpt") if asynchronous else nullcontext():
+        trainer.fit(Tiny(), loader())
     told = [note for note in notes if str(tmp_path / "file" / "a.ckpt") in note]
     assert (len(raised), len(told)) == ((0, 1) if asynchronous else (1, 0))
+
+
+def saves_after_an_error(root: str) -> list[str]:
+    class Saves(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ValueError("the cause")
+
+        def on_exception(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(Path(root) / "late.ckpt")
+
+    trainer = quiet_trainer(Path(root), Saves(), max_epochs=1, devices=2, strategy="ddp")
+    notes = capturing(trainer)
+    with pytest.raises(ValueError, match="the cause"):
+        trainer.fit(Tiny(), loader())
+    return notes
+
+
+def test_after_an_error_no_rank_waits_for_others_in_a_save(tmp_path: Path) -> None:
+    for notes in run_on_ranks(2, saves_after_an_error, str(tmp_path)):
+        assert notes[-1].startswith(
+            "Saves.on_exception failed: ConfigurationError: save_checkpoint was called after an"
+        )
 
 
 @pytest.mark.parametrize("weights", [float("nan"), float("inf")])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.errors import ConfigurationError, Preempted
 from phalanx.framework.placement import Placement
 from phalanx.framework.rendezvous import _check_interface, _listen
 
@@ -50,6 +50,31 @@ try:
 except RankError as error:
     print(error, flush=True)
     os._exit(7)
+"""
+
+
+ALONE = """
+import threading, time
+from torch import nn, optim
+from phalanx import Trainer, TrainModule
+from phalanx.framework import rendezvous
+
+class Model(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+    def training_step(self, batch, index):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return optim.SGD(self.parameters(), 0.1)
+
+def tell():
+    while not rendezvous.is_waiting():
+        time.sleep(0.01)
+    print("waits", flush=True)
+
+threading.Thread(target=tell, daemon=True).start()
+Trainer(strategy="ddp", devices=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Model(), [1])
 """
 
 
@@ -147,5 +172,22 @@ def test_who_waits_for_a_first_rank_that_is_killed_learns_it_on_all_nodes(tmp_pa
             assert ranks[rank].returncode == 7
     finally:
         for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def test_a_rank_that_waits_for_others_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(ALONE)
+    for rank in (0, 1):
+        process = start(rank, 0, port, 60.0, script)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waits\n"
+            process.terminate()
+            told, _ = process.communicate(timeout=20)
+            assert "SIGTERM came while this rank waited for the others to start; run the same command again." in told
+            assert process.returncode == Preempted.exit_code
+        finally:
             process.kill()
             process.communicate()

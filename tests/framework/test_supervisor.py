@@ -39,6 +39,12 @@ def watch(directory: Path, *commands: str) -> Verdict:
     return verdict
 
 
+def noting(monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+    """Have all ranks be in a section."""
+    beat = Beat(0, 0, 0, resolve_stall_timeout(None), 1, SECTIONS.index(section), 0, 3, 0, 3)
+    monkeypatch.setattr(StartedRanks, "beats", lambda _, pids: dict.fromkeys(pids, beat))
+
+
 def recorded(directory: Path, rank: int, error: BaseException) -> None:
     try:
         raise error
@@ -138,6 +144,31 @@ def test_the_time_that_counts_is_when_an_error_was_met(tmp_path: Path) -> None:
     assert watch(tmp_path, "sh -c 'exit 1'", "sh -c 'exit 1'").message.endswith("ValueError: the cause")
 
 
+def test_a_rank_that_quits_in_a_fit_is_at_fault_for_what_others_fail_of(tmp_path: Path) -> None:
+    in_trouble(tmp_path, 1, SystemExit(0))
+    assert watch(tmp_path, "true", "true") == Verdict(0, "", failed=False)
+    recorded(tmp_path, 0, RuntimeError("connection closed by peer"))
+    verdict = watch(tmp_path, "sh -c 'exit 1'", "true")
+    assert verdict.exit_code == 1
+    assert "rank 1 " in verdict.message.splitlines()[0]
+    assert "left the others with exit code 0" in verdict.message
+    assert verdict.message.endswith("SystemExit: 0")
+
+
+@pytest.mark.parametrize("section", ["teardown", "outside"])
+def test_a_rank_that_lingers_over_its_error_ends_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    monkeypatch.setattr("phalanx.framework.supervisor.FAREWELL_SECONDS", 0.3)
+    noting(monkeypatch, section)
+    in_trouble(tmp_path, 1, ValueError("the cause"))
+    seconds = 30 if section == "teardown" else 1
+    verdict = watch(tmp_path, f"sleep {seconds}", f"sleep {seconds}")
+    # Out of the fit, whoever caught it may take its time.
+    assert verdict.exit_code == (1 if section == "teardown" else 0)
+    assert verdict.message.endswith("ValueError: the cause" if section == "teardown" else "")
+
+
 def test_an_error_that_was_caught_is_no_failure(tmp_path: Path) -> None:
     in_trouble(tmp_path, 1, ValueError("caught"))
     assert watch(tmp_path, "true", "sleep 0.1") == Verdict(0, "", failed=False)
@@ -184,8 +215,7 @@ def test_ranks_that_were_told_to_end_have_the_limits_of_their_sections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, code: int
 ) -> None:
     monkeypatch.setattr("phalanx.framework.supervisor.PREEMPT_SECONDS", 0.3)
-    beat = Beat(0, 0, 0, resolve_stall_timeout(None), 1, SECTIONS.index(section), 0, 3, 0, 3)
-    monkeypatch.setattr(StartedRanks, "beats", lambda _, pids: dict.fromkeys(pids, beat))
+    noting(monkeypatch, section)
     record_meeting(str(tmp_path), 0)
     supervisor = Supervisor(str(tmp_path))
     supervisor.add(subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 2; exit 75"]))
