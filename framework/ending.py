@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from .brief import brief_traceback
 from .environment import error_dir, failure_of, hiding_secrets, started_by_torchrun
-from .errors import ConfigurationError
+from .errors import ConfigurationError, Preempted
 from .failures import INTERRUPTED, exit_code_of, record_failure
 from .process import end_with_parent
 from .script import can_rerun_script
@@ -56,7 +56,8 @@ def tell_of_failure(rank: int, error: BaseException) -> None:
     failure = failure_of(rank, error)
     directory = error_dir()
     if directory is None:
-        write_error("\n".join(f"[rank {rank}] {line}" for line in failure.traceback.splitlines()))
+        text = failure.message if isinstance(error, Preempted) else failure.traceback
+        write_error("\n".join(f"[rank {rank}] {line}" for line in text.splitlines()))
         return
     try:
         record_failure(directory, failure)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
+from .atomic import write_text
 from .ending import write_error
 from .environment import hiding_secrets
-from .errors import ConfigurationError
+from .errors import ConfigurationError, PhalanxError
 from .fork_server import ForkServer, ServerGone
 from .meeting import Meeting, meeting, private_directory
 from .process import Process, die_with_parent
 from .rank_output import RankOutput
 from .restarts import Restarts, run_directory
+from .rundir import REPORT
 from .script import Script, can_rerun_script
 from .supervisor import Supervisor, Verdict
 
@@ -58,7 +62,7 @@ def launch_script(
                     break
                 write_error(
                     f"{verdict.message}\nphalanx: the ranks are started again in {wait:g} s, from the newest good "
-                    f"checkpoint (restart {restarts.done} of {max_restarts})"
+                    f"checkpoint if there is one (restart {restarts.done} of {max_restarts})"
                 )
                 if (told := supervisor.pause(wait)) is not None:
                     verdict = told
@@ -107,6 +111,7 @@ class _Launch:
                 self._supervisor.stop()
                 raise
             output.settle()
+            _amend_report(verdict, run_directory(meeting.directory))
             _show_circumstances(verdict, output, self._shows_all)
             output.close()
         return verdict
@@ -141,6 +146,17 @@ class _Launch:
                 stderr=stderr,
                 preexec_fn=die_with_parent(),
             )
+
+
+def _amend_report(verdict: Verdict, directory: Path | None) -> None:
+    """Have the report in the run's directory say what ended the run, which rank 0 may know as something else."""
+    if not verdict.failed or directory is None:
+        return
+    path = directory / REPORT
+    with contextlib.suppress(OSError, ValueError, PhalanxError):
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        document = known | {"stopped": verdict.message, "exit_code": verdict.exit_code}
+        write_text(path, json.dumps(document, indent=2) + "\n")
 
 
 def _show_circumstances(verdict: Verdict, output: RankOutput, shown: bool) -> None:

@@ -13,17 +13,19 @@ import gc
 import ipaddress
 import itertools
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from .environment import gloo_interface, take_store_descriptor, tell_of_leaving, uses_agent_store
-from .errors import ConfigurationError, did_you_mean
+from .errors import ConfigurationError, RankError, did_you_mean
 from .placement import LOOPBACK, Placement
 from .process import allow_open_files
 
@@ -68,8 +70,8 @@ def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
             store = _store(place, limit)
         store = dist.PrefixStore(f"phalanx/{place.run}/{next(_meetings)}", store)  # type: ignore[attr-defined]
         with _waiting():
-            _gather(store, place.size, limit.total_seconds())
-        dist.init_process_group(backend, store=store, **common)
+            word = _gather(store, place, limit.total_seconds())
+        dist.init_process_group(backend, store=dist.PrefixStore(word, store), **common)  # type: ignore[attr-defined]
     atexit.unregister(_leave)
     atexit.register(_leave)
 
@@ -89,16 +91,47 @@ def _waiting() -> Iterator[None]:
         _waits = False
 
 
-def _gather(store: Any, size: int, seconds: float) -> None:
-    """Wait until all ranks have come, or for so long: torch says then who has not. Here signals are heard meanwhile."""
-    if store.add("come", 1) == size:
-        store.set("all", "")
-    until, pause = time.monotonic() + seconds, 0.002
+def _gather(store: Any, place: Placement, seconds: float) -> str:
+    """Wait until all ranks have come; return a word that they share, and no earlier start that used this store.
+
+    Rank 0 chooses it. A rank may read that of an earlier start first: it tells a number of its own under what it read,
+    and goes on only once rank 0 has repeated that number. Signals are heard meanwhile, which torch's own wait is not.
+
+    Raises:
+        RankError: some have not come in time; rank 0 names them.
+    """
+    own, until, pause = secrets.token_hex(8), time.monotonic() + seconds, 0.002
     # One store answers all of them.
-    longest = max(_LONGEST_LOOK_SECONDS, size / _LOOKS_PER_SECOND)
-    while not store.check(["all"]) and time.monotonic() < until:
+    longest = max(_LONGEST_LOOK_SECONDS, place.size / _LOOKS_PER_SECOND)
+    look = partial(_all_came, store, own, place.size) if place.rank == 0 else partial(_came, store, own, place.rank, [])
+    if place.rank == 0:
+        store.set("word", own)
+    while (word := look()) is None:
+        if time.monotonic() > until:
+            late = [str(rank) for rank in range(1, place.size) if not store.check([f"{own}/come/{rank}"])]
+            who = f"ranks {', '.join(late[:16])}" if place.rank == 0 else "rank 0 and all others"
+            raise RankError(f"{who} did not come to where ranks meet within {seconds:g} s: see what they printed.")
         time.sleep(pause)
         pause = min(longest, 1.5 * pause)
+    return word
+
+
+def _all_came(store: Any, word: str, size: int) -> str | None:
+    """Repeat to the others the numbers that they have told, once all have; return the word then."""
+    told = [f"{word}/come/{rank}" for rank in range(1, size)]
+    if not store.check(told):
+        return None
+    store.multi_set([f"{word}/go/{rank}" for rank in range(1, size)], store.multi_get(told))
+    return word
+
+
+def _came(store: Any, own: str, rank: int, seen: list[str]) -> str | None:
+    """Tell this rank's number under the word, unless ``seen`` ends with that; return the word if all came."""
+    if store.check(["word"]) and (word := store.get("word").decode()) not in seen[-1:]:
+        seen.append(word)
+        store.set(f"{word}/come/{rank}", own)
+    repeated = f"{seen[-1]}/go/{rank}" if seen else ""
+    return seen[-1] if seen and store.check([repeated]) and store.get(repeated).decode() == own else None
 
 
 def _check_interface() -> None:

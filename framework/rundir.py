@@ -15,6 +15,8 @@ from .errors import StorageError
 _VERSION = re.compile(r"version_(\d+)$")
 _LOCK = ".lock"
 _IDENTITY = "run.id"
+REPORT = "report.json"
+"""How a run ended."""
 
 
 class RunDirectory:

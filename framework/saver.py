@@ -135,8 +135,8 @@ class Saver:
         self.settle()
         if run.in_window:
             raise ConfigurationError(
-                "save_checkpoint was called in the middle of an accumulation window, where gradients are half "
-                "gathered: call it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
+                "save_checkpoint was called within an optimizer step, where gradients are half gathered: call "
+                "it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
             )
         windows = run.trainer.loop.windows if run.trainer.loop is not None else None
         notes: list[str] = []
@@ -176,7 +176,7 @@ class Saver:
         """
         self.settle()
         for _, error in self._failures.values():
-            raise StorageError(f"the training is done, but its last checkpoint is not on the disk: {error}") from error
+            raise StorageError(f"the training is done, but its last checkpoint is not on the disk: {error}") from None
 
     def close(self) -> None:
         """Let go of what is held. A save that nobody settled, as the run failed, gets a moment. No collective."""
@@ -255,5 +255,5 @@ class Saver:
         count = 1 + (self._failures[order.owner][0] if order.owner in self._failures else 0)
         self._failures[order.owner] = count, error
         if count >= _FAILURES_IN_A_ROW:
-            raise type(error)(f"{error} It was the third save in a row that failed, so the run ends.") from error
+            raise type(error)(f"{error} It was the third save in a row that failed, so the run ends.") from None
         note(f"{error} Training goes on, and older checkpoints are as they were ({count} of 3 in a row).")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
 from .collective_watch import comparing_collectives
 from .ending import install_rank_hooks
-from .environment import current_job, tell_of_no_trouble, tell_of_trouble
+from .environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble
 from .errors import StorageError
 from .evaluation import evaluate, predict
 from .job_queue import TimeLimit
@@ -21,6 +21,7 @@ from .preemption import TRIGGER as LEAVE
 from .preemption import SignalWatch
 from .redaction import without_secrets
 from .report import box, end_lines, report, start_lines
+from .rundir import REPORT
 from .self_watch import watched
 from .trainer_view import TrainerState
 from .training import FitLoop
@@ -62,7 +63,7 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
             trainer.heartbeat.enter("teardown")
             trainer.state.status = "interrupted"
             tell_of_trouble(place, error)
-            _fail(trainer, error)
+            _fail(trainer, stage, error)
             raise
         finally:
             _let_go(trainer, request)
@@ -118,7 +119,7 @@ def _end(trainer: Trainer, loop: FitLoop) -> None:
     if not run.world.is_global_zero:
         return
     if trainer.writes:
-        _keep(trainer, "report.json", report(run, trainer.callbacks))
+        _keep(trainer, REPORT, report(run, trainer.callbacks))
     if not trainer.settings.barebones:
         trainer.note(box("done", end_lines(run, trainer.callbacks, trainer.log_dir, trainer.checkpoint_dir)))
 
@@ -131,7 +132,7 @@ def _keep(trainer: Trainer, name: str, document: Any) -> None:
         trainer.note(f"{name} is missing: {error}")
 
 
-def _fail(trainer: Trainer, error: BaseException) -> None:
+def _fail(trainer: Trainer, stage: str, error: BaseException) -> None:
     """Tell callbacks and loggers. No collective: other ranks may never come.
 
     What a callback raises here is told of, and takes the place of nothing: the error stays the run's.
@@ -145,6 +146,10 @@ def _fail(trainer: Trainer, error: BaseException) -> None:
                 callback.on_exception(trainer, run.module, error)
             except Exception as another:
                 trainer.note(f"{type(callback).__name__}.on_exception failed: {type(another).__name__}: {another}")
+    if run.world.is_global_zero and trainer.writes and stage == "fit":
+        told = hiding_secrets()(f"{type(error).__name__}: {error}")
+        with suppress(StorageError):
+            trainer.directory.write_json(REPORT, report(run, trainer.callbacks) | {"stopped": told})
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
 

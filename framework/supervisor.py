@@ -320,7 +320,11 @@ class Supervisor:
             if (quitter := self._first_to_quit(first.seconds)) is not None:
                 text = f"rank {quitter.rank} (pid {quitter.pid}) left the others with exit code 0"
                 return self._blame(self._ranks[quitter.rank], first.exit_code, text, quitter)
-            text = f"rank {first.rank} (pid {first.pid}) failed"
+            if all(failure.exit_code == INTERRUPTED for failure in failures):
+                return Verdict(INTERRUPTED, "interrupted", failed=True)
+            # What they agreed on; the message says whose fault it is.
+            together = len(failures) == len(self._ranks) > 1 and len({(one.kind, one.message) for one in failures}) == 1
+            text = "all ranks failed" if together else f"rank {first.rank} (pid {first.pid}) failed"
             return self._blame(self._ranks[first.rank], first.exit_code, text, first)
         return self._verdict_without_failure()
 

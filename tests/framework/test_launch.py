@@ -237,6 +237,21 @@ def test_torchrun_starts_ranks_that_meet(tmp_path: Path) -> None:
     assert "met ['torchrun', 'torchrun']" in done.stdout
 
 
+def test_ranks_that_torchrun_starts_again_meet_each_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    # Its store is the same for all attempts, with what those of the first have told in it.
+    script.write_text(
+        "import os, signal\n" + MEET + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL) if place.rank == 1 else world.barrier()\n"
+        "met = world.all_gather_object(place.rank)\nif world.is_global_zero: print('met', met)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    again = ["--max-restarts=1", "--monitor-interval=0.1"]
+    done = run_command([*torchrun, *again, str(script)], tmp_path, env={"TMPDIR": str(tmp_path)}, timeout=90.0)
+    assert "met [0, 1]" in done.stdout
+    assert done.returncode == 0
+
+
 def stay(told: multiprocessing.synchronize.Event) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     told.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import struct
@@ -79,6 +80,10 @@ def test_the_screen_shows_rank_0_and_what_went_wrong(tmp_path: Path, what: str) 
     assert "hello of 0" in first
     assert "hello of 1\nfrom C 1\n" in second
     assert sum(line.startswith("phalanx: what the ranks printed is in ") for line in lines) == 1
+    (report,) = tmp_path.rglob("report.json")
+    told = json.loads(report.read_text())
+    assert told["exit_code"] == done.returncode
+    assert told["stopped"].splitlines()[-1] == lines[-1]
     if what == "crash":
         assert done.returncode == 128 + signal.SIGSEGV
         assert lines[-1].startswith("rank 1 (pid ")

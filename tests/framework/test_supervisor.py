@@ -177,6 +177,19 @@ def test_an_error_that_was_caught_is_no_failure(tmp_path: Path) -> None:
     assert watch(tmp_path, "sh -c 'exit 1'", SLEEP).message.endswith("RuntimeError: another")
 
 
+def test_what_all_ranks_agreed_on_is_no_ranks_fault(tmp_path: Path) -> None:
+    for rank in range(2):
+        recorded(tmp_path, rank, ValueError("the loss is nan on rank 1"))
+    verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'exit 1'")
+    assert verdict.message.startswith("all ranks failed:\nTraceback")
+
+
+def test_ranks_that_were_interrupted_have_not_failed(tmp_path: Path) -> None:
+    for rank in range(2):
+        recorded(tmp_path, rank, KeyboardInterrupt("rank 1 got SIGINT"))
+    assert watch(tmp_path, "sh -c 'exit 130'", "sh -c 'exit 130'") == Verdict(130, "interrupted", failed=True)
+
+
 def test_preempted_ranks_end_in_their_own_time(tmp_path: Path) -> None:
     recorded(tmp_path, 0, Preempted("saved"))
     recorded(tmp_path, 1, Preempted("saved"))
