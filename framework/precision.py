@@ -77,11 +77,13 @@ PRECISIONS: dict[str, Precision] = {
         Precision("16-true", _FP16, _FP16, _FP16),
     )
 }
-_SHORT_FORMS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+_SHORT_FORMS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp16": "16-mixed"}
 
 
 def resolve_precision(given: str | int | None) -> Precision:
-    """Return the precision that a name, a short form (``32``, ``16``, ``"bf16"``, ``64``) or None (fp32) stands for.
+    """Return the precision that a name or a short form (``32``, ``16``, ``"fp16"``, ``"bf16"``, ``64``) stands for.
+
+    For None it is fp32.
 
     Raises:
         UnknownNameError: the name is not known.

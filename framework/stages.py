@@ -148,7 +148,7 @@ def _fail(trainer: Trainer, stage: str, error: BaseException) -> None:
                 trainer.note(f"{type(callback).__name__}.on_exception failed: {type(another).__name__}: {another}")
     if run.world.is_global_zero and trainer.writes and stage == "fit":
         told = hiding_secrets()(f"{type(error).__name__}: {error}")
-        with suppress(StorageError):
+        with suppress(Exception):
             trainer.directory.write_json(REPORT, report(run, trainer.callbacks) | {"stopped": told})
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 

@@ -215,7 +215,8 @@ class Supervisor:
         if code == Preempted.exit_code:
             # All stop at one step; one of them may still be writing the checkpoint.
             self._deadline = min(self._deadline, time.monotonic() + PREEMPT_SECONDS)
-        if self._received is signal.SIGTERM and code == -signal.SIGTERM and not has_met(self._error_dir, rank.rank):
+        told = code == Preempted.exit_code or (self._received is signal.SIGTERM and code == -signal.SIGTERM)
+        if told and not has_met(self._error_dir, rank.rank):
             # The others would wait for it where ranks meet, and have nothing to save yet.
             self._ends_at_once = True
         if code < 0 and self._is_bad(rank):

@@ -53,7 +53,7 @@ class Trainer(TrainerView):
         devices: ranks on each node: a number, a list of CUDA indices, or ``"auto"``.
         num_nodes: nodes; more than one needs a launcher such as torchrun.
         precision: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``; for
-            short ``32``, ``64``, ``"bf16"`` and ``16``.
+            short ``32``, ``64``, ``"bf16"``, ``16`` and ``"fp16"``.
         logger: a ``Logger``, a name, a list of these; True is TensorBoard, False none.
         callbacks: a ``Callback``, a name, or a list of these.
         fast_dev_run: run this many batches of each loop, without loggers and checkpoints, to see that all works.

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import AccumulationSchedule, Callback, DataModule, PhalanxError, Trainer, TrainModule
 from phalanx.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, Timer
 from phalanx.framework.errors import ConfigurationError, LoopError, MetricError, UnknownNameError
+from phalanx.framework.precision import resolve_precision
 from phalanx.strategies import SingleDeviceStrategy
 
 
@@ -546,3 +547,9 @@ def test_devices_that_the_launcher_did_not_start() -> None:
     done = run_script(script, env=variables)
     assert "devices=4" in done.stdout
     assert "torchrun" in done.stdout
+
+
+def test_a_precision_has_short_forms() -> None:
+    given = (None, 32, "16", 16, "fp16", "bf16", "64")
+    names = [resolve_precision(one).name for one in given]
+    assert names == ["32-true", "32-true", "16-mixed", "16-mixed", "16-mixed", "bf16-mixed", "64-true"]

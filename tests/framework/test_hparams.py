@@ -142,7 +142,7 @@ def test_what_a_checkpoint_cannot_hold_is_said_and_asked_for(
 ) -> None:
     trainer = silent_trainer(max_steps=1, default_root_dir=tmp_path, enable_checkpointing=True)
     trainer.fit(WithActivation(5, torch.tanh), loader(8))
-    assert "cannot hold the hyperparameters activation" in capsys.readouterr().out
+    assert "do not hold the hyperparameters activation" in capsys.readouterr().out
     path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     with pytest.raises(CheckpointError, match=r"was built with activation.*activation=\.\.\."):
         WithActivation.load_from_checkpoint(path)

@@ -333,7 +333,7 @@ class SavesInWindow(Callback):
 
 
 def test_a_save_within_a_window_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="in the middle of an accumulation window"):
+    with pytest.raises(ConfigurationError, match="within an optimizer step"):
         fitted(Regressor(), devices=1, accumulate_grad_batches=2, callbacks=[SavesInWindow()])
 
 

@@ -105,7 +105,11 @@ def test_the_screen_shows_rank_0_and_what_went_wrong(tmp_path: Path, what: str) 
 @pytest.mark.timeout(240)
 def test_workers_go_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with started_script(SCRIPT, str(tmp_path), "long", "2", env={"TMPDIR": str(tmp_path)}) as process:
-        wait_until(lambda: len(session_pids(process.pid)) >= 7, seconds=150.0)
+        # Each worker has given a batch: it knows by then what it goes with.
+        wait_until(
+            lambda: sum("hello of" in path.read_text() for path in tmp_path.rglob("rank_*.log")) == 2, seconds=150.0
+        )
+        assert len(session_pids(process.pid)) >= 7
         process.kill()
         process.wait()
         wait_until(lambda: not session_pids(process.pid), seconds=2.0)

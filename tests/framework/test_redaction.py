@@ -79,7 +79,7 @@ def test_no_file_of_a_run_holds_one(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert TOKEN.encode() not in data, path
         assert b"hunter2" not in data, path
     # What is left out of a checkpoint is told, and asked for when it is loaded.
-    assert "cannot hold the hyperparameters hub_token, options" in " ".join(capsys.readouterr().out.split())
+    assert "do not hold the hyperparameters hub_token, options" in " ".join(capsys.readouterr().out.split())
     (saved,) = tmp_path.rglob("*.ckpt")
     with pytest.raises(PhalanxError, match="hub_token"):
         Hub.load_from_checkpoint(saved)
