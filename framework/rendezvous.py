@@ -104,15 +104,20 @@ def _gather(store: Any, place: Placement, seconds: float) -> str:
     # One store answers all of them.
     longest = max(_LONGEST_LOOK_SECONDS, place.size / _LOOKS_PER_SECOND)
     look = partial(_all_came, store, own, place.size) if place.rank == 0 else partial(_came, store, own, place.rank, [])
-    if place.rank == 0:
-        store.set("word", own)
-    while (word := look()) is None:
-        if time.monotonic() > until:
-            late = [str(rank) for rank in range(1, place.size) if not store.check([f"{own}/come/{rank}"])]
-            who = f"ranks {', '.join(late[:16])}" if place.rank == 0 else "rank 0 and all others"
-            raise RankError(f"{who} did not come to where ranks meet within {seconds:g} s: see what they printed.")
-        time.sleep(pause)
-        pause = min(longest, 1.5 * pause)
+    try:
+        if place.rank == 0:
+            store.set("word", own)
+        while (word := look()) is None:
+            if time.monotonic() > until:
+                late = [str(rank) for rank in range(1, place.size) if not store.check([f"{own}/come/{rank}"])]
+                who = f"ranks {', '.join(late[:16])}" if place.rank == 0 else "rank 0 and all others"
+                raise RankError(f"{who} did not come to where ranks meet within {seconds:g} s: see what they printed.")
+            time.sleep(pause)
+            pause = min(longest, 1.5 * pause)
+    except dist.DistError as error:
+        raise RankError(
+            f"who serves the store left before all ranks had come ({error}): see what it printed."
+        ) from error
     return word
 
 

@@ -103,7 +103,7 @@ class Supervisor:
         self._ranks: list[_Rank] = []
         self._crashed: list[_Rank] = []
         self._stopping = False
-        self._ends_at_once = False
+        self._ends_at_once = self._never_met = False
         if self._received is None:
             self._deadline = float("inf")
         self._notes = StartedRanks(error_dir)
@@ -216,9 +216,9 @@ class Supervisor:
             # All stop at one step; one of them may still be writing the checkpoint.
             self._deadline = min(self._deadline, time.monotonic() + PREEMPT_SECONDS)
         told = code == Preempted.exit_code or (self._received is signal.SIGTERM and code == -signal.SIGTERM)
-        if told and not has_met(self._error_dir, rank.rank):
-            # The others would wait for it where ranks meet, and have nothing to save yet.
-            self._ends_at_once = True
+        if told and not rank.was_signalled and not has_met(self._error_dir, rank.rank):
+            # The others would wait for it where ranks meet, or fail there, and have nothing to save yet.
+            self._ends_at_once = self._never_met = True
         if code < 0 and self._is_bad(rank):
             caused_by_us = rank.was_killed and -code == signal.SIGKILL
             if not caused_by_us and (not self._stopping or -code in _CRASHES):
@@ -311,6 +311,8 @@ class Supervisor:
                     failed=True,
                 )
             return self._blame(rank, 128 + signum, f"{rank} was killed by {_signal_name(signum)}")
+        if self._never_met:
+            return self._verdict_without_failure()
         silent = self._first_silent({failure.rank for failure in failures})
         if silent and (not failures or self._left_at(silent) < failures[0].seconds):
             code = silent.code or 0
@@ -361,7 +363,8 @@ class Supervisor:
         overdue = f"; {', '.join(late)} did not end in time and had to be killed" if late else ""
         if any(rank.code == Preempted.exit_code for rank in self._ranks):
             found = [read_failure(self._error_dir, rank.rank) for rank in self._ranks]
-            message = next((failure.message for failure in found if failure and failure.message), "preempted")
+            told = [one.message for one in found if one is not None and one.exit_code == Preempted.exit_code]
+            message = next(filter(None, told), "preempted")
             return Verdict(Preempted.exit_code, message + overdue, failed=True)
         if any(rank.code != 0 for rank in self._ranks):
             if not self._anyone_met():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.framework.errors import ConfigurationError, Preempted
+from phalanx.framework.errors import ConfigurationError, Preempted, RankError
 from phalanx.framework.failures import (
     Failure,
     exit_code_of,
@@ -243,6 +243,22 @@ def test_ranks_that_were_told_to_end_have_the_limits_of_their_sections(
     verdict = supervisor.watch()
     told.join()
     assert (verdict.exit_code, "had to be killed" in verdict.message) == (code, code == 143)
+
+
+def test_who_fails_since_one_was_told_to_end_before_they_met_is_not_to_blame(tmp_path: Path) -> None:
+    in_trouble(tmp_path, 0, Preempted("SIGTERM came"))
+    recorded(tmp_path, 0, Preempted("SIGTERM came"))
+    recorded(tmp_path, 1, RankError("who serves the store has left"))
+    assert watch(tmp_path, "sh -c 'exit 75'", "sh -c 'exit 1'") == Verdict(75, "SIGTERM came", failed=True)
+
+
+def test_a_failure_is_shown_though_it_ends_a_rank_that_waits_for_others(tmp_path: Path) -> None:
+    recorded(tmp_path, 1, ValueError("the cause"))
+    verdict = watch(
+        tmp_path, "sh -c 'trap \"exit 75\" TERM; while true; do sleep 0.02; done'", "sh -c 'sleep 0.3; exit 1'"
+    )
+    assert verdict.exit_code == 1
+    assert verdict.message.endswith("ValueError: the cause")
 
 
 def test_ranks_end_when_the_watch_is_called_off() -> None:
