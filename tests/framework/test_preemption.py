@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import shutil
 import signal
@@ -201,10 +202,19 @@ def test_runs_that_save_into_one_directory_leave_one_anothers_checkpoints(tmp_pa
     assert not left.exists()
 
 
+def stay(there: multiprocessing.synchronize.Event) -> None:
+    there.set()
+    time.sleep(30.0)
+
+
 def test_a_process_that_a_fit_has_forked_ends_as_if_nobody_watched() -> None:
     with SignalWatch(["SIGTERM"]):
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30.0,))
+        fork = multiprocessing.get_context("fork")
+        there = fork.Event()
+        process = fork.Process(target=stay, args=(there,))
         process.start()
+        # Python drops a signal that comes in the very moment of a fork.
+        assert there.wait(5.0)
         process.terminate()
         process.join(5.0)
     try:

@@ -107,7 +107,10 @@ def test_workers_go_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with started_script(SCRIPT, str(tmp_path), "long", "2", env={"TMPDIR": str(tmp_path)}) as process:
         # Each worker has given a batch: it knows by then what it goes with.
         wait_until(
-            lambda: sum("hello of" in path.read_text() for path in tmp_path.rglob("rank_*.log")) == 2, seconds=150.0
+            lambda: (
+                sum("hello of" in path.read_text() for path in tmp_path.glob("phalanx_logs/*/ranks/rank_*.log")) == 2
+            ),
+            seconds=150.0,
         )
         assert len(session_pids(process.pid)) >= 7
         process.kill()

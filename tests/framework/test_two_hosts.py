@@ -41,6 +41,11 @@ def losses(folder: Path) -> dict[int, list[float]]:
     return {step: [loss for loss, _ in by_rank] for step, by_rank in kept(folder).items()}
 
 
+def saved(folder: Path, step: int) -> list[Path]:
+    # Elsewhere below the folder things come and go, which a search through all of it would stumble over.
+    return list(folder.glob(f"phalanx_logs/*/checkpoints/*step={step}.ckpt"))
+
+
 def steps_begun(folder: Path) -> int:
     return len((folder / "losses_0.jsonl").read_text().splitlines())
 
@@ -69,7 +74,7 @@ def test_two_hosts_listen_on_the_cable_alone_and_train_as_one_does(tmp_path: Pat
     apart, together = folders(tmp_path)
     with two_hosts() as hosts:
         processes = hosts.start_as_slurm(SCRIPT, [str(apart), "zero2", "1", "2", "24", "0.02"], apart)
-        wait_until(lambda: list(apart.rglob("*step=4.ckpt")), seconds=60.0)
+        wait_until(lambda: saved(apart, 4), seconds=60.0)
         found = [listening(process.pid) for process in processes]
         codes = ended(processes, 60.0)
     assert codes == [0, 0], (apart / "host_0.txt").read_text()
@@ -82,7 +87,7 @@ def test_a_cable_that_is_pulled_for_a_moment_or_slow_changes_nothing(tmp_path: P
     apart, together = folders(tmp_path)
     with two_hosts() as hosts:
         processes = hosts.start_as_slurm(SCRIPT, [str(apart), "fsdp", "1", "2", "40", "0.02"], apart)
-        wait_until(lambda: list(apart.rglob("*step=4.ckpt")), seconds=60.0)
+        wait_until(lambda: saved(apart, 4), seconds=60.0)
         hosts.cut()
         time.sleep(0.2)
         stood = steps_begun(apart)
@@ -107,7 +112,7 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
     arguments = [str(folder), "ddp", "0", "1", "100000", "0.02"]
     with two_hosts() as hosts:
         processes = [hosts.start_elastic(number, SCRIPT, arguments, folder) for number in range(2)]
-        wait_until(lambda: list(folder.rglob("*step=8.ckpt")), seconds=60.0)
+        wait_until(lambda: saved(folder, 8), seconds=60.0)
         # torchrun alone: its rank goes with it.
         processes[1].kill()
         processes[1].wait()
@@ -139,7 +144,7 @@ def test_a_cable_that_is_cut_ends_both_and_one_host_goes_on(tmp_path: Path) -> N
     with two_hosts() as hosts:
         processes = hosts.start(SCRIPT, [str(apart), "ddp", "1", "2", "1000", "0.02"], apart)
         try:
-            wait_until(lambda: list(apart.rglob("*step=8.ckpt")), seconds=60.0)
+            wait_until(lambda: saved(apart, 8), seconds=60.0)
             hosts.cut()
             began = time.monotonic()
             # Twice that for a machine that is busy.
