@@ -30,6 +30,7 @@ from .placement import LOOPBACK, Placement
 from .process import allow_open_files
 
 _LAST_MOMENT_SECONDS = 0.01
+_FIRST_LOOK_SECONDS = 0.002
 _LONGEST_LOOK_SECONDS = 0.1
 _LOOKS_PER_SECOND = 1000.0
 _KNOCK_SECONDS = 5.0
@@ -100,9 +101,8 @@ def _gather(store: Any, place: Placement, seconds: float) -> str:
     Raises:
         RankError: some have not come in time; rank 0 names them.
     """
-    own, until, pause = secrets.token_hex(8), time.monotonic() + seconds, 0.002
-    # One store answers all of them.
-    longest = max(_LONGEST_LOOK_SECONDS, place.size / _LOOKS_PER_SECOND)
+    own, until = secrets.token_hex(8), time.monotonic() + seconds
+    waits = pauses(_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS, place.size)
     look = partial(_all_came, store, own, place.size) if place.rank == 0 else partial(_came, store, own, place.rank, [])
     try:
         if place.rank == 0:
@@ -112,13 +112,20 @@ def _gather(store: Any, place: Placement, seconds: float) -> str:
                 late = [str(rank) for rank in range(1, place.size) if not store.check([f"{own}/come/{rank}"])]
                 who = f"ranks {', '.join(late[:16])}" if place.rank == 0 else "rank 0 and all others"
                 raise RankError(f"{who} did not come to where ranks meet within {seconds:g} s: see what they printed.")
-            time.sleep(pause)
-            pause = min(longest, 1.5 * pause)
+            time.sleep(next(waits))
     except dist.DistError as error:
         raise RankError(
             f"who serves the store left before all ranks had come ({error}): see what it printed."
         ) from error
     return word
+
+
+def pauses(first: float, longest: float, ranks: int) -> Iterator[float]:
+    """Yield how long to wait between looks into the store: longer and longer, and the more ranks ask one store."""
+    longest = max(longest, ranks / _LOOKS_PER_SECOND)
+    while True:
+        yield first
+        first = min(longest, 1.5 * first)
 
 
 def _all_came(store: Any, word: str, size: int) -> str | None:

@@ -18,13 +18,12 @@ import torch.distributed as dist
 
 from .errors import ConfigurationError, RankError
 from .process import is_running
+from .rendezvous import pauses
 from .world import World
 
 WAIT_SECONDS = 86400.0
 """How long the others wait where nobody says."""
-# What is looked for: often at first, seldom in the end, and the more seldom the more ranks ask one store.
 _FIRST_LOOK_SECONDS = 0.005
-_LOOKS_PER_SECOND = 1000.0
 _LONGEST_LOOK_SECONDS = 0.5
 _GRACE_SECONDS = 0.3
 _DONE = b"done"
@@ -75,8 +74,8 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
 
 def _wait(store: Any, keys: Mapping[int, str], near: Mapping[int, int], limit: float) -> None:
     """Wait for the first ranks' word; ``near`` are those whose processes can be seen from here."""
-    until, pause = time.monotonic() + limit, _FIRST_LOOK_SECONDS
-    longest = max(_LONGEST_LOOK_SECONDS, dist.get_world_size() / _LOOKS_PER_SECOND)
+    until = time.monotonic() + limit
+    waits = pauses(_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS, dist.get_world_size())
     waiting = dict(keys)
     try:
         while True:
@@ -97,8 +96,7 @@ def _wait(store: Any, keys: Mapping[int, str], near: Mapping[int, int], limit: f
                 return
             if time.monotonic() > until:
                 raise RankError(f"what this rank waited for was not done within {limit:g} s: pass a longer timeout.")
-            time.sleep(pause)
-            pause = min(longest, 1.5 * pause)
+            time.sleep(next(waits))
     except dist.DistError as error:
         raise RankError(f"the store was lost while another rank was waited for: {error}") from error
 
