@@ -23,7 +23,7 @@ from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.errors import StorageError
 from phalanx.loggers import CSVLogger
 
-STARTED, RESULT, STEPS = "started", "result.json", "steps"
+STARTED, OVER, RESULT, STEPS = "started", "over", "result.json", "steps"
 
 
 class Net(TrainModule):
@@ -65,6 +65,11 @@ class Started(Callback):
         if trainer.is_global_zero:
             with contextlib.suppress(OSError), (self.root / STEPS).open("a") as file:
                 file.write(f"{trainer.current_epoch}/{batch_idx}\n")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        # The last a fit does before it gives signals back to the script.
+        with contextlib.suppress(OSError):
+            (self.root / OVER).touch()
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from kill_run import RESULT, STARTED
+from kill_run import OVER, RESULT, STARTED
 from launches import Killed, Launch
 
 from phalanx.framework.checkpoint.opening import read_manifest
@@ -79,7 +79,8 @@ class Training(Launch):
     """One start of the command."""
 
     def __init__(self, root: Path, setting: Setting) -> None:
-        (root / STARTED).unlink(missing_ok=True)
+        for mark in (STARTED, OVER):
+            (root / mark).unlink(missing_ok=True)
         super().__init__(root, SCRIPT, setting.arguments)
 
     def wait_until_training(self) -> bool:
