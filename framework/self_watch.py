@@ -1,8 +1,8 @@
 """The watch over a run that no supervisor of ours watches: of one process, or one that torchrun or SLURM started.
 
-A thread looks at what the process notes of itself. It sees neither other ranks nor a process that is stopped, and
-where another thread holds the interpreter's lock it waits for it. Where a script runs, the end is exit code 76; in a
-notebook, an interpreter or a test a person is told, once, and goes on.
+A thread looks at what the process notes of itself, and hears of ranks that are further behind. It does not see a
+process that is stopped, and where another thread holds the interpreter's lock it waits for it. Where a script runs, the
+end is exit code 76; in a notebook, an interpreter or a test a person is told, once, and goes on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
+from .at_work import AtWork
 from .environment import error_dir
 from .errors import StalledError
-from .heartbeat import SECTIONS, Beat, Heartbeat
+from .heartbeat import LEARNED, SECTIONS, Beat, Heartbeat
 from .placement import Placement
 from .script import can_rerun_script
 from .stacks import Stacks, parse_stacks
@@ -34,7 +35,7 @@ def watched(heartbeat: Heartbeat, place: Placement, limits: tuple[float, ...]) -
     directory = error_dir()
     shared = directory is not None and os.path.isdir(directory) and heartbeat.share(directory, place.rank)
     heartbeat.begin(limits)
-    watch = None if shared or not any(limit < math.inf for limit in limits[1:]) else SelfWatch(heartbeat, place)
+    watch = None if shared or not any(limit < math.inf for limit in limits[1:]) else SelfWatch(heartbeat, place, limits)
     if watch is not None:
         watch.start()
     try:
@@ -48,10 +49,12 @@ def watched(heartbeat: Heartbeat, place: Placement, limits: tuple[float, ...]) -
 class SelfWatch(threading.Thread):
     """Looks at this process's own heartbeat until it is stopped."""
 
-    def __init__(self, heartbeat: Heartbeat, place: Placement) -> None:
+    def __init__(self, heartbeat: Heartbeat, place: Placement, limits: tuple[float, ...]) -> None:
         super().__init__(name="phalanx-stalls", daemon=True)
         self._place = place
         self._heartbeat = heartbeat
+        shortest = min(limit for limit in (*limits[1:], math.inf) if limit != LEARNED)
+        self._at_work = AtWork(place.rank, heartbeat.read, lambda: self._own_stacks().waits, shortest)
         self._stalls = Stalls(self)
         self._over = threading.Event()
 
@@ -60,9 +63,13 @@ class SelfWatch(threading.Thread):
         self._over.set()
         if threading.current_thread() is not self:
             self.join()
+        if self._at_work.is_alive():
+            self._at_work.stop()
 
     def run(self) -> None:
         """Look from time to time."""
+        if self._place.size > 1:
+            self._at_work.start()
         while not self._over.wait(LOOK_SECONDS):
             if stall := self._stalls.look({self._place.rank: os.getpid()}):
                 self._tell(stall.message)
@@ -74,11 +81,18 @@ class SelfWatch(threading.Thread):
 
     def stacks(self, pids: Mapping[int, int], beats: Mapping[int, Beat | None]) -> dict[int, Stacks]:
         """Return what this process does."""
+        return {self._place.rank: self._own_stacks()}
+
+    def another_is_behind(self) -> bool:
+        """Whether another rank has told that this one waits for it."""
+        return self._at_work.hears_of_one_behind
+
+    def _own_stacks(self) -> Stacks:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             text = file.read().decode(errors="replace")
-        return {self._place.rank: parse_stacks(text, threading.main_thread().ident or 0)}
+        return parse_stacks(text, threading.main_thread().ident or 0)
 
     def _tell(self, message: str) -> None:
         stream = sys.__stderr__ or sys.stderr

@@ -146,6 +146,7 @@ class Ranks(Protocol):
 
     def beats(self, pids: Mapping[int, int]) -> dict[int, Beat | None]: ...
     def stacks(self, pids: Mapping[int, int], beats: Mapping[int, Beat | None]) -> dict[int, Stacks]: ...
+    def another_is_behind(self) -> bool: ...
 
 
 class StartedRanks:
@@ -165,6 +166,10 @@ class StartedRanks:
     def stacks(self, pids: Mapping[int, int], beats: Mapping[int, Beat | None]) -> dict[int, Stacks]:
         """Return what each rank does, as far as it tells."""
         return read_stacks(pids, beats, {rank: reader.stacks for rank, reader in self._readers.items()})
+
+    def another_is_behind(self) -> bool:
+        """Return False: there are no ranks but these."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -254,9 +259,10 @@ class Stalls:
         stopped = [rank for rank, each in stacks.items() if each.is_stopped]
         working = [rank for rank in moved if behind[rank].seconds < behind[rank].longest]
         stuck = [rank for rank in late if rank not in working and not stacks[rank].waits]
-        if not watched and (stopped or stuck):
+        spared = bool(watched) or self._ranks.another_is_behind()
+        if not spared and (stopped or stuck):
             return stopped or stuck
-        if not watched and not working and len(late) == len(behind):
+        if not spared and not working and len(late) == len(behind):
             # Each of them waits for others.
             return late
         for rank in {*late, *working}:

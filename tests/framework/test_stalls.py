@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 from models import Regressor, loader, silent_trainer
-from ranks import run_script
+from ranks import run_on_ranks, run_script
 
 import phalanx
 from phalanx import Trainer
@@ -167,6 +168,7 @@ class OnPaper:
         self._beats = dict(beats)
         self._stacks = {rank: itertools.cycle(each) for rank, each in stacks.items()}
         self.asked: list[set[int]] = []
+        self.hears_of_another = False
 
     def beats(self, pids: Mapping[int, int]) -> dict[int, Beat | None]:
         return {rank: self._beats[rank] for rank in pids}
@@ -175,6 +177,9 @@ class OnPaper:
         if pids:
             self.asked.append(set(pids))
         return {rank: next(self._stacks[rank]) for rank in pids}
+
+    def another_is_behind(self) -> bool:
+        return self.hears_of_another
 
 
 def told(
@@ -229,6 +234,17 @@ def test_a_rank_that_works_slowly_gets_longer_but_not_for_ever(monkeypatch: pyte
     # Once it hangs, its limit holds again.
     ranks = OnPaper({0: beat(7, limit=10)}, {0: [AT_WORK, ELSEWHERE, *[ELSEWHERE] * 99]})
     assert "for 20." in told(monkeypatch, ranks, {0}, seconds=310.0, size=1)
+
+
+@pytest.mark.parametrize("stack", [WAITING, AT_WORK])
+def test_a_rank_that_hears_of_another_further_behind_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, stack: Stacks
+) -> None:
+    ranks = OnPaper({0: beat(7, limit=10)}, {0: [stack]})
+    ranks.hears_of_another = True
+    assert told(monkeypatch, ranks, set(), seconds=900.0, size=1) == ""
+    ranks.hears_of_another = False
+    assert "for 10." in told(monkeypatch, ranks, set(), size=1)
 
 
 def test_ranks_that_do_the_same_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,6 +446,47 @@ def test_where_no_script_runs_a_person_is_told_and_goes_on(
     told = capfd.readouterr().err
     assert told.count("stalled: no sign of life") == 1
     assert "in training_step" in told
+
+
+def told_of_while_one_is_late(how: str, strategy: str) -> str:
+    """Train on ranks that watch themselves, of which the last is late in one step; return what this rank tells."""
+
+    class Late(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1:
+                until = time.monotonic() + 3.0
+                while time.monotonic() < until:
+                    compute() if how == "computes" else time.sleep(3.0)
+            return super().training_step(batch, batch_idx)
+
+    written = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "__stderr__", written)
+        trainer = silent_trainer(devices=2, strategy=strategy, max_steps=4, stall_timeout={"step": 1.0})
+        trainer.fit(Late(), loader())
+    assert trainer.global_step == 4
+    return written.getvalue()
+
+
+def compute(depth: int = 12) -> None:
+    """Be met with another stack each time one looks."""
+    math.factorial(1500)
+    if depth > 0:
+        compute(depth - 1)
+
+
+# Under fsdp the other waits before its forward pass, as far as the one that is late; under ddp after its backward pass.
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_waits_for_one_at_work_does_not_take_itself_for_stalled(strategy: str) -> None:
+    assert run_on_ranks(2, told_of_while_one_is_late, "computes", strategy) == ["", ""]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_of_ranks_that_watch_themselves_the_one_that_others_wait_for_is_told_of(strategy: str) -> None:
+    waiting, sleeping = run_on_ranks(2, told_of_while_one_is_late, "sleeps", strategy)
+    assert waiting == ""
+    assert "rank 1 (pid " in sleeping.splitlines()[-1]
+    assert "stalled: no sign of life for 1." in sleeping
 
 
 def test_sections_are_noted_on_the_way_through_a_run(tmp_path: Path) -> None:
