@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,24 @@ def test_an_interrupted_replacement_is_put_back(tmp_path: Path) -> None:
     assert (tmp_path / "a.ckpt" / "file").read_text() == "previous"
     assert (tmp_path / "b.ckpt" / "file").read_text() == "newer"
     assert names(tmp_path) == ["a.ckpt", "b.ckpt"]
+
+
+@pytest.mark.parametrize("inherited", [False, True])
+def test_a_lock_is_let_go_of_for_all(tmp_path: Path, inherited: bool) -> None:
+    handle, other = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
+    fork = multiprocessing.get_context("fork")
+    over = fork.Event()
+    # As a worker of a loader, which is forked with all that is open.
+    process = fork.Process(target=over.wait, args=(30.0,))
+    try:
+        assert atomic.lock(handle) is True
+        assert atomic.lock(other) is False
+        if inherited:
+            process.start()
+        atomic.unlock(handle)
+        assert atomic.lock(other) is True
+    finally:
+        os.close(other)
+        over.set()
+        if inherited:
+            process.join()

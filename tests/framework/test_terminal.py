@@ -1,0 +1,109 @@
+"""A run in a terminal: Ctrl-C reaches the launcher, the ranks and their workers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+from ranks import end_session
+
+CTRL_C = b"\x03"
+SCRIPT = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx import Trainer, TrainModule
+
+root, seconds = sys.argv[1:]
+
+class Model(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        if self.global_step == 2 and self.global_rank == 0:
+            print("AT STEP 2", flush=True)
+        if self.global_step >= 2:
+            time.sleep(float(seconds))
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, default_root_dir=root, logger=False)
+    loader = DataLoader(TensorDataset(torch.randn(64, 4)), 1, num_workers=1)
+    trainer.fit(Model(), loader)
+"""
+
+
+def run_in_terminal(root: Path, seconds: float, *pauses: float) -> tuple[int, str, float]:
+    """Run the script, whose steps last so long from the third on, and press Ctrl-C in that after each of the pauses.
+
+    Return its exit code, what the terminal showed, and how long it took from the last press to its end.
+    """
+    script = root / "script.py"
+    script.write_text(SCRIPT)
+    terminal, inside = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(root), str(seconds)],
+        stdin=inside, stdout=inside, stderr=inside, preexec_fn=take_terminal, cwd=root,
+    )  # fmt: skip
+    os.close(inside)
+    try:
+        shown = read_until(terminal, b"AT STEP 2")
+        pressed = time.monotonic()
+        for pause in pauses:
+            time.sleep(pause)
+            os.write(terminal, CTRL_C)
+            pressed = time.monotonic()
+        shown += read_until(terminal, None)
+        code = process.wait(30.0)
+        return code, shown.decode(errors="replace"), time.monotonic() - pressed
+    finally:
+        end_session(process.pid)
+        process.wait()
+        os.close(terminal)
+
+
+def read_until(terminal: int, text: bytes | None, seconds: float = 60.0) -> bytes:
+    """Return what is shown up to some text; with None until nobody is left who could write."""
+    shown, until = b"", time.monotonic() + seconds
+    # Of a terminal that nobody has open any more, reading is an error.
+    with contextlib.suppress(OSError):
+        while text is None or text not in shown:
+            assert time.monotonic() < until, shown.decode(errors="replace")
+            if select.select([terminal], [], [], 0.5)[0]:
+                shown += os.read(terminal, 1 << 16)
+    return shown
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path) -> None:
+    code, shown, _ = run_in_terminal(tmp_path, 0.05, 0.0)
+    assert code == 130, shown
+    assert "got SIGINT: stopped after optimizer step " in shown
+    assert "Traceback" not in shown
+    # The bar had hidden the cursor.
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l")
+    assert len(list(tmp_path.rglob("preempted.ckpt"))) == 1
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
+    code, shown, seconds = run_in_terminal(tmp_path, 20.0, 0.2, 1.5)
+    assert code == 130, shown
+    # Its step would take as long again, and more.
+    assert seconds < 12.0
+    assert not list(tmp_path.rglob("preempted.ckpt"))
