@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import math
 import os
 import sys
@@ -27,6 +28,7 @@ from .stacks import Stacks, parse_stacks
 from .stalls import Stalls
 
 LOOK_SECONDS = 0.25
+_stages = itertools.count()
 
 
 @contextmanager
@@ -54,7 +56,8 @@ class SelfWatch(threading.Thread):
         self._place = place
         self._heartbeat = heartbeat
         shortest = min(limit for limit in (*limits[1:], math.inf) if limit != LEARNED)
-        self._at_work = AtWork(place.rank, heartbeat.read, lambda: self._own_stacks().waits, shortest)
+        stage = next(_stages) if place.size > 1 else 0
+        self._at_work = AtWork(place.rank, stage, heartbeat.read, lambda: self._own_stacks().waits, shortest)
         self._stalls = Stalls(self)
         self._over = threading.Event()
 
@@ -70,10 +73,16 @@ class SelfWatch(threading.Thread):
         """Look from time to time."""
         if self._place.size > 1:
             self._at_work.start()
-        while not self._over.wait(LOOK_SECONDS):
-            if stall := self._stalls.look({self._place.rank: os.getpid()}):
-                self._tell(stall.message)
-                return
+        try:
+            while not self._over.wait(LOOK_SECONDS):
+                self._at_work.let_pass(LOOK_SECONDS)
+                if stall := self._stalls.look({self._place.rank: os.getpid()}):
+                    self._tell(stall.message)
+                    return
+        except BaseException:
+            # Others wait only for a rank that is watched.
+            self._at_work.say_no_more()
+            raise
 
     def beats(self, pids: Mapping[int, int]) -> dict[int, Beat | None]:
         """Return what this process noted last."""
@@ -88,7 +97,9 @@ class SelfWatch(threading.Thread):
         return self._at_work.hears_of_one_behind
 
     def _own_stacks(self) -> Stacks:
-        with tempfile.TemporaryFile() as file:
+        text = ""
+        # There may be no room for a file.
+        with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             text = file.read().decode(errors="replace")

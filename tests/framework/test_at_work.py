@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from typing import Any
 
 import torch.distributed as dist
+from ranks import run_on_ranks
 
 from phalanx.framework.at_work import AtWork
-from phalanx.framework.heartbeat import LAST_BACKWARD, Heartbeat
+from phalanx.framework.heartbeat import LAST_BACKWARD, Heartbeat, resolve_stall_timeout
 
-AHEAD, BEHIND, BEHIND_AND_WAITS = (7, LAST_BACKWARD, 1), (7, 1, 0), (7, 1, 1)
+# Stage, section, phase, and whether the rank waits.
+AHEAD, BEHIND, BEHIND_AND_WAITS = (0, 7, LAST_BACKWARD, 1), (0, 7, 1, 0), (0, 7, 1, 1)
+LIMIT = 4.0
 
 
 class Rank:
@@ -18,13 +23,13 @@ class Rank:
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store = store
-        self.watch = AtWork(rank, Heartbeat().read, lambda: False, 10.0)
+        self.watch = AtWork(rank, 0, Heartbeat().read, lambda: False, LIMIT)
         self.seen = ""
 
     def hears(self, *place: int) -> bool:
         """Pass a round at a place; return whether one further behind was heard of in it."""
         self.watch._rounds += 1
-        self.watch._heard_at = -math.inf
+        self.watch._unheard = math.inf
         self.seen = self.watch._exchange(self.store, self.seen, place)
         return self.watch.hears_of_one_behind
 
@@ -40,6 +45,25 @@ def test_all_hear_of_the_one_that_is_furthest_behind() -> None:
         for _ in range(3):
             heard = [rank.hears(*place) for rank, place in zip(group, places, strict=True)]
         assert heard == [place != BEHIND for place in places]
+
+
+def test_many_that_ask_in_the_same_moment_all_hear_of_it() -> None:
+    group, rounds = ranks(48), 8
+    together, heard = threading.Barrier(len(group)), [0] * len(group)
+
+    def wait(number: int) -> None:
+        for _ in range(rounds):
+            together.wait(30.0)
+            heard[number] += group[number].hears(*(AHEAD if number else BEHIND))
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(len(group))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard[0] == 0
+    # The first two rounds tell who is there, and in every other one the word may be renewed after the look.
+    assert min(heard[1:]) >= 3
 
 
 def test_ranks_that_are_equally_far_hear_of_none() -> None:
@@ -58,6 +82,14 @@ def test_what_was_left_by_one_that_says_no_more_is_not_heard() -> None:
     assert [other.hears(*AHEAD) for _ in range(3)] == [False] * 3
 
 
+def test_a_rank_in_an_earlier_stage_is_behind_however_far_it_has_come_there() -> None:
+    one, other = ranks(2)
+    for _ in range(3):
+        one.hears(0, 5003, 1, 1)
+        heard = other.hears(1, 2, 0, 0)
+    assert heard
+
+
 def test_a_rank_that_gets_on_is_soon_ahead() -> None:
     one, other = ranks(2)
     for _ in range(3):
@@ -66,7 +98,49 @@ def test_a_rank_that_gets_on_is_soon_ahead() -> None:
     assert heard
     one.seen = other.seen = ""
     for _ in range(3):
-        one.hears(8, LAST_BACKWARD, 1)
-        heard = other.hears(8, 0, 0)
+        one.hears(0, 8, LAST_BACKWARD, 1)
+        heard = other.hears(0, 8, 0, 0)
     assert not heard
-    assert one.hears(8, LAST_BACKWARD, 1)
+    assert one.hears(0, 8, LAST_BACKWARD, 1)
+
+
+def test_what_was_heard_holds_for_half_of_a_limit() -> None:
+    one, other = ranks(2)
+    for _ in range(3):
+        one.hears(*BEHIND)
+        other.hears(*AHEAD)
+    other.watch.let_pass(LIMIT / 2 - 0.1)
+    assert other.watch.hears_of_one_behind
+    other.watch.let_pass(0.2)
+    assert not other.watch.hears_of_one_behind
+
+
+def hear_and_hear_no_more() -> None:
+    """Wait, on rank 0, for a rank that is at work, then says no more; through torch's store, in threads."""
+    rank = dist.get_rank()
+    heartbeat = Heartbeat()
+    heartbeat.begin(resolve_stall_timeout(LIMIT))
+    heartbeat.step()
+    heartbeat.phase[0] = 0 if rank else LAST_BACKWARD
+    watch = AtWork(rank, 0, heartbeat.read, lambda: rank == 0, 0.8)
+    watch.start()
+    until = time.monotonic() + 20.0
+    while rank == 0 and not watch.hears_of_one_behind:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert not (rank and watch.hears_of_one_behind)
+    dist.barrier()
+    if rank:
+        watch.stop()
+        assert not watch.is_alive()
+    dist.barrier()
+    while watch.hears_of_one_behind:
+        assert time.monotonic() < until
+        watch.let_pass(0.02)
+        time.sleep(0.02)
+    watch.stop()
+    assert not watch.is_alive()
+
+
+def test_a_rank_that_has_ended_is_heard_no_more() -> None:
+    run_on_ranks(2, hear_and_hear_no_more)
