@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .heartbeat import OUTSIDE, Beat
+from .rendezvous import shared_store
 
 _KEY = "phalanx/at_work"
 _SHORTEST_ROUND_SECONDS, _LONGEST_ROUND_SECONDS = 0.1, 5.0
@@ -39,10 +40,18 @@ class AtWork(threading.Thread):
         read: gives what it has noted last.
         waits: whether it waits for another one, as far as its stack tells.
         limit: the shortest limit of silence that was given, in seconds; infinite where all are learned.
+        clock: the seconds in which this process was there to hear. What was heard ages by it, also while the thread
+            waits for a store that is cut off.
     """
 
     def __init__(
-        self, rank: int, stage: int, read: Callable[[], Beat], waits: Callable[[], bool], limit: float
+        self,
+        rank: int,
+        stage: int,
+        read: Callable[[], Beat],
+        waits: Callable[[], bool],
+        limit: float,
+        clock: Callable[[], float],
     ) -> None:
         super().__init__(name="phalanx-at-work", daemon=True)
         self._rank = rank
@@ -51,18 +60,15 @@ class AtWork(threading.Thread):
         self._waits = waits
         self._seconds = min(_LONGEST_ROUND_SECONDS, max(_SHORTEST_ROUND_SECONDS, limit / _ROUNDS_IN_LIMIT))
         self._rounds = self._age = 0
-        self._unheard = math.inf
-        """For how many seconds, as ``let_pass`` counts them, no rank further behind was heard of."""
+        self._clock = clock
+        self._heard_at = -math.inf
+        """When a rank further behind was heard of last."""
         self._over = threading.Event()
 
     @property
     def hears_of_one_behind(self) -> bool:
         """Whether a rank that has come less far has lately told so."""
-        return self._unheard < _HEARD_ROUNDS * self._seconds
-
-    def let_pass(self, seconds: float) -> None:
-        """Count time in which this process was there to hear. Not the thread's: it may wait for a store cut off."""
-        self._unheard += seconds
+        return self._clock() - self._heard_at < _HEARD_ROUNDS * self._seconds
 
     def say_no_more(self) -> None:
         """Have the thread end, soon."""
@@ -85,11 +91,10 @@ class AtWork(threading.Thread):
                 beat = self._read()
                 stays, is_silent, before = beat.number == before.number, beat == before, beat
                 if not stays or beat.section == OUTSIDE or not dist.is_initialized():
-                    self._unheard, seen = math.inf, ""
+                    self._heard_at, seen = -math.inf, ""
                     continue
                 if store is None:
-                    # Private, but what torch's own checkpoints and sharding go through.
-                    store = dist.distributed_c10d._get_default_store()
+                    store = shared_store()
                     # Whoever waits on the shared connection holds it. Before torch 2.8 there is no other.
                     store = store.clone() if hasattr(store, "clone") else store
                 place = (self._stage, *beat.place, int(is_silent and self._waits()))
@@ -105,7 +110,7 @@ class AtWork(threading.Thread):
             found = store.compare_set(_KEY, found, own).decode()
         # What is found first may have lain there for long.
         if seen and self._age == 0 and _place(found) < place:
-            self._unheard = 0.0
+            self._heard_at = self._clock()
         return found
 
     def _is_kept(self, word: str, place: tuple[int, ...]) -> bool:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import DesyncError
+from .rendezvous import shared_store
 
 if TYPE_CHECKING:
     from .run import Run
@@ -96,7 +97,7 @@ class CollectiveWatch:
         # No other fit of these ranks has such keys.
         token = self._world.broadcast_object(time.time_ns())
         c10d: Any = dist.distributed_c10d
-        self._store: Any = c10d.PrefixStore(f"collectives-{token}", c10d._get_default_store())
+        self._store: Any = c10d.PrefixStore(f"collectives-{token}", shared_store())
 
     # ---- put on and taken off -------------------------------------------------------------------------------------
 

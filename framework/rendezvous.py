@@ -120,6 +120,16 @@ def _gather(store: Any, place: Placement, seconds: float) -> str:
     return word
 
 
+def shared_store() -> Any:
+    """Return the store of torch's default process group; its keys are this meeting's alone.
+
+    Raises:
+        ValueError: the ranks have not met.
+    """
+    # Private, but what torch's own checkpoints and sharding go through.
+    return dist.distributed_c10d._get_default_store()
+
+
 def pauses(first: float, longest: float, ranks: int) -> Iterator[float]:
     """Yield how long to wait between looks into the store: longer and longer, and the more ranks ask one store."""
     longest = max(longest, ranks / _LOOKS_PER_SECOND)

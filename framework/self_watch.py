@@ -57,8 +57,15 @@ class SelfWatch(threading.Thread):
         self._heartbeat = heartbeat
         shortest = min(limit for limit in (*limits[1:], math.inf) if limit != LEARNED)
         stage = next(_stages) if place.size > 1 else 0
-        self._at_work = AtWork(place.rank, stage, heartbeat.read, lambda: self._own_stacks().waits, shortest)
         self._stalls = Stalls(self)
+        self._at_work = AtWork(
+            place.rank,
+            stage,
+            read=heartbeat.read,
+            waits=lambda: self._own_stacks().waits,
+            limit=shortest,
+            clock=lambda: self._stalls.now,
+        )
         self._over = threading.Event()
 
     def stop(self) -> None:
@@ -75,7 +82,6 @@ class SelfWatch(threading.Thread):
             self._at_work.start()
         try:
             while not self._over.wait(LOOK_SECONDS):
-                self._at_work.let_pass(LOOK_SECONDS)
                 if stall := self._stalls.look({self._place.rank: os.getpid()}):
                     self._tell(stall.message)
                     return

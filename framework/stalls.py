@@ -203,6 +203,11 @@ class Stalls:
         self._watch = StallWatch()
         self._doubt: _Doubt | None = None
 
+    @property
+    def now(self) -> float:
+        """The seconds that have passed while there was somebody to look."""
+        return self._watch.now
+
     def look(self, pids: Mapping[int, int]) -> Stall | None:
         """Return the stall among the ranks that still run, given by their pids, or None where there is none.
 

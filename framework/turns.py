@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .errors import ConfigurationError, RankError
 from .process import is_running
-from .rendezvous import pauses
+from .rendezvous import pauses, shared_store
 from .world import World
 
 WAIT_SECONDS = 86400.0
@@ -55,8 +55,7 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
     told = world.all_gather_object((leads, secrets.token_hex(8), machine, os.getpid()))
     keys = {rank: f"phalanx/turn/{told[0][1]}/{rank}" for rank, (first, *_) in enumerate(told) if first}
     near = {rank: told[rank][3] for rank in keys if told[rank][2] == machine is not None}
-    # Private, but what torch's own checkpoints and sharding go through.
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = shared_store()
     if not leads:
         _wait(store, keys, near, limit)
         yield

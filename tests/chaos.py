@@ -156,13 +156,16 @@ class Chaos:
         return True
 
     def _judge(self, launch: Training, code: int, took: float) -> None:
-        if code != 0 and not (self.root / OVER).exists():
+        expected = self._expected()
+        if code == 0 or (self.root / OVER).exists():
+            # Signals end the rest of the script as they end any other.
+            expected |= {0} | ({-signal.SIGTERM, 143} if self.fault.startswith("term") else set())
+        else:
             self.tally.trials += 1
             self.tally.seconds.append(took)
             self.tally.codes[code] += 1
-            expected = self._expected()
-            if code not in expected:
-                raise Killed(f"exit code {code} instead of {sorted(expected)}; it printed:\n{launch.printed()}")
+        if code not in expected:
+            raise Killed(f"exit code {code} instead of {sorted(expected)}; it printed:\n{launch.printed()}")
         if took > self.seconds and self.fault != "full":
             raise Killed(f"took {took:.1f} s to end; it printed:\n{launch.printed()}")
         for path in checkpoints(self.root):

@@ -23,13 +23,14 @@ class Rank:
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store = store
-        self.watch = AtWork(rank, 0, Heartbeat().read, lambda: False, LIMIT)
+        self.now = 0.0
+        self.watch = AtWork(rank, 0, Heartbeat().read, lambda: False, LIMIT, lambda: self.now)
         self.seen = ""
 
     def hears(self, *place: int) -> bool:
         """Pass a round at a place; return whether one further behind was heard of in it."""
         self.watch._rounds += 1
-        self.watch._unheard = math.inf
+        self.watch._heard_at = -math.inf
         self.seen = self.watch._exchange(self.store, self.seen, place)
         return self.watch.hears_of_one_behind
 
@@ -109,9 +110,9 @@ def test_what_was_heard_holds_for_half_of_a_limit() -> None:
     for _ in range(3):
         one.hears(*BEHIND)
         other.hears(*AHEAD)
-    other.watch.let_pass(LIMIT / 2 - 0.1)
+    other.now += LIMIT / 2 - 0.1
     assert other.watch.hears_of_one_behind
-    other.watch.let_pass(0.2)
+    other.now += 0.2
     assert not other.watch.hears_of_one_behind
 
 
@@ -122,7 +123,7 @@ def hear_and_hear_no_more() -> None:
     heartbeat.begin(resolve_stall_timeout(LIMIT))
     heartbeat.step()
     heartbeat.phase[0] = 0 if rank else LAST_BACKWARD
-    watch = AtWork(rank, 0, heartbeat.read, lambda: rank == 0, 0.8)
+    watch = AtWork(rank, 0, heartbeat.read, lambda: rank == 0, 0.8, time.monotonic)
     watch.start()
     until = time.monotonic() + 20.0
     while rank == 0 and not watch.hears_of_one_behind:
@@ -136,7 +137,6 @@ def hear_and_hear_no_more() -> None:
     dist.barrier()
     while watch.hears_of_one_behind:
         assert time.monotonic() < until
-        watch.let_pass(0.02)
         time.sleep(0.02)
     watch.stop()
     assert not watch.is_alive()
