@@ -37,4 +37,4 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-__getattr__, __dir__ = face(__name__, _HOMES)
+__getattr__, __dir__ = face(__name__, _HOMES, modules=("checkpoint",))

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import traceback
 from itertools import groupby
-from pathlib import Path
 
 from .errors import ConfigurationError
+from .package_paths import OWN_FOLDERS
 
 MOST_LINES = 28
 _MESSAGE_HEAD, _MESSAGE_TAIL = 3, 6
 _FRAME = '  File "'
-# The package may have been imported through a link.
-_HERE = {Path(__file__).absolute().parents[1], Path(__file__).resolve().parents[1]}
-_FOLDERS = ("framework", "strategies", "callbacks", "loggers", "cli")
-_OURS = tuple(f"{here / folder}/" for here in _HERE for folder in _FOLDERS)
 
 
 def brief_traceback(error: BaseException) -> str:
@@ -50,7 +46,7 @@ def _is_foreign(part: str) -> bool:
     if not part.startswith(_FRAME):
         return False
     path = part[len(_FRAME) :].partition('"')[0]
-    return path.startswith(_OURS) or "site-packages/torch/" in path or path.startswith("<frozen ")
+    return path.startswith(OWN_FOLDERS) or "site-packages/torch/" in path or path.startswith("<frozen ")
 
 
 def _raises(frame: str, parts: list[str]) -> bool:

@@ -31,7 +31,8 @@ from .errors import DesyncError
 from .rendezvous import shared_store
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .package_paths import OWN_FOLDERS
+from .run import Run
 
 LIMIT_SECONDS = 120.0
 _MAIN = "main"
@@ -53,9 +54,6 @@ _WATCHED: Mapping[str, tuple[str, ...]] = {
     "all_to_all_single": (),
     "barrier": (),
 }
-_PACKAGE = str(Path(__file__).parent.parent)
-# Not the tests and examples that lie beside the package's rooms in its own repository.
-_ROOMS = tuple(f"{_PACKAGE}/{room}/" for room in ("framework", "strategies", "callbacks", "loggers", "cli"))
 _LIBRARIES = (str(Path(torch.__file__).parent), "/site-packages/", "<frozen")
 
 
@@ -256,7 +254,7 @@ def _call_site() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_ROOMS) and not any(part in file for part in _LIBRARIES):
+        if not file.startswith(OWN_FOLDERS) and not any(part in file for part in _LIBRARIES):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
