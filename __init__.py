@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .framework.lazy import face
+from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
-    from .framework.accumulation import AccumulationSchedule as AccumulationSchedule
     from .framework.callback import Callback as Callback
     from .framework.combined import CombinedLoader as CombinedLoader
+    from .framework.core.accumulation import AccumulationSchedule as AccumulationSchedule
+    from .framework.core.errors import PhalanxError as PhalanxError
     from .framework.datamodule import DataModule as DataModule
-    from .framework.errors import PhalanxError as PhalanxError
     from .framework.fabric.fabric import Fabric as Fabric
     from .framework.module import TrainModule as TrainModule
     from .framework.seed import seed_everything as seed_everything
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AccumulationSchedule": ".framework.accumulation",
+    "AccumulationSchedule": ".framework.core.accumulation",
     "Callback": ".framework.callback",
     "CombinedLoader": ".framework.combined",
     "DataModule": ".framework.datamodule",
     "Fabric": ".framework.fabric.fabric",
-    "PhalanxError": ".framework.errors",
+    "PhalanxError": ".framework.core.errors",
     "TrainModule": ".framework.module",
     "Trainer": ".framework.trainer",
     "checkpoint": ".checkpoint",

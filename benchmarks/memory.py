@@ -10,9 +10,9 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from phalanx.framework.core.precision import PRECISIONS
 from phalanx.framework.memory.formulas import LAYOUTS, Footprint, Ranks, footprint
 from phalanx.framework.memory.measure import size_of
-from phalanx.framework.precision import PRECISIONS
 
 from .memory_rank import Model
 from .table import show

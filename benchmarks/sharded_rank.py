@@ -88,7 +88,7 @@ def zero2_by_hand(steps: int, marks: list[float]) -> None:
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from phalanx.framework.precision import resolve_precision
+    from phalanx.framework.core.precision import resolve_precision
     from phalanx.strategies.deepspeed.config import engine_config, resolve_options
 
     model = GPT()

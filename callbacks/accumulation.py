@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..framework.accumulation import AccumulationSchedule
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError
+from ..framework.core.accumulation import AccumulationSchedule
+from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule

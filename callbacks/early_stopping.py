@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError, is_count
+from ..framework.core.errors import ConfigurationError, is_count
 from ..framework.monitor import acts_at_epoch_end, check_mode, is_better, missing_metric
 
 if TYPE_CHECKING:

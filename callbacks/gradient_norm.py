@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError
+from ..framework.core.errors import ConfigurationError
 from ..framework.strategy import parameters_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError, unknown
+from ..framework.core.errors import ConfigurationError, unknown
 
 _HOOKS = sorted(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
 

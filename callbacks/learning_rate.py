@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError
+from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule

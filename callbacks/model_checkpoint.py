@@ -14,7 +14,7 @@ from ..framework.atomic import absolute
 from ..framework.checkpoint.name import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.schedule import SaveSchedule
-from ..framework.errors import ConfigurationError, MetricError, PhalanxError
+from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
 from ..framework.logger import Logger
 from ..framework.monitor import acts_at_epoch_end, check_mode, missing_metric
 from ..framework.save_directory import make_ready

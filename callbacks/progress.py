@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError
+from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule

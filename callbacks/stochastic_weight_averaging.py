@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..framework.average import AverageSettings
-from ..framework.errors import ConfigurationError, is_count, unknown
+from ..framework.core.errors import ConfigurationError, is_count, unknown
 from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError
+from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule

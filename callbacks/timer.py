@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError, unknown
+from ..framework.core.errors import ConfigurationError, unknown
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..framework.average import Average, AverageSettings
 from ..framework.callback import Callback
-from ..framework.errors import ConfigurationError, is_count
+from ..framework.core.errors import ConfigurationError, is_count
 
 if TYPE_CHECKING:
+    from ..framework.core.progress import Progress
     from ..framework.module import TrainModule
-    from ..framework.progress import Progress
     from ..framework.trainer import Trainer
 
 Elementwise = Callable[[Tensor, Tensor, Tensor], Tensor]

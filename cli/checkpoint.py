@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as library
-from ..framework.errors import CheckpointError
+from ..framework.core.errors import CheckpointError
 from .checkpoint_text import show_difference, show_inspection
 from .output import age, counted, say, say_json, size, table
 from .user_module import find_module

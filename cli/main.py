@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from ..framework.errors import ConfigurationError, PhalanxError, did_you_mean
+from ..framework.core.errors import ConfigurationError, PhalanxError, did_you_mean
 from . import checkpoint
 from .output import printable
 

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from ..framework.errors import ConfigurationError, did_you_mean
+from ..framework.core.errors import ConfigurationError, did_you_mean
 
 
 def find_module(given: str) -> Any:

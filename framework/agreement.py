@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from .checkpoint.read import Checkpoint, open_checkpoint
 from .checkpoint.verification import problems_of
-from .errors import CheckpointError, PhalanxError
+from .core.errors import CheckpointError, PhalanxError
 from .world import World
 
 T = TypeVar("T")

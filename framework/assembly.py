@@ -18,17 +18,17 @@ from .batch_norm import share_batch_statistics
 from .batch_statistics import statistics_pass
 from .callback import Callback
 from .checkpoint.read import Checkpoint
+from .core.errors import CheckpointError, ConfigurationError
+from .core.optimizer_config import resolve_optimizers
+from .core.position_rng import mix_seed, seed_generators
 from .datamodule import DataModule
-from .errors import CheckpointError, ConfigurationError
 from .evaluation import EvaluationPlan
 from .evaluation_loaders import EvaluationSource
 from .loading import Data, require_data
 from .log_fanout import LoggerFanout
 from .manual import ManualStep
 from .module import TrainModule
-from .optimization import resolve_optimizers
 from .plugins import check_state_keys
-from .randomness import mix_seed, seed_generators
 from .rank_state import restore_rank
 from .restoring import Resumption, agree_on_resumption, load_model, regroup, restore_run
 from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .batch_norm import is_collective
 from .call_watch import zero_gradients
+from .core.step_output import check_loss, loss_of, outputs_for_hooks
 from .heartbeat import LAST_BACKWARD, UPDATE
 from .run import Run
 from .standins import STAND_IN, StandIns
-from .step_output import check_loss, loss_of, outputs_for_hooks
 from .strategy import StepFunction
 from .training_step import TrainingStep
 from .triggers import Agreement

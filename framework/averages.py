@@ -10,7 +10,7 @@ from .average import Average, AverageSettings
 from .checkpoint.consolidation import AVERAGES as SECTION
 from .checkpoint.plan import Shard
 from .checkpoint.read import Checkpoint
-from .errors import ConfigurationError
+from .core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from .run import Run

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .average import Average
 from .batch_norm import is_collective
 from .canonical import canonical_names
-from .errors import ConfigurationError
+from .core.errors import ConfigurationError
 from .evaluation_loaders import EvaluationSource
 from .loader_parts import is_map_style
 from .loading import Data

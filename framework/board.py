@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import DesyncError, RankError
+from .core.errors import DesyncError, RankError
 from .process import is_running
 
 CAPACITY = 32

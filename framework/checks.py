@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from .callback import Callback
+from .core.errors import ConfigurationError
 from .datamodule import DataModule
-from .errors import ConfigurationError
 from .loading import check_given
 from .module import TrainModule
 from .resources import Resources

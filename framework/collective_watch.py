@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import DesyncError
+from .core.errors import DesyncError
 from .rendezvous import shared_store
 
 if TYPE_CHECKING:
-    from .package_paths import OWN_FOLDERS
+    from .core.package_paths import OWN_FOLDERS
 from .run import Run
 
 LIMIT_SECONDS = 120.0

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from .hparams import HyperparametersMixin
+from .core.hyperparameters import HyperparametersMixin
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from .brief import brief_traceback
+from .core.errors import ConfigurationError, Preempted
 from .environment import error_dir, failure_of, hiding_secrets, started_by_torchrun
-from .errors import ConfigurationError, Preempted
 from .failures import INTERRUPTED, exit_code_of, record_failure
 from .process import end_with_parent
 from .script import can_rerun_script

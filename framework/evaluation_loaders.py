@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from .core.position_rng import mix_seed
 from .loader_parts import (
     Passes,
     check_loader,
@@ -24,7 +25,6 @@ from .loader_parts import (
     seed_of,
     tell_epoch,
 )
-from .randomness import mix_seed
 from .sampling import EvaluationSampler, NaturalOrder, length_of
 
 NumberedBatches = Iterator[tuple[int, Any]]

@@ -17,7 +17,7 @@ from .checkpoint.plan import Snapshot
 from .checkpoint.read import open_checkpoint
 from .checkpoint.stored import held
 from .checkpoint.write import save
-from .errors import ConfigurationError, StorageError
+from .core.errors import ConfigurationError, StorageError
 from .resume import on_rank_zero
 from .run import Run
 from .saving import live_weights

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .brief import brief_traceback
-from .errors import PhalanxError
+from .core.errors import PhalanxError
 
 INTERRUPTED = 130
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigurationError, StorageError
+from .core.errors import ConfigurationError, StorageError
 from .logger import Logger
 from .plain_hparams import as_yaml
 

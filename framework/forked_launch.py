@@ -17,9 +17,9 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from .core.errors import ConfigurationError, RankError, StalledError
 from .ending import tell_of_failure
 from .environment import adopt_environment, threads_for_ranks
-from .errors import ConfigurationError, RankError, StalledError
 from .failures import exit_code_of
 from .meeting import Meeting, meeting, private_directory
 from .process import ForkedProcess, die_with_parent

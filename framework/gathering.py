@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .errors import ConfigurationError, DesyncError
+from .core.errors import ConfigurationError, DesyncError
 from .sampling import part_of
 from .world import World
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from .accumulation import AccumulationSchedule
-from .errors import ConfigurationError
+from .core.accumulation import AccumulationSchedule
+from .core.errors import ConfigurationError
 from .triggers import Triggers
 from .world import World
 

@@ -19,7 +19,7 @@ from .checkpoint.codec import decode, encode
 from .checkpoint.finite import is_finite
 from .checkpoint.manifest import JSON
 from .checkpoint.tensors import CODES, size_of, write_tensor_file
-from .errors import ConfigurationError
+from .core.errors import ConfigurationError
 
 LIMIT_BYTES = 64 << 20
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from .atomic import write_text
+from .core.errors import ConfigurationError, PhalanxError
 from .ending import write_error
 from .environment import hiding_secrets
-from .errors import ConfigurationError, PhalanxError
 from .fork_server import ForkServer, ServerGone
 from .meeting import Meeting, meeting, private_directory
 from .process import Process, die_with_parent

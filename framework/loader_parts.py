@@ -21,9 +21,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .errors import ConfigurationError, DataError
+from .core.errors import ConfigurationError, DataError
+from .core.position_rng import SeededDataset
 from .preemption import start_worker
-from .randomness import SeededDataset
 from .sampling import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
 
 # When the first line about a long reading comes, and how long after it each further one.

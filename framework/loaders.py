@@ -13,7 +13,8 @@ from typing import Any, Final, final
 
 from torch.utils.data import DataLoader
 
-from .errors import CheckpointError, ConfigurationError
+from .core.errors import CheckpointError, ConfigurationError
+from .core.position_rng import mix_seed
 from .loader_parts import (
     Passes,
     check_loader,
@@ -26,7 +27,6 @@ from .loader_parts import (
     skip,
     tell_epoch,
 )
-from .randomness import mix_seed
 from .sampling import TrainingSampler, ceil_div, length_of
 
 Position = dict[str, Any]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .core.errors import ConfigurationError, DataError
 from .datamodule import DataModule
-from .errors import ConfigurationError, DataError
 from .evaluation_loaders import EvaluationSource
 from .loaders import TrainingSource
 from .module import TrainModule

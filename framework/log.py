@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigurationError, MetricError, did_you_mean
+from .core.errors import ConfigurationError, MetricError, did_you_mean
 from .log_entries import Entry, Flags, settle
 from .log_exchange import exchange
 from .metrics import is_collection, is_metric, load_metric_states, metric_states

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import MetricError, did_you_mean
+from .core.errors import MetricError, did_you_mean
 from .log_entries import Entry, Part, combine
 from .metrics import compute_over_ranks, packed_states
 from .world import World

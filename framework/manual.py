@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .errors import ConfigurationError
+from .core.errors import ConfigurationError
 from .nonfinite import NonFiniteGuard
 from .run import Run
 from .strategy import Traits, parameters_of

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .canonical import begins, renamed, tied_names
 from .checkpoint.read import Checkpoint
-from .errors import CheckpointError, did_you_mean
+from .core.errors import CheckpointError, did_you_mean
 from .strategy import parameters_of
 
 Shape = tuple[int, ...]

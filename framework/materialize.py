@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigurationError
+from .core.errors import ConfigurationError
 from .world import World
 
 Owner = tuple[nn.Module, str]

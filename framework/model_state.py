@@ -14,7 +14,7 @@ from .checkpoint.manifest import JSON
 from .checkpoint.plan import Shard
 from .checkpoint.read import Checkpoint
 from .checkpoint.stored import SavedTensor, StoredTensors
-from .errors import ConfigurationError
+from .core.errors import ConfigurationError
 from .matching import ModelMatch, SavedModel, match_model, refuse
 from .redaction import holds_secret
 from .strategy import Strategy

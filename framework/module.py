@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from .callback import Callback
 from .checkpoint.read import open_checkpoint
-from .errors import ConfigurationError
-from .hparams import HyperparametersMixin
+from .core.errors import ConfigurationError
+from .core.hyperparameters import HyperparametersMixin
 from .log import MetricLog, NoLog
 from .logger import Logger
 from .metrics import logged_items

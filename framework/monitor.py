@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .errors import ConfigurationError, MetricError, did_you_mean
+from .core.errors import ConfigurationError, MetricError, did_you_mean
 
 if TYPE_CHECKING:
     from .trainer import Trainer

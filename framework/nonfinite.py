@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from .errors import NonFiniteError, PhalanxError
+from .core.errors import NonFiniteError, PhalanxError
 from .kept_batch import keep_batch
 from .nonfinite_search import first_gradient, first_module, first_weight, in_batch, local_gradient
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .assembly import FitRequest
+from .core.errors import ConfigurationError, PhalanxError
+from .core.position_rng import RandomStream
+from .core.registry import STRATEGIES
 from .environment import nvme_path
-from .errors import ConfigurationError, PhalanxError
 from .loading import Data
 from .memory.formulas import LAYOUTS, ModelSize, Ranks
 from .memory.measure import (
@@ -27,9 +29,7 @@ from .memory.measure import (
 from .memory.plan import MemoryPlan, candidates, fits_easily, make_plan
 from .memory.there import Memory, bytes_of, memory_there
 from .module import TrainModule
-from .randomness import RandomStream
 from .ranks import RankVerbs
-from .registry import STRATEGIES
 from .resources import Resources
 from .sources import prepare_training
 from .transfer import batch_transfer

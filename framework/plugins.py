@@ -8,9 +8,9 @@ from typing import Any
 
 from .callback import Callback
 from .checks import check_callback
-from .errors import ConfigurationError
+from .core.errors import ConfigurationError
+from .core.registry import CALLBACKS, LOGGERS, Registry
 from .logger import Logger
-from .registry import CALLBACKS, LOGGERS, Registry
 from .settings import Settings
 
 _SWITCHES = {

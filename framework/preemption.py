@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch.utils.data._utils.worker import _worker_loop
 
 from .checkpoint.opening import read_manifest
+from .core.errors import CheckpointError, ConfigurationError, NonFiniteError, Preempted, StorageError, unknown
 from .environment import current_job
-from .errors import CheckpointError, ConfigurationError, NonFiniteError, Preempted, StorageError, unknown
 from .job_queue import NEAR_END, REQUEUED_AT, requeue
 from .process import end_with_parent
 from .rendezvous import is_waiting

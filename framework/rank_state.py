@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint.codec import decode, encode_inline
-from .errors import ConfigurationError
-from .randomness import mix_seed, seed_generators
+from .core.errors import ConfigurationError
+from .core.position_rng import mix_seed, seed_generators
 from .seed import capture, restore
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from .errors import ConfigurationError, unknown
+from .core.errors import ConfigurationError, unknown
 from .gathering import gather_rows, map_leaves, pad_over_ranks, split_rows, stack_tensors
 from .resources import Resources
 from .triggers import Triggers

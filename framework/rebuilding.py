@@ -19,7 +19,7 @@ from .canonical import canonical_table, state_tensors
 from .checkpoint.codec import decode
 from .checkpoint.consolidation import AVERAGES, MODEL, section_tensors
 from .checkpoint.read import Checkpoint
-from .errors import CheckpointError, ConfigurationError, did_you_mean, unknown
+from .core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from .extra_state import StateTensors, put_extra_state, saved_extra_state, state_of
 from .matching import listed
 from .model_state import check_model

@@ -24,8 +24,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from .core.errors import ConfigurationError, RankError, did_you_mean
 from .environment import gloo_interface, take_store_descriptor, tell_of_leaving, uses_agent_store
-from .errors import ConfigurationError, RankError, did_you_mean
 from .placement import LOOPBACK, Placement
 from .process import allow_open_files
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .errors import ConfigurationError, is_count, unknown
+from .core.errors import ConfigurationError, is_count, unknown
+from .core.precision import Precision, resolve_precision
+from .core.registry import STRATEGIES
 from .placement import Placement, check_devices
-from .precision import Precision, resolve_precision
-from .registry import STRATEGIES
 from .strategy import Strategy
 from .world import World, placement
 

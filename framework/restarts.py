@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .errors import CheckpointError, ConfigurationError, Preempted
+from .core.errors import CheckpointError, ConfigurationError, Preempted
 from .failures import INTERRUPTED, write_whole
 
 # Ends that starting again would not change, or that somebody wanted.

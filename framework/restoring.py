@@ -13,7 +13,7 @@ from .agreement import on_all_ranks
 from .canonical import canonical_names, names_of, renamed
 from .checkpoint.codec import decode
 from .checkpoint.read import Checkpoint
-from .errors import CheckpointError
+from .core.errors import CheckpointError
 from .extra_state import put_extra_state, saved_extra_state
 from .matching import (
     ModelMatch,

@@ -15,8 +15,8 @@ from .checkpoint.leftovers import clean_own, clean_shared
 from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
+from .core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
 from .environment import attempt, error_dir
-from .errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
 from .preemption import is_name
 from .restarts import FitPlace, earlier_fit, record_fit
 from .rundir import RunDirectory, identity_of, next_version, versions

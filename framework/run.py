@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .accumulation import AccumulationSchedule
 from .averages import Averages
 from .callback import Callback, in_call_order, wanted
-from .errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
+from .core.accumulation import AccumulationSchedule
+from .core.errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
+from .core.optimizer_config import SchedulerConfig
+from .core.progress import Progress
 from .fabric.fabric import Fabric
 from .log import MetricLog
 from .log_entries import Entry
 from .log_fanout import LoggerFanout
 from .module import TrainModule
-from .optimization import SchedulerConfig
 from .preemption import TRIGGER as LEAVE
-from .progress import Progress
 from .triggers import NOTE, Triggers
 from .world import World
 

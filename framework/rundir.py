@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from .atomic import lock, unlock, write_text
-from .errors import StorageError
+from .core.errors import StorageError
 
 _VERSION = re.compile(r"version_(\d+)$")
 _LOCK = ".lock"

@@ -23,7 +23,7 @@ from .checkpoint.background import Background
 from .checkpoint.plan import Snapshot
 from .checkpoint.staging import Staging
 from .checkpoint.write import save
-from .errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from .core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from .run import SAVED
 from .saving import capture_run
 

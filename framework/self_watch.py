@@ -19,8 +19,8 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from .at_work import AtWork
+from .core.errors import StalledError
 from .environment import error_dir
-from .errors import StalledError
 from .heartbeat import LEARNED, SECTIONS, Beat, Heartbeat
 from .placement import Placement
 from .script import can_rerun_script

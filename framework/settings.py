@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from .accumulation import AccumulationSchedule, resolve_accumulation
-from .errors import ConfigurationError, is_count, unknown
+from .core.accumulation import AccumulationSchedule, resolve_accumulation
+from .core.errors import ConfigurationError, is_count, unknown
 from .update import check_clipping
 
 NONFINITE = ("raise", "skip", "ignore")

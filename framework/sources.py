@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from .combined import CombinedLoader, Rows, combined_length, cycle_parts, is_collection, merge, separate, side_by_side
-from .errors import CheckpointError, ConfigurationError
+from .core.errors import CheckpointError, ConfigurationError
 from .evaluation_loaders import EvaluationSource, NumberedBatches, evaluation_source
 from .loaders import CONVERTED, NO_BATCH, Position, TrainingSource, training_source
 

@@ -10,9 +10,9 @@ import torch
 
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
 from .collective_watch import comparing_collectives
+from .core.errors import StorageError
 from .ending import install_rank_hooks
 from .environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble
-from .errors import StorageError
 from .evaluation import evaluate, predict
 from .job_queue import TimeLimit
 from .model_state import encode_known

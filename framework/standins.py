@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from .batch_norm import is_collective
 from .call_watch import Calls, CallWatch
-from .errors import LoopError
+from .core.errors import LoopError
+from .core.step_output import loss_of
 from .metrics import metrics_set_aside
 from .module import TrainModule
 from .run import Run
 from .seed import capture, restore
-from .step_output import loss_of
 from .strategy import StepFunction
 from .triggers import Agreement
 from .windows import Windows

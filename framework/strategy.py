@@ -22,9 +22,9 @@ from .canonical import state_tensors
 from .checkpoint.finite import all_finite
 from .checkpoint.plan import Shard
 from .checkpoint.stored import StoredTensors
-from .errors import ConfigurationError
+from .core.errors import ConfigurationError
+from .core.precision import Precision
 from .materialize import fill_from_rank_zero
-from .precision import Precision
 from .world import World
 
 StepFunction = Callable[..., Any]

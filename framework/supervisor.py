@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from .errors import Preempted, StalledError
+from .core.errors import Preempted, StalledError
 from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
 from .heartbeat import OUTSIDE, SECTIONS, Beat
 from .process import Process, adopt_orphans, children

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from .accumulation import AccumulationSchedule
 from .arguments import check_flags, refuse_unknown
 from .assembly import FitRequest
 from .atomic import absolute
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
+from .core.accumulation import AccumulationSchedule
+from .core.errors import ConfigurationError, is_count
+from .core.progress import Progress
 from .datamodule import DataModule
 from .ending import install_exit_codes
-from .errors import ConfigurationError, is_count
 from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
 from .heartbeat import Heartbeat, StallTimeout, resolve_stall_timeout
@@ -27,7 +28,6 @@ from .notebook import run_in_function
 from .planning import plan_memory
 from .plugins import resolve_callbacks, resolve_loggers
 from .preemption import SIGNALS, check_signals
-from .progress import Progress
 from .report import say
 from .resume import checked_checkpoint_path
 from .run import Run

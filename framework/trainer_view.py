@@ -12,18 +12,18 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .accumulation import AccumulationSchedule
 from .callback import Callback
+from .core.accumulation import AccumulationSchedule
+from .core.errors import ConfigurationError
+from .core.optimizer_config import SchedulerConfig
+from .core.progress import Progress
+from .core.registry import CALLBACKS
 from .datamodule import DataModule
-from .errors import ConfigurationError
 from .evaluation import EvaluationPlan
 from .fabric.fabric import Fabric
 from .heartbeat import Heartbeat
 from .logger import Logger
 from .module import TrainModule
-from .optimization import SchedulerConfig
-from .progress import Progress
-from .registry import CALLBACKS
 from .run import Run
 from .rundir import RunDirectory
 from .settings import Settings

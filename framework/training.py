@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from .automatic import AutomaticStep
-from .errors import DataError
+from .core.errors import DataError
 from .evaluation import EvaluationPlan, evaluate, logging_to
 from .log import NoLog
 from .manual import ManualStep

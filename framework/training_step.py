@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import NonFiniteError
+from .core.errors import NonFiniteError
 from .losses import DeviceLossWatch
 from .nonfinite import NonFiniteGuard, Seen
 from .run import Run

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from .core.precision import Precision
 from .datamodule import DataModule
 from .module import TrainModule
-from .precision import Precision
 
 
 class Mover(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .errors import DesyncError, did_you_mean
+from .core.errors import DesyncError, did_you_mean
 from .pace import Pace
 from .world import World
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import ConfigurationError, RankError
+from .core.errors import ConfigurationError, RankError
 from .process import is_running
 from .rendezvous import pauses, shared_store
 from .world import World

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .errors import ConfigurationError, LoopError
+from .core.errors import ConfigurationError, LoopError
 from .module import TrainModule
 from .strategy import StepFunction, Strategy
 

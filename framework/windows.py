@@ -9,9 +9,9 @@ from collections.abc import Generator, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from .accumulation import AccumulationSchedule
+from .core.accumulation import AccumulationSchedule
+from .core.progress import Progress
 from .loaders import NO_BATCH, TrainingSource
-from .progress import Progress
 
 _END = object()
 

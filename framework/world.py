@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
+from .core.errors import ConfigurationError, unknown
 from .environment import (
     set_missing,
     sets_threads,
@@ -27,7 +28,6 @@ from .environment import (
     usable_cores,
     variables_set,
 )
-from .errors import ConfigurationError, unknown
 from .placement import Launcher, Placement, check_devices
 from .rendezvous import destroy_group, is_initialized, meet
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from ..framework.errors import ConfigurationError
+from ..framework.core.errors import ConfigurationError
 from ..framework.file_logger import FileLogger, plain_number
 from ..framework.plain_hparams import as_mapping
 

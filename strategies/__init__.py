@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..framework.lazy import face
+from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
     from ..framework.strategy import Strategy as Strategy

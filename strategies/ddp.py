@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..framework.canonical import state_tensors
-from ..framework.errors import ConfigurationError
+from ..framework.core.errors import ConfigurationError
 from ..framework.materialize import share_buffers
 from ..framework.strategy import StepAdapter, StepFunction, Strategy, Traits
 

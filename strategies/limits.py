@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from ..framework.errors import ConfigurationError
+from ..framework.core.errors import ConfigurationError
 
 # The update of one element depends on others of its tensor, of which each rank holds a part.
 NEED_WHOLE_TENSORS = ("LBFGS", "SparseAdam", "Adafactor")

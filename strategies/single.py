@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..framework.errors import ConfigurationError
-from ..framework.precision import Precision
+from ..framework.core.errors import ConfigurationError
+from ..framework.core.precision import Precision
 from ..framework.strategy import StepFunction, Strategy
 
 

@@ -25,7 +25,7 @@ from ranks import close_pools, run_on_ranks
 
 from phalanx import checkpoint
 from phalanx.callbacks import Callback
-from phalanx.framework.errors import CheckpointError
+from phalanx.framework.core.errors import CheckpointError
 
 
 class Saves(Callback):

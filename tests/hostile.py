@@ -17,7 +17,7 @@ import xxhash
 from phalanx import checkpoint
 from phalanx.framework.checkpoint import codec
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
-from phalanx.framework.errors import CheckpointError
+from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.world import World
 
 Fields = dict[str, Any]

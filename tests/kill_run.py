@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import AccumulationSchedule, Callback, Trainer, TrainModule
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.errors import StorageError
+from phalanx.framework.core.errors import StorageError
 from phalanx.loggers import CSVLogger
 
 STARTED, OVER, RESULT, STEPS = "started", "over", "result.json", "steps"

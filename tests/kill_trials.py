@@ -309,7 +309,7 @@ def row(strategy: str, tally: Tally) -> str:
 def saves_asynchronously() -> bool:
     """Whether ``ModelCheckpoint`` can."""
     from phalanx.callbacks import ModelCheckpoint
-    from phalanx.framework.errors import ConfigurationError
+    from phalanx.framework.core.errors import ConfigurationError
 
     try:
         ModelCheckpoint(asynchronous=True)

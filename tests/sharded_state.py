@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.framework.checkpoint.plan import Shard
 from phalanx.framework.checkpoint.stored import held
-from phalanx.framework.precision import resolve_precision
+from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.strategy import parameters_of
 from phalanx.strategies import FSDPStrategy
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ConfigurationError
+from ..core.errors import CheckpointError, ConfigurationError
 from .manifest import JSON
 
 _TAG = "$"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import unknown
+from ..core.errors import unknown
 from .plain_files import PlainTensors, size_in_bytes, target_dtype, write_plain
 from .read import Checkpoint, open_checkpoint
 from .stored import SavedTensor, StoredTensor

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 from .manifest import JSON
 from .read import Checkpoint, open_checkpoint
 

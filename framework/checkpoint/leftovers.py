@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..atomic import clean_leftovers
-from ..errors import StorageError
+from ..core.errors import StorageError
 from .opening import is_ours
 
 

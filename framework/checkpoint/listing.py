@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 from .inspection import inspection_of, monitored
 from .manifest import MANIFEST
 from .newest import candidates

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import Any, TypeAlias, TypeVar
 
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 from .cover import coverage_problem
 from .tensor_file import ITEM_BYTES, MAX_HEADER_BYTES, RESERVED_NAME, FileRecord, byte_size, distinct
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from ..errors import ConfigurationError
+from ..core.errors import ConfigurationError
 from ..monitor import missing_metric
 
 COUNTERS = ("epoch", "step")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..atomic import storage_error
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 from .manifest import MANIFEST, Manifest
 from .opening import read_manifest
 from .verification import verify

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import CheckpointError, did_you_mean
+from ..core.errors import CheckpointError, did_you_mean
 from .manifest import FILE_NAME, MANIFEST, MAX_MANIFEST_BYTES, START_BYTES, Manifest, check_start, parse
 from .tensor_file import PlainFile
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..atomic import storage_error
-from ..errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..world import World
 
 Told: TypeAlias = "tuple[str, str] | None"

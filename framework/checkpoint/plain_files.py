@@ -24,7 +24,7 @@ from ..atomic import (
     storage_error,
     write_synced,
 )
-from ..errors import ConfigurationError, did_you_mean
+from ..core.errors import ConfigurationError, did_you_mean
 from .manifest import MANIFEST
 from .stored import StoredTensor
 from .tensor_file import header_of

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ConfigurationError
+from ..core.errors import ConfigurationError
 from .cover import coverage_problem, is_flat
 from .manifest import JSON, SECTION_NAME
 from .tensor_file import RESERVED_NAME

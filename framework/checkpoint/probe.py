@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..atomic import HiddenDirectory, hidden_sibling, make_directory, remove_tree, sync_directory, write_synced
-from ..errors import StorageError
+from ..core.errors import StorageError
 from ..world import World
 from .outcome import agree, error_of, tell
 

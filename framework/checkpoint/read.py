@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ConfigurationError, unknown
+from ..core.errors import CheckpointError, ConfigurationError, unknown
 from .cover import Box, is_flat
 from .manifest import JSON, Manifest, Part, TensorRecord
 from .opening import read_manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic import storage_error, sync_directory
-from ..errors import ConfigurationError, is_count
+from ..core.errors import ConfigurationError, is_count
 from ..monitor import is_better
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from ..errors import ConfigurationError, is_count
+from ..core.errors import ConfigurationError, is_count
 
 
 class SaveSchedule:

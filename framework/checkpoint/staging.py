@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ConfigurationError, StorageError
+from ..core.errors import ConfigurationError, StorageError
 from .hold import Hold
 from .manifest import JSON
 from .plan import Shard, Snapshot, memory_of

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..atomic import retire_directory
-from ..errors import CheckpointError, StorageError
+from ..core.errors import CheckpointError, StorageError
 from . import codec
 from .opening import is_ours
 from .read import open_checkpoint

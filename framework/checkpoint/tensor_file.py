@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 
 # Small enough to stay in the processor's cache between hashing and writing.
 CHUNK_BYTES = 1 << 20

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigurationError
+from ..core.errors import ConfigurationError
 from .direct_file import DirectFile
 from .tensor_file import CHUNK_BYTES, FileRecord, Segment, header_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 from .manifest import Manifest
 from .opening import read_manifest
 from .tensor_file import CHUNK_BYTES, FileRecord, open_tensor_file, parse_header

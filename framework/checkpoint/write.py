@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..atomic import HiddenDirectory, absolute, remove_tree, replace_directory, storage_error, write_synced
-from ..errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..world import World
 from .direct_file import DirectFile
 from .finite import is_finite

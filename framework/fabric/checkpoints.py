@@ -21,7 +21,7 @@ from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.store import weights
 from ..checkpoint.stored import held
 from ..checkpoint.write import save
-from ..errors import CheckpointError, ConfigurationError
+from ..core.errors import CheckpointError, ConfigurationError
 from ..matching import ModelMatch, SavedModel, listed, match_model, refuse
 from ..model_state import LENIENT, put_model, shapes_of
 from ..resume import on_rank_zero

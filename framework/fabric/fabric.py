@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..accumulation import AccumulationSchedule
+from ..core.accumulation import AccumulationSchedule
+from ..core.errors import ConfigurationError
+from ..core.registry import CALLBACKS, LOGGERS
 from ..ending import install_rank_hooks
-from ..errors import ConfigurationError
 from ..forked_launch import launch_function
 from ..launch import launch_script
 from ..logger import Logger
-from ..registry import CALLBACKS, LOGGERS
 from ..resources import resolve_resources
 from ..script import can_rerun_script
 from ..seed import seed_everything

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from ..core.errors import CheckpointError, ConfigurationError
 from ..data_ranks import DataRanks
-from ..errors import CheckpointError, ConfigurationError
 from ..loader_parts import distributed_samplers, is_map_style
 from ..loader_rounds import (
     Rounds,

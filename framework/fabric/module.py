@@ -11,8 +11,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ..errors import ConfigurationError
-from ..precision import Precision
+from ..core.errors import ConfigurationError
+from ..core.precision import Precision
 from .objects import Engine
 
 M = TypeVar("M", bound=nn.Module)

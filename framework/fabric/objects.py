@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core.precision import LossScaler
 from ..gradient_window import GradientWindow
-from ..precision import LossScaler
 from ..strategy import Strategy, parameters_of
 from ..update import Updater
 

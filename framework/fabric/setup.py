@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..accumulation import AccumulationSchedule, resolve_accumulation
-from ..errors import ConfigurationError
+from ..core.accumulation import AccumulationSchedule, resolve_accumulation
+from ..core.errors import ConfigurationError
+from ..core.precision import LossScaler, Precision
 from ..gathering import gather_rows
 from ..gradient_window import GradientWindow
-from ..precision import LossScaler, Precision
 from ..ranks import RankVerbs
 from ..resources import Resources
 from ..strategy import Strategy, parameters_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ConfigurationError, NonFiniteError
+from ..core.errors import ConfigurationError, NonFiniteError
 from ..gradient_window import GradientWindow, check_weight
 from ..strategy import parameters_of
 from .loaders import FabricLoader

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from ..precision import Precision
+from ..core.precision import Precision
 
 Place = Literal["device", "host", "disk"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from ..errors import unknown
-from ..precision import Precision
+from ..core.errors import unknown
+from ..core.precision import Precision
 from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, Ranks, footprint
 from .measure import Activations
 from .there import Memory

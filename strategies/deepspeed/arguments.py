@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from ...framework.errors import ConfigurationError, unknown
+from ...framework.core.errors import ConfigurationError, unknown
 from .keys import check_config, read_config
 
 if TYPE_CHECKING:

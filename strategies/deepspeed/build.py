@@ -20,8 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
+from ...framework.core.errors import ConfigurationError, unknown
 from ...framework.environment import library_environment
-from ...framework.errors import ConfigurationError, unknown
 from .toolchain import advice
 
 Note = Callable[[str], None]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ...framework.errors import ConfigurationError
-from ...framework.precision import Precision
+from ...framework.core.errors import ConfigurationError
+from ...framework.core.precision import Precision
 from .arguments import Offload
 from .arguments import ZeroArguments as ZeroArguments
 from .arguments import ZeroOptions as ZeroOptions

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...framework.errors import ConfigurationError, did_you_mean
+from ...framework.core.errors import ConfigurationError, did_you_mean
 
 _BATCHES = "the DataLoader's batch_size"
 _PRECISION = "Trainer(precision=...) or Fabric(precision=...)"

@@ -17,7 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from ...framework.errors import ConfigurationError
+from ...framework.core.errors import ConfigurationError
 from .build import OPS, is_built, missing_ops, op_folder
 from .build import ensure_ops as ensure_ops
 from .config import ZeroOptions

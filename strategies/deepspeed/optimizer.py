@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...framework.errors import ConfigurationError
+from ...framework.core.errors import ConfigurationError
 from ..limits import NEED_WHOLE_TENSORS
 from .config import ZeroOptions
 from .ops import needed_ops

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from ...framework.canonical import state_tensors
 from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import StoredTensors
-from ...framework.errors import ConfigurationError, LoopError
+from ...framework.core.errors import ConfigurationError, LoopError
+from ...framework.core.precision import PRECISIONS, Precision
 from ...framework.materialize import share_buffers
-from ...framework.precision import PRECISIONS, Precision
 from ...framework.strategy import Slots, StepFunction, Strategy, Traits, parameters_of
 from ...framework.world import World
 from ..limits import check_dense

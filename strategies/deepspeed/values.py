@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...framework.core.errors import ConfigurationError, did_you_mean
 from ...framework.environment import library_environment
-from ...framework.errors import ConfigurationError, did_you_mean
 from .config import ZeroOptions
 
 _BLOCK = "zero_optimization"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...framework.errors import ConfigurationError
+from ...framework.core.errors import ConfigurationError
 
 Checkpointed: TypeAlias = "bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...framework.errors import ConfigurationError
+from ...framework.core.errors import ConfigurationError
 from ...framework.world import World
 from .deferred import Deferred
 from .state import whole_of_parts

@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from ...framework.checkpoint.plan import Shard
-from ...framework.errors import ConfigurationError
+from ...framework.core.errors import ConfigurationError
 from ...framework.strategy import is_stored
 
 

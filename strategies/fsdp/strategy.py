@@ -23,9 +23,9 @@ from ...framework.canonical import state_tensors
 from ...framework.checkpoint.finite import all_finite
 from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import StoredTensors
-from ...framework.errors import ConfigurationError, LoopError, is_count, unknown
+from ...framework.core.errors import ConfigurationError, LoopError, is_count, unknown
+from ...framework.core.precision import Precision
 from ...framework.materialize import share_buffers
-from ...framework.precision import Precision
 from ...framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
 from ...framework.world import World
 from ..limits import check_dense, check_elementwise

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from ...framework.errors import ConfigurationError
+from ...framework.core.errors import ConfigurationError
 from ...framework.materialize import Owner
 from ...framework.module import TrainModule
 

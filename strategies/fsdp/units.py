@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from ...framework.errors import ConfigurationError
+from ...framework.core.errors import ConfigurationError
 
 Units: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | int | Callable[[nn.Module], bool] | None"
 

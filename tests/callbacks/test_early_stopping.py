@@ -10,7 +10,7 @@ from ranks import run_on_ranks
 from small_fits import Tiny, capturing, loader, quiet_trainer
 
 from phalanx.callbacks import EarlyStopping, ModelCheckpoint
-from phalanx.framework.errors import ConfigurationError, MetricError
+from phalanx.framework.core.errors import ConfigurationError, MetricError
 
 NAN = float("nan")
 

@@ -16,7 +16,7 @@ from small_fits import Tiny, capturing, loader, quiet_trainer
 from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
 from phalanx.framework import saver as saver_module
-from phalanx.framework.errors import ConfigurationError, MetricError, NonFiniteError
+from phalanx.framework.core.errors import ConfigurationError, MetricError, NonFiniteError
 from phalanx.framework.logger import Logger
 
 NAN = float("nan")

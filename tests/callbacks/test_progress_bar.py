@@ -13,7 +13,7 @@ import pytest
 from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx.callbacks import LambdaCallback, ProgressBar, RichProgressBar
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.trainer import Trainer
 
 

@@ -23,7 +23,7 @@ from phalanx.callbacks import (
     ModelSummary,
     Timer,
 )
-from phalanx.framework.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.loggers import CSVLogger
 
 # ---- GradientAccumulationScheduler -----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from phalanx.callbacks import (
     WeightAveraging,
 )
 from phalanx.checkpoint import consolidate, load, open_checkpoint
-from phalanx.framework.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 
 
 def fitted(*callbacks: Callback, module: TrainModule | None = None, **arguments: Any) -> Any:

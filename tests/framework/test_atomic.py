@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.framework import atomic
-from phalanx.framework.errors import StorageError
+from phalanx.framework.core.errors import StorageError
 
 TOKEN = "0123456789abcdef"
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import AccumulationSchedule, Callback, DataModule, PhalanxError, Trainer, TrainModule
 from phalanx.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, Timer
-from phalanx.framework.errors import ConfigurationError, LoopError, MetricError, UnknownNameError
-from phalanx.framework.precision import resolve_precision
+from phalanx.framework.core.errors import ConfigurationError, LoopError, MetricError, UnknownNameError
+from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import SingleDeviceStrategy
 
 
@@ -463,7 +463,7 @@ def test_validation_data_without_a_validation_step() -> None:
 
 
 def test_a_checkpoint_that_does_not_exist() -> None:
-    from phalanx.framework.errors import CheckpointError
+    from phalanx.framework.core.errors import CheckpointError
 
     text = message(CheckpointError, lambda: silent_trainer().fit(Regressor(), loader(), ckpt_path="nowhere.ckpt"))
     assert "'nowhere.ckpt' does not exist" in text

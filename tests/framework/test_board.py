@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 
 from phalanx.framework import board as board_module
 from phalanx.framework.board import CAPACITY, Board, SharedMemory
-from phalanx.framework.errors import DesyncError, RankError
+from phalanx.framework.core.errors import DesyncError, RankError
 from phalanx.framework.world import World
 
 

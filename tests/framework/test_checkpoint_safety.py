@@ -18,7 +18,7 @@ from hostile import read_all, rewrite, write_manifest
 from phalanx import checkpoint
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.tensors import bytes_of
-from phalanx.framework.errors import CheckpointError
+from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.world import World
 
 NUM_FLIPS = 400

@@ -28,7 +28,7 @@ from phalanx.framework.checkpoint import verification, write
 from phalanx.framework.checkpoint.manifest import Manifest
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.write import Save
-from phalanx.framework.errors import CheckpointError, ConfigurationError, StorageError, UnknownNameError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError, StorageError, UnknownNameError
 from phalanx.framework.world import World
 
 

@@ -20,7 +20,7 @@ from phalanx import checkpoint
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.checkpoint import plain_files
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
-from phalanx.framework.errors import CheckpointError, ConfigurationError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 from phalanx.framework.world import World
 
 

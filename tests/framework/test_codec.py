@@ -17,7 +17,7 @@ import torch
 
 from phalanx.framework.checkpoint import codec
 from phalanx.framework.checkpoint.manifest import JSON
-from phalanx.framework.errors import CheckpointError, ConfigurationError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
 Pair = namedtuple("Pair", "first second")
 

@@ -13,7 +13,7 @@ from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor
 
-from phalanx.framework.errors import ConfigurationError, DesyncError
+from phalanx.framework.core.errors import ConfigurationError, DesyncError
 
 AT = 2
 

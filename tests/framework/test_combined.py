@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import CombinedLoader, DataModule
-from phalanx.framework.errors import CheckpointError, ConfigurationError, DataError, UnknownNameError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError, DataError, UnknownNameError
 from phalanx.framework.loaders import NO_BATCH
 from phalanx.framework.sources import CombinedTraining, prepare_evaluation, prepare_evaluations, prepare_training
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from phalanx import Fabric, TrainModule, checkpoint
 from phalanx.callbacks import EMAWeightAveraging
-from phalanx.framework.errors import CheckpointError
+from phalanx.framework.core.errors import CheckpointError
 
 # The first test waits for what the other libraries write, all of them.
 pytestmark = pytest.mark.timeout(300)

@@ -31,7 +31,7 @@ from phalanx import checkpoint
 from phalanx.framework.checkpoint.convert.child import Refused, unpickled
 from phalanx.framework.checkpoint.convert.inert_pickle import read_inert
 from phalanx.framework.checkpoint.convert.stand_ins import allowed, as_plain
-from phalanx.framework.errors import CheckpointError, ConfigurationError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
 
 class Calls:

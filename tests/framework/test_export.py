@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from phalanx import Trainer
 from phalanx.callbacks import Callback
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
 
 
 class Tied(Regressor):

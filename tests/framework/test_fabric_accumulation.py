@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from phalanx import AccumulationSchedule, Fabric
-from phalanx.framework.errors import ConfigurationError, NonFiniteError
+from phalanx.framework.core.errors import ConfigurationError, NonFiniteError
 
 PAD = 0
 

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Callback, Fabric, Trainer, TrainModule, checkpoint
-from phalanx.framework.errors import CheckpointError, ConfigurationError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
 
 def dataset() -> TensorDataset:

@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 from torch import Tensor, nn
 
 from phalanx import Fabric
-from phalanx.framework.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.loggers import CSVLogger
 
 

@@ -12,7 +12,7 @@ from ranks import run_on_ranks, run_script
 from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx import Fabric
-from phalanx.framework.errors import ConfigurationError, DesyncError, RankError, UnknownNameError
+from phalanx.framework.core.errors import ConfigurationError, DesyncError, RankError, UnknownNameError
 from phalanx.framework.turns import first_in_turn
 from phalanx.framework.world import Placement, World
 

@@ -39,7 +39,7 @@ from phalanx import checkpoint
 from phalanx.cli.main import main
 from phalanx.framework.checkpoint.cover import coverage_problem
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
-from phalanx.framework.errors import CheckpointError
+from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.world import World
 
 MODEL = "model-00000.safetensors"

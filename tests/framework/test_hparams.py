@@ -12,7 +12,7 @@ from models import Regressor, loader, silent_trainer, weights_of
 from torch import nn, optim
 
 from phalanx import DataModule, TrainModule
-from phalanx.framework.errors import CheckpointError, ConfigurationError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
 
 class Plain(TrainModule):

@@ -19,8 +19,8 @@ import torch
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
 from phalanx.framework.atomic import lock
+from phalanx.framework.core.errors import ConfigurationError, RankError
 from phalanx.framework.ending import _end_workers
-from phalanx.framework.errors import ConfigurationError, RankError
 from phalanx.framework.forked_launch import launch_function
 from phalanx.framework.launch import launch_script
 from phalanx.framework.meeting import _remove_leftovers
@@ -32,7 +32,7 @@ from phalanx.framework.world import World
 HEAD = """
 import os, signal, sys, time
 import torch
-from phalanx.framework.errors import ConfigurationError, Preempted
+from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.ending import install_rank_hooks
 from phalanx.framework.launch import launch_script
 from phalanx.framework.world import World, placement

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import CombinedLoader, Trainer
 from phalanx.callbacks import LambdaCallback
-from phalanx.framework.errors import ConfigurationError, DataError
+from phalanx.framework.core.errors import ConfigurationError, DataError
 
 
 class Counting(Regressor):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
-from phalanx.framework.errors import CheckpointError, ConfigurationError, DataError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError, DataError
 from phalanx.framework.loaders import NO_BATCH, TrainingSource
 from phalanx.framework.sources import prepare_evaluation, prepare_evaluations, prepare_training
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import Callback, TrainModule
 from phalanx.framework.call_watch import CallWatch
-from phalanx.framework.errors import LoopError
-from phalanx.framework.precision import Precision
+from phalanx.framework.core.errors import LoopError
+from phalanx.framework.core.precision import Precision
 from phalanx.framework.strategy import StepFunction, Traits
 from phalanx.framework.world import World
 from phalanx.strategies.ddp import DDPStrategy

@@ -20,7 +20,7 @@ from ranks import run_on_ranks
 from torch import Tensor, nn
 
 from phalanx import TrainModule
-from phalanx.framework.errors import ConfigurationError, MetricError
+from phalanx.framework.core.errors import ConfigurationError, MetricError
 from phalanx.framework.log import MetricLog, batch_items
 from phalanx.framework.world import World
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.strategies.fsdp.strategy import FSDPStrategy
 
 BATCH, BATCHES = 8, 6

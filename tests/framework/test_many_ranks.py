@@ -19,7 +19,7 @@ from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.tensor_file import FileRecord, open_tensor_file
 from phalanx.framework.checkpoint.verification import problems_of
-from phalanx.framework.errors import DesyncError
+from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.process import allow_open_files
 from phalanx.framework.sampling import EvaluationSampler, TrainingSampler
 from phalanx.framework.triggers import Triggers

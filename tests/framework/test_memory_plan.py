@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import DataModule, TrainModule
 from phalanx.framework import planning
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.core.precision import PRECISIONS
 from phalanx.framework.memory import there
 from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
 from phalanx.framework.memory.measure import Activations, optimizer_state, run_on_shapes, shapes_alone, size_of
 from phalanx.framework.memory.plan import MemoryPlan, make_plan, shown
 from phalanx.framework.memory.there import Memory, host_memory
-from phalanx.framework.precision import PRECISIONS
 
 FP32, BF16 = PRECISIONS["32-true"], PRECISIONS["bf16-mixed"]
 GB = 10**9

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx import Callback, Trainer
 from phalanx.callbacks import EarlyStopping, ModelCheckpoint
-from phalanx.framework.errors import RankError
+from phalanx.framework.core.errors import RankError
 
 
 class Logging(Regressor):

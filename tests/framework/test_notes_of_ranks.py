@@ -11,7 +11,7 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from small_fits import capturing
 
-from phalanx.framework.errors import DesyncError
+from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.pace import LASTING, Pace
 from phalanx.framework.spikes import WARM_UP, LossSpikes
 from phalanx.framework.triggers import Triggers

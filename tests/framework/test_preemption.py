@@ -22,7 +22,7 @@ from ranks import run_script, wait_until
 from phalanx import Trainer
 from phalanx.callbacks import LambdaCallback, ModelCheckpoint
 from phalanx.checkpoint import open_checkpoint, verify
-from phalanx.framework.errors import ConfigurationError, Preempted
+from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.job_queue import TimeLimit
 from phalanx.framework.placement import Job
 from phalanx.framework.preemption import SignalWatch, check_signals

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from phalanx import TrainModule
 from phalanx.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from phalanx.framework.checkpoint.read import open_checkpoint
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
 
 
 def fitted(module: TrainModule, **arguments: Any) -> tuple[int, Tensor]:

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from phalanx import TrainModule
 from phalanx.callbacks import Callback
-from phalanx.framework.errors import CheckpointError, ConfigurationError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
 
 class Drawing(TrainModule):

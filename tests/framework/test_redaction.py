@@ -10,7 +10,7 @@ import pytest
 from models import Regressor, loader, silent_trainer
 from ranks import run_script
 
-from phalanx.framework.errors import PhalanxError
+from phalanx.framework.core.errors import PhalanxError
 from phalanx.framework.redaction import hiding, is_secret, without_secrets
 from phalanx.loggers import CSVLogger, TensorBoardLogger
 

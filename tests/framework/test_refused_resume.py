@@ -16,7 +16,7 @@ from small_fits import loader as rows
 
 from phalanx import Fabric
 from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from phalanx.framework.errors import CheckpointError, ConfigurationError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
 TESTS = Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.framework.errors import ConfigurationError, Preempted
+from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.placement import Placement
 from phalanx.framework.rendezvous import _check_interface, _listen
 
@@ -38,7 +38,7 @@ print("met", *told, "listening on", *places)
 
 TURN = """
 import os, signal
-from phalanx.framework.errors import RankError
+from phalanx.framework.core.errors import RankError
 from phalanx.framework.turns import first_in_turn
 from phalanx.framework.world import World
 

@@ -20,7 +20,7 @@ from phalanx import Fabric, Trainer
 from phalanx.callbacks import LambdaCallback
 from phalanx.framework.checkpoint.manifest import MANIFEST
 from phalanx.framework.checkpoint.read import open_checkpoint
-from phalanx.framework.errors import CheckpointError
+from phalanx.framework.core.errors import CheckpointError
 
 EVERYWHERE = ["single@1", "ddp@2", "fsdp@2", "zero2@2", "zero3@2"]
 

@@ -20,7 +20,7 @@ from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from phalanx.framework.atomic import hidden_sibling
 from phalanx.framework.checkpoint.read import open_checkpoint
-from phalanx.framework.errors import CheckpointError
+from phalanx.framework.core.errors import CheckpointError
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.framework.randomness import RandomStream, SeededBatch, SeededDataset, SeededIndex, mix_seed
+from phalanx.framework.core.position_rng import RandomStream, SeededBatch, SeededDataset, SeededIndex, mix_seed
 from phalanx.framework.sampling import (
     EvaluationSampler,
     NaturalOrder,

@@ -12,7 +12,7 @@ import torch
 from ranks import run_on_ranks
 from torch import Tensor
 
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.seed import RandomState, capture, restore, seed_everything
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.staging import Staging
-from phalanx.framework.errors import StorageError
+from phalanx.framework.core.errors import StorageError
 
 
 class Stepped:

@@ -22,7 +22,7 @@ from ranks import run_on_ranks, run_script
 import phalanx
 from phalanx import Trainer
 from phalanx.framework import stalls
-from phalanx.framework.errors import ConfigurationError, StalledError
+from phalanx.framework.core.errors import ConfigurationError, StalledError
 from phalanx.framework.failures import Failure, record_trouble
 from phalanx.framework.heartbeat import LAST_BACKWARD, SECTIONS, Beat, BeatReader, Heartbeat, resolve_stall_timeout
 from phalanx.framework.stacks import Stacks, parse_stacks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.framework.errors import ConfigurationError, Preempted, RankError
+from phalanx.framework.core.errors import ConfigurationError, Preempted, RankError
 from phalanx.framework.failures import (
     Failure,
     exit_code_of,

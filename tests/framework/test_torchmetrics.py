@@ -33,7 +33,7 @@ from torchmetrics import (
 from torchmetrics.classification import BinaryAUROC
 
 from phalanx import TrainModule
-from phalanx.framework.errors import MetricError
+from phalanx.framework.core.errors import MetricError
 from phalanx.framework.metrics import compute_over_ranks, load_metric_states, metric_states, packed_states
 
 CLASSES = 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx import Callback, Trainer, TrainModule
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.errors import CheckpointError, ConfigurationError
+from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
 
 class Evaluated(Regressor):

@@ -10,7 +10,7 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 
 from phalanx.callbacks import Callback, EarlyStopping
-from phalanx.framework.errors import DesyncError, NonFiniteError
+from phalanx.framework.core.errors import DesyncError, NonFiniteError
 from phalanx.framework.triggers import Triggers
 from phalanx.framework.world import World
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 
+from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.environment import rank_environment
-from phalanx.framework.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.placement import Placement, check_devices, first_host, read_placement
 from phalanx.framework.world import World, placement
 

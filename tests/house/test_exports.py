@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import phalanx
-from phalanx.framework.registry import CALLBACKS, LOGGERS, STRATEGIES, Registry
+from phalanx.framework.core.registry import CALLBACKS, LOGGERS, STRATEGIES, Registry
 
 ROOT = Path(phalanx.__file__).parent
 FACES = ("phalanx", "phalanx.checkpoint", "phalanx.strategies", "phalanx.callbacks", "phalanx.loggers")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.framework.errors import ConfigurationError, StorageError
+from phalanx.framework.core.errors import ConfigurationError, StorageError
 from phalanx.loggers import CSVLogger
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import AccumulationSchedule, Fabric, Trainer, TrainModule
 from phalanx.framework.checkpoint.read import open_checkpoint
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.strategies import DeepSpeedStrategy
 
 STEPS, CLIP = 8, 0.3

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.framework.errors import ConfigurationError, UnknownNameError
-from phalanx.framework.precision import PRECISIONS
-from phalanx.framework.registry import STRATEGIES
+from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.core.precision import PRECISIONS
+from phalanx.framework.core.registry import STRATEGIES
 from phalanx.strategies.deepspeed.config import check_precision, engine_config, resolve_options
 from phalanx.strategies.deepspeed.values import check_values
 

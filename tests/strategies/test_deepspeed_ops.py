@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework import environment
-from phalanx.framework.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.strategies.deepspeed import build, toolchain
 from phalanx.strategies.deepspeed.build import ensure_ops, missing_ops, op_folder
 from phalanx.strategies.deepspeed.config import resolve_options

@@ -17,7 +17,7 @@ from phalanx import TrainModule
 from phalanx.callbacks import LambdaCallback
 from phalanx.framework.checkpoint.plan import Shard
 from phalanx.framework.checkpoint.stored import held
-from phalanx.framework.precision import PRECISIONS
+from phalanx.framework.core.precision import PRECISIONS
 from phalanx.framework.strategy import parameters_of
 from phalanx.strategies import DeepSpeedStrategy
 

@@ -12,7 +12,7 @@ from small_gpt import GLOBAL_BATCH, STEPS, Block, Language, SmallGPT, by_hand, p
 from torch import Tensor, nn
 
 from phalanx import AccumulationSchedule
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.strategies import FSDPStrategy
 
 SCHEDULE = [1, 2, 3, 1, 4, 2]

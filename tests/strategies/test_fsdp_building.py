@@ -14,7 +14,7 @@ from small_gpt import GLOBAL_BATCH, Language, SmallGPT, optimizer_of, token_load
 from torch import Tensor, nn
 
 from phalanx import Fabric
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.materialize import to_meta
 from phalanx.strategies import FSDPStrategy
 from phalanx.strategies.fsdp.deferred import Deferred

@@ -24,8 +24,8 @@ from small_gpt import (
 from torch import Tensor, nn
 
 from phalanx import Fabric, TrainModule
-from phalanx.framework.errors import ConfigurationError
-from phalanx.framework.precision import resolve_precision
+from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import FSDPStrategy, hsdp
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from phalanx.framework.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.strategies import FSDPStrategy
 
 FEED_FORWARD = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}

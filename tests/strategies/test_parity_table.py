@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx.framework.registry import STRATEGIES as REGISTERED
+from phalanx.framework.core.registry import STRATEGIES as REGISTERED
 
 SCHEDULE = "1,2,3,1,4,2"
 

@@ -11,8 +11,8 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
-from phalanx.framework.errors import ConfigurationError, UnknownNameError
-from phalanx.framework.precision import resolve_precision
+from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import DeepSpeedStrategy, FSDPStrategy
 from phalanx.strategies.deepspeed.arguments import lies_in_memory
 

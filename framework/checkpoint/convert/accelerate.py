@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...core.errors import CheckpointError
 from .deepspeed import from_engine, read_engine
 from .foreign import Foreign, ForeignProgress, counted
 from .handover import Content, Job

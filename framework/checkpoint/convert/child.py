@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ...errors import PhalanxError
+from ...core.errors import PhalanxError
 from ..codec import encode
 from ..tensors import CODES, write_tensor_file
 from .confinement import confine

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...atomic import hidden_sibling, make_directory, storage_error
-from ...errors import ConfigurationError
+from ...core.errors import ConfigurationError
 from ...world import World
 from ..write import save
 from . import accelerate, deepspeed, lightning

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, did_you_mean
+from ...core.errors import CheckpointError, did_you_mean
 from .foreign import Foreign, ForeignOptimizer, ForeignProgress, Group, counted
 from .handover import Content, Job
 from .layout import file_of, has_states, names_in

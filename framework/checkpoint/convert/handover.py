@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...core.errors import CheckpointError
 from ...process import die_with_parent
 from ..codec import decode
 from .child import FAILURE, REQUEST

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import CheckpointError, ConfigurationError, did_you_mean
+from ...core.errors import CheckpointError, ConfigurationError, did_you_mean
 from ..manifest import MANIFEST
 
 FORMATS = {

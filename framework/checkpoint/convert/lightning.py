@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import CheckpointError, ConfigurationError
+from ...core.errors import CheckpointError, ConfigurationError
 from ..codec import encode
 from .deepspeed import OWN, from_engine, read_engine
 from .foreign import Foreign, ForeignAverage, ForeignProgress, counted

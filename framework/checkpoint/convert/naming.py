@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ...errors import CheckpointError
+from ...core.errors import CheckpointError
 
 V = TypeVar("V")
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...errors import CheckpointError, ConfigurationError
-from ...optimization import resolve_optimizers
+from ...core.errors import CheckpointError, ConfigurationError
+from ...core.optimizer_config import resolve_optimizers
 from .foreign import ForeignOptimizer, Group, SlotState
 from .naming import bare
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...core.errors import CheckpointError
 from .foreign import ForeignOptimizer, Group, SlotState
 from .handover import Content
 from .naming import bare

@@ -119,7 +119,7 @@ _MAPPINGS = (
     "lightning_fabric.utilities.data.AttributeDict",
     "lightning.pytorch.utilities.parsing.AttributeDict",
     "pytorch_lightning.utilities.parsing.AttributeDict",
-    "phalanx.framework.hparams.AttributeDict",
+    "phalanx.framework.core.hyperparameters.AttributeDict",
 )
 # Factories of a defaultdict. They are named, never called.
 _FACTORIES = ("builtins.int", "builtins.float", "builtins.list", "builtins.dict", "builtins.str")
