@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from .framework.atomic import clean_leftovers as clean_leftovers
     from .framework.checkpoint.consolidation import consolidate as consolidate
     from .framework.checkpoint.convert.conversion import convert as convert
     from .framework.checkpoint.difference import Difference as Difference
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from .framework.checkpoint.verification import verify as verify
     from .framework.checkpoint.write import Save as Save
     from .framework.checkpoint.write import save as save
+    from .framework.system.atomic_files import clean_leftovers as clean_leftovers
 
 _HOMES = {
     "Checkpoint": ".framework.checkpoint.read",
@@ -39,7 +39,7 @@ _HOMES = {
     "Shard": ".framework.checkpoint.plan",
     "Snapshot": ".framework.checkpoint.plan",
     "checkpoints": ".framework.checkpoint.listing",
-    "clean_leftovers": ".framework.atomic",
+    "clean_leftovers": ".framework.system.atomic_files",
     "consolidate": ".framework.checkpoint.consolidation",
     "convert": ".framework.checkpoint.convert.conversion",
     "diff": ".framework.checkpoint.difference",

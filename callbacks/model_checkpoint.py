@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..framework.atomic import absolute
 from ..framework.checkpoint.name import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.schedule import SaveSchedule
@@ -19,6 +18,7 @@ from ..framework.logger import Logger
 from ..framework.monitor import acts_at_epoch_end, check_mode, missing_metric
 from ..framework.save_directory import make_ready
 from ..framework.saver import SaveOrder
+from ..framework.system.atomic_files import absolute
 from .checkpoint_plan import SavePlan
 from .checkpoint_records import CheckpointRecords
 

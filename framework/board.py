@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .core.errors import DesyncError, RankError
-from .process import is_running
+from .system.processes import is_running
 
 CAPACITY = 32
 """The most numbers of a reduction."""

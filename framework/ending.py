@@ -12,12 +12,12 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
-from .brief import brief_traceback
 from .core.errors import ConfigurationError, Preempted
-from .environment import error_dir, failure_of, hiding_secrets, started_by_torchrun
-from .failures import INTERRUPTED, exit_code_of, record_failure
-from .process import end_with_parent
-from .script import can_rerun_script
+from .system.entry_script import can_rerun_script
+from .system.environment import error_dir, failure_of, hiding_secrets, started_by_torchrun
+from .system.failure_records import INTERRUPTED, exit_code_of, record_failure
+from .system.processes import end_with_parent
+from .system.traceback_summary import brief_traceback
 from .world import Placement
 
 

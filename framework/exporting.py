@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .atomic import hidden_sibling, remove_tree
 from .canonical import canonical_table
 from .checkpoint.consolidation import MODEL, section_tensors
 from .checkpoint.plain_files import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
@@ -21,6 +20,7 @@ from .core.errors import ConfigurationError, StorageError
 from .resume import on_rank_zero
 from .run import Run
 from .saving import live_weights
+from .system.atomic_files import hidden_sibling, remove_tree
 
 Dtype = str | torch.dtype | None
 Size = int | str | None

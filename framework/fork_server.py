@@ -19,8 +19,8 @@ from pathlib import Path
 
 from . import fork_server_main
 from .fork_server_main import NO_RANK, READY, SIGNALS, Preparation, Rank
-from .process import ForkedProcess, die_with_parent
-from .script import Script
+from .system.entry_script import Script
+from .system.processes import ForkedProcess, die_with_parent
 
 # Packages whose modules, where this process has imported them, ranks get ready made. None of them looks at its rank as
 # it is imported, which torchmetrics does.

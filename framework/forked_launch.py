@@ -19,11 +19,11 @@ import torch
 
 from .core.errors import ConfigurationError, RankError, StalledError
 from .ending import tell_of_failure
-from .environment import adopt_environment, threads_for_ranks
-from .failures import exit_code_of
 from .meeting import Meeting, meeting, private_directory
-from .process import ForkedProcess, die_with_parent
 from .supervisor import Supervisor
+from .system.environment import adopt_environment, threads_for_ranks
+from .system.failure_records import exit_code_of
+from .system.processes import ForkedProcess, die_with_parent
 
 T = TypeVar("T")
 

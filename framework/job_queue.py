@@ -11,7 +11,7 @@ import threading
 import time
 from datetime import timedelta
 
-from .placement import Job
+from .system.launcher_env import Job
 from .triggers import Triggers
 
 NEAR_END = "time limit"

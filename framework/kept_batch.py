@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .atomic import new_file, write_text
 from .call_watch import tensors_in
 from .checkpoint.codec import decode, encode
 from .checkpoint.finite import is_finite
 from .checkpoint.manifest import JSON
 from .checkpoint.tensors import CODES, size_of, write_tensor_file
 from .core.errors import ConfigurationError
+from .system.atomic_files import new_file, write_text
 
 LIMIT_BYTES = 64 << 20
 

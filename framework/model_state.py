@@ -16,8 +16,8 @@ from .checkpoint.read import Checkpoint
 from .checkpoint.stored import SavedTensor, StoredTensors
 from .core.errors import ConfigurationError
 from .matching import ModelMatch, SavedModel, match_model, refuse
-from .redaction import holds_secret
 from .strategy import Strategy
+from .system.redaction import holds_secret
 
 Shapes = Mapping[str, tuple[int, ...]]
 

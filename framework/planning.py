@@ -15,7 +15,6 @@ from .assembly import FitRequest
 from .core.errors import ConfigurationError, PhalanxError
 from .core.position_rng import RandomStream
 from .core.registry import STRATEGIES
-from .environment import nvme_path
 from .loading import Data
 from .memory.formulas import LAYOUTS, ModelSize, Ranks
 from .memory.measure import (
@@ -32,6 +31,7 @@ from .module import TrainModule
 from .ranks import RankVerbs
 from .resources import Resources
 from .sources import prepare_training
+from .system.environment import nvme_path
 from .transfer import batch_transfer
 from .user_code import is_overridden
 from .world import World

@@ -23,10 +23,10 @@ from torch.utils.data._utils.worker import _worker_loop
 
 from .checkpoint.opening import read_manifest
 from .core.errors import CheckpointError, ConfigurationError, NonFiniteError, Preempted, StorageError, unknown
-from .environment import current_job
 from .job_queue import NEAR_END, REQUEUED_AT, requeue
-from .process import end_with_parent
 from .rendezvous import is_waiting
+from .system.environment import current_job
+from .system.processes import end_with_parent
 from .triggers import Triggers
 
 if TYPE_CHECKING:

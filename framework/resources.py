@@ -10,8 +10,8 @@ import torch
 from .core.errors import ConfigurationError, is_count, unknown
 from .core.precision import Precision, resolve_precision
 from .core.registry import STRATEGIES
-from .placement import Placement, check_devices
 from .strategy import Strategy
+from .system.launcher_env import Placement, check_devices
 from .world import World, placement
 
 _ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}

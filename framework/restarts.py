@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .core.errors import CheckpointError, ConfigurationError, Preempted
-from .failures import INTERRUPTED, write_whole
+from .system.failure_records import INTERRUPTED, write_whole
 
 # Ends that starting again would not change, or that somebody wanted.
 _FINAL = frozenset({0, ConfigurationError.exit_code, CheckpointError.exit_code, Preempted.exit_code, INTERRUPTED})

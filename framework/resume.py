@@ -16,10 +16,10 @@ from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
 from .core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
-from .environment import attempt, error_dir
 from .preemption import is_name
 from .restarts import FitPlace, earlier_fit, record_fit
-from .rundir import RunDirectory, identity_of, next_version, versions
+from .system.environment import attempt, error_dir
+from .system.run_directory import RunDirectory, identity_of, next_version, versions
 from .world import World
 
 T = TypeVar("T")

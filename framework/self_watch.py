@@ -20,12 +20,12 @@ from contextlib import contextmanager
 
 from .at_work import AtWork
 from .core.errors import StalledError
-from .environment import error_dir
 from .heartbeat import LEARNED, SECTIONS, Beat, Heartbeat
-from .placement import Placement
-from .script import can_rerun_script
 from .stacks import Stacks, parse_stacks
 from .stalls import Stalls
+from .system.entry_script import can_rerun_script
+from .system.environment import error_dir
+from .system.launcher_env import Placement
 
 LOOK_SECONDS = 0.25
 _stages = itertools.count()

@@ -12,17 +12,17 @@ from .assembly import FitRequest, assemble_evaluation, assemble_fit
 from .collective_watch import comparing_collectives
 from .core.errors import StorageError
 from .ending import install_rank_hooks
-from .environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble
 from .evaluation import evaluate, predict
 from .job_queue import TimeLimit
 from .model_state import encode_known
 from .planning import settle_strategy
 from .preemption import TRIGGER as LEAVE
 from .preemption import SignalWatch
-from .redaction import without_secrets
 from .report import box, end_lines, report, start_lines
-from .rundir import REPORT
 from .self_watch import watched
+from .system.environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble
+from .system.redaction import without_secrets
+from .system.run_directory import REPORT
 from .trainer_view import TrainerState
 from .training import FitLoop
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from .core.errors import Preempted, StalledError
-from .failures import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
 from .heartbeat import OUTSIDE, SECTIONS, Beat
-from .process import Process, adopt_orphans, children
 from .stalls import Stall, Stalls, StartedRanks
+from .system.failure_records import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
+from .system.processes import Process, adopt_orphans, children
 
 POLL_SECONDS = 0.02
 # After a rank was seen to fail: how long a crash on another rank, which takes the system longer to end, may still show.

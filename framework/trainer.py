@@ -11,7 +11,6 @@ import torch
 
 from .arguments import check_flags, refuse_unknown
 from .assembly import FitRequest
-from .atomic import absolute
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .core.accumulation import AccumulationSchedule
 from .core.errors import ConfigurationError, is_count
@@ -31,12 +30,13 @@ from .preemption import SIGNALS, check_signals
 from .report import say
 from .resume import checked_checkpoint_path
 from .run import Run
-from .rundir import RunDirectory
 from .saver import SaveOrder
-from .script import can_rerun_script
 from .settings import Settings, check_count, resolve_duration, resolve_settings
 from .stages import run_stage
 from .strategy import Strategy
+from .system.atomic_files import absolute
+from .system.entry_script import can_rerun_script
+from .system.run_directory import RunDirectory
 from .trainer_view import METRIC_KINDS, TrainerState, TrainerView
 from .training import FitLoop
 

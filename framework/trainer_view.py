@@ -25,9 +25,9 @@ from .heartbeat import Heartbeat
 from .logger import Logger
 from .module import TrainModule
 from .run import Run
-from .rundir import RunDirectory
 from .settings import Settings
 from .strategy import Strategy
+from .system.run_directory import RunDirectory
 from .training import FitLoop
 from .world import World
 

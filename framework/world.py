@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 from .core.errors import ConfigurationError, unknown
-from .environment import (
+from .rendezvous import destroy_group, is_initialized, meet
+from .system.environment import (
     set_missing,
     sets_threads,
     tell_of_meeting,
@@ -28,8 +29,7 @@ from .environment import (
     usable_cores,
     variables_set,
 )
-from .placement import Launcher, Placement, check_devices
-from .rendezvous import destroy_group, is_initialized, meet
+from .system.launcher_env import Launcher, Placement, check_devices
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement"]
 

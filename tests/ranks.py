@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from phalanx.framework.process import die_with_parent
+from phalanx.framework.system.processes import die_with_parent
 
 TESTS = Path(__file__).parent
 # How long ranks that wait for one that failed are given to notice.

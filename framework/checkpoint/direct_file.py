@@ -14,7 +14,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-from ..atomic import reserve
+from ..system.atomic_files import reserve
 from .background import Background
 
 _BUFFER_BYTES = 4 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ..atomic import clean_leftovers
 from ..core.errors import StorageError
+from ..system.atomic_files import clean_leftovers
 from .opening import is_ours
 
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ..atomic import storage_error
 from ..core.errors import CheckpointError
+from ..system.atomic_files import storage_error
 from .manifest import MANIFEST, Manifest
 from .opening import read_manifest
 from .verification import verify

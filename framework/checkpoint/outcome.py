@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..atomic import storage_error
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..system.atomic_files import storage_error
 from ..world import World
 
 Told: TypeAlias = "tuple[str, str] | None"

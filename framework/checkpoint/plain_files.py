@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..atomic import (
+from ..core.errors import ConfigurationError, did_you_mean
+from ..system.atomic_files import (
     hidden_sibling,
     make_directory,
     new_file,
@@ -24,7 +25,6 @@ from ..atomic import (
     storage_error,
     write_synced,
 )
-from ..core.errors import ConfigurationError, did_you_mean
 from .manifest import MANIFEST
 from .stored import StoredTensor
 from .tensor_file import header_of

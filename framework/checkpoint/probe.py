@@ -7,8 +7,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..atomic import HiddenDirectory, hidden_sibling, make_directory, remove_tree, sync_directory, write_synced
 from ..core.errors import StorageError
+from ..system.atomic_files import (
+    HiddenDirectory,
+    hidden_sibling,
+    make_directory,
+    remove_tree,
+    sync_directory,
+    write_synced,
+)
 from ..world import World
 from .outcome import agree, error_of, tell
 

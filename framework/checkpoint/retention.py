@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..atomic import storage_error, sync_directory
 from ..core.errors import ConfigurationError, is_count
 from ..monitor import is_better
+from ..system.atomic_files import storage_error, sync_directory
 
 
 class BestK:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..atomic import retire_directory
 from ..core.errors import CheckpointError, StorageError
+from ..system.atomic_files import retire_directory
 from . import codec
 from .opening import is_ours
 from .read import open_checkpoint

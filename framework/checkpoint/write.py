@@ -20,8 +20,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..atomic import HiddenDirectory, absolute, remove_tree, replace_directory, storage_error, write_synced
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..system.atomic_files import HiddenDirectory, absolute, remove_tree, replace_directory, storage_error, write_synced
 from ..world import World
 from .direct_file import DirectFile
 from .finite import is_finite

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..agreement import on_all_ranks, open_everywhere
-from ..atomic import remove_tree
 from ..canonical import renamed
 from ..checkpoint.codec import decode
 from ..checkpoint.consolidation import consolidate
@@ -27,6 +26,7 @@ from ..model_state import LENIENT, put_model, shapes_of
 from ..resume import on_rank_zero
 from ..seed import capture
 from ..seed import restore as restore_generators
+from ..system.atomic_files import remove_tree
 from .module import engine_of, unwrap
 from .state import (
     Contents,

@@ -35,9 +35,9 @@ from ..forked_launch import launch_function
 from ..launch import launch_script
 from ..logger import Logger
 from ..resources import resolve_resources
-from ..script import can_rerun_script
 from ..seed import seed_everything
 from ..strategy import Strategy
+from ..system.entry_script import can_rerun_script
 from ..world import placement
 from .checkpoints import CheckpointVerbs
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...framework.core.errors import ConfigurationError, unknown
-from ...framework.environment import library_environment
+from ...framework.system.environment import library_environment
 from .toolchain import advice
 
 Note = Callable[[str], None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...framework.environment import nvme_path
+from ...framework.system.environment import nvme_path
 from .strategy import DeepSpeedStrategy
 
 if TYPE_CHECKING:

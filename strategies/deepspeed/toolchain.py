@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ...framework.core.errors import ConfigurationError
-from ...framework.environment import build_tools, library_environment
+from ...framework.system.environment import build_tools, library_environment
 
 _OLDEST, _TOO_NEW = (0, 19, 8), (0, 20)
 _INSTALL = "pip install 'phalanx[deepspeed]'"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...framework.core.errors import ConfigurationError, did_you_mean
-from ...framework.environment import library_environment
+from ...framework.system.environment import library_environment
 from .config import ZeroOptions
 
 _BLOCK = "zero_optimization"

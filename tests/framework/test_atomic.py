@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.framework import atomic
 from phalanx.framework.core.errors import StorageError
+from phalanx.framework.system import atomic_files as atomic
 
 TOKEN = "0123456789abcdef"
 

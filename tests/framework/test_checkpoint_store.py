@@ -22,13 +22,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx import checkpoint
-from phalanx.framework import atomic
 from phalanx.framework.checkpoint import tensors as tensor_bytes
 from phalanx.framework.checkpoint import verification, write
 from phalanx.framework.checkpoint.manifest import Manifest
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.write import Save
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError, StorageError, UnknownNameError
+from phalanx.framework.system import atomic_files as atomic
 from phalanx.framework.world import World
 
 

@@ -20,8 +20,8 @@ from small_fits import Tiny, capturing, loader, quiet_trainer
 
 from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
-from phalanx.framework import atomic
 from phalanx.framework.core.errors import ConfigurationError, NonFiniteError, StorageError
+from phalanx.framework.system import atomic_files as atomic
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["here", "behind"])
 

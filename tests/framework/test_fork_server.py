@@ -14,7 +14,7 @@ from ranks import run_command, run_script, session_pids, started_script, wait_un
 import phalanx
 from phalanx.framework.fork_server import ForkServer, ServerGone
 from phalanx.framework.fork_server_main import NAME
-from phalanx.framework.script import Script
+from phalanx.framework.system.entry_script import Script
 
 HEAD = """
 import os, random, sys, time
@@ -111,7 +111,7 @@ def test_ranks_start_where_the_server_dies_of_what_it_imports(tmp_path: Path) ->
 def test_a_server_that_was_killed_is_replaced_for_the_next_attempt(tmp_path: Path) -> None:
     source = HEAD + (
         "launch(restarts=1)\n"
-        "from phalanx.framework.environment import attempt\n"
+        "from phalanx.framework.system.environment import attempt\n"
         "print('attempt', attempt(), flush=True)\n"
         "while not attempt(): time.sleep(0.02)\n"
     )

@@ -20,8 +20,8 @@ from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.tensor_file import FileRecord, open_tensor_file
 from phalanx.framework.checkpoint.verification import problems_of
 from phalanx.framework.core.errors import DesyncError
-from phalanx.framework.process import allow_open_files
 from phalanx.framework.sampling import EvaluationSampler, TrainingSampler
+from phalanx.framework.system.processes import allow_open_files
 from phalanx.framework.triggers import Triggers
 from phalanx.framework.world import Pending, World, frame_bytes
 

@@ -24,8 +24,8 @@ from phalanx.callbacks import LambdaCallback, ModelCheckpoint
 from phalanx.checkpoint import open_checkpoint, verify
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.job_queue import TimeLimit
-from phalanx.framework.placement import Job
 from phalanx.framework.preemption import SignalWatch, check_signals
+from phalanx.framework.system.launcher_env import Job
 from phalanx.framework.triggers import Triggers
 from phalanx.framework.world import World
 

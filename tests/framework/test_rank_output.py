@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx import Trainer
-from phalanx.framework.brief import MOST_LINES, brief_traceback
 from phalanx.framework.rank_output import RankOutput
+from phalanx.framework.system.traceback_summary import MOST_LINES, brief_traceback
 
 SCRIPT = """
 import os, signal, sys, time

@@ -11,7 +11,7 @@ from models import Regressor, loader, silent_trainer
 from ranks import run_script
 
 from phalanx.framework.core.errors import PhalanxError
-from phalanx.framework.redaction import hiding, is_secret, without_secrets
+from phalanx.framework.system.redaction import hiding, is_secret, without_secrets
 from phalanx.loggers import CSVLogger, TensorBoardLogger
 
 TOKEN = "hf_" + "a1B2c3D4e5F6g7H8"

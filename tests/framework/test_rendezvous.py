@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted
-from phalanx.framework.placement import Placement
 from phalanx.framework.rendezvous import _check_interface, _listen
+from phalanx.framework.system.launcher_env import Placement
 
 # An address of this machine alone that nothing else in these tests uses.
 ADDRESS = "127.9.8.7"

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from phalanx.framework.atomic import hidden_sibling
 from phalanx.framework.checkpoint.read import open_checkpoint
 from phalanx.framework.core.errors import CheckpointError
+from phalanx.framework.system.atomic_files import hidden_sibling
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):

@@ -23,11 +23,11 @@ import phalanx
 from phalanx import Trainer
 from phalanx.framework import stalls
 from phalanx.framework.core.errors import ConfigurationError, StalledError
-from phalanx.framework.failures import Failure, record_trouble
 from phalanx.framework.heartbeat import LAST_BACKWARD, SECTIONS, Beat, BeatReader, Heartbeat, resolve_stall_timeout
 from phalanx.framework.stacks import Stacks, parse_stacks
 from phalanx.framework.stalls import FIRST_SECONDS, LEAST_SECONDS, Stalls, StallWatch
 from phalanx.framework.supervisor import Supervisor, Verdict
+from phalanx.framework.system.failure_records import Failure, record_trouble
 
 AT_WORK = Stacks(('  File "train.py", line 3 in training_step',))
 ELSEWHERE = Stacks(('  File "train.py", line 4 in training_step',))

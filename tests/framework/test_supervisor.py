@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted, RankError
-from phalanx.framework.failures import (
+from phalanx.framework.heartbeat import SECTIONS, Beat, resolve_stall_timeout
+from phalanx.framework.stalls import StartedRanks
+from phalanx.framework.supervisor import PREEMPT_SECONDS, Supervisor, Verdict
+from phalanx.framework.system.failure_records import (
     Failure,
     exit_code_of,
     forget_trouble,
@@ -21,9 +24,6 @@ from phalanx.framework.failures import (
     record_meeting,
     record_trouble,
 )
-from phalanx.framework.heartbeat import SECTIONS, Beat, resolve_stall_timeout
-from phalanx.framework.stalls import StartedRanks
-from phalanx.framework.supervisor import PREEMPT_SECONDS, Supervisor, Verdict
 
 SLEEP = "sleep 3600"
 

@@ -29,12 +29,17 @@ LOAD_PATH = (
         "framework/averages.py",
     ),
     *("framework/agreement.py", "framework/canonical.py", "framework/matching.py", "framework/exporting.py"),
-    *("framework/fabric/checkpoints.py", "framework/fabric/state.py", "framework/seed.py", "framework/atomic.py"),
+    *(
+        "framework/fabric/checkpoints.py",
+        "framework/fabric/state.py",
+        "framework/seed.py",
+        "framework/system/atomic_files.py",
+    ),
     *("cli/main.py", "cli/checkpoint.py", "cli/checkpoint_text.py", "cli/output.py"),
 )
 # Why each exception is none: what it names does not come from a checkpoint.
 EXCEPTIONS = {
-    ("framework/atomic.py", "ctypes.CDLL"),  # the process's own C library, for one call that Python lacks
+    ("framework/system/atomic_files.py", "ctypes.CDLL"),  # the process's own C library, for one call that Python lacks
 }
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.framework import environment
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.system import environment
 from phalanx.strategies.deepspeed import build, toolchain
 from phalanx.strategies.deepspeed.build import ensure_ops, missing_ops, op_folder
 from phalanx.strategies.deepspeed.config import resolve_options

@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
-from ...atomic import hidden_sibling, make_directory, storage_error
 from ...core.errors import ConfigurationError
+from ...system.atomic_files import hidden_sibling, make_directory, storage_error
 from ...world import World
 from ..write import save
 from . import accelerate, deepspeed, lightning

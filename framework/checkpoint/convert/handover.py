@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import CheckpointError
-from ...process import die_with_parent
+from ...system.processes import die_with_parent
 from ..codec import decode
 from .child import FAILURE, REQUEST
 

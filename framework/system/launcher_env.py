@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .core.errors import ConfigurationError
+from ..core.errors import ConfigurationError
 
 Launcher = Literal["phalanx", "torchrun", "slurm", "mpi"]
 LOOPBACK = "127.0.0.1"

@@ -22,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .core.errors import StorageError
+from ..core.errors import StorageError
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old|gone)", re.DOTALL)
 _AT_FDCWD = -100

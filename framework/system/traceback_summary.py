@@ -5,8 +5,8 @@ from __future__ import annotations
 import traceback
 from itertools import groupby
 
-from .core.errors import ConfigurationError
-from .core.package_paths import OWN_FOLDERS
+from ..core.errors import ConfigurationError
+from ..core.package_paths import OWN_FOLDERS
 
 MOST_LINES = 28
 _MESSAGE_HEAD, _MESSAGE_TAIL = 3, 6

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from .failures import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
-from .placement import ATTEMPT, ERROR_DIR, LOOPBACK, RUN, STORE_FD, Job, Placement, read_job, read_placement
+from .failure_records import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
+from .launcher_env import ATTEMPT, ERROR_DIR, LOOPBACK, RUN, STORE_FD, Job, Placement, read_job, read_placement
 from .redaction import hiding
 
 _NVME_PATH = "PHALANX_NVME_PATH"

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .brief import brief_traceback
-from .core.errors import PhalanxError
+from ..core.errors import PhalanxError
+from .traceback_summary import brief_traceback
 
 INTERRUPTED = 130
 

@@ -9,8 +9,8 @@ import secrets
 import socket
 from pathlib import Path
 
-from .atomic import lock, unlock, write_text
-from .core.errors import StorageError
+from ..core.errors import StorageError
+from .atomic_files import lock, unlock, write_text
 
 _VERSION = re.compile(r"version_(\d+)$")
 _LOCK = ".lock"
