@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .framework.core.accumulation import AccumulationSchedule as AccumulationSchedule
     from .framework.core.errors import PhalanxError as PhalanxError
     from .framework.datamodule import DataModule as DataModule
+    from .framework.distributed.seed import seed_everything as seed_everything
     from .framework.fabric.fabric import Fabric as Fabric
     from .framework.module import TrainModule as TrainModule
-    from .framework.seed import seed_everything as seed_everything
     from .framework.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ _HOMES = {
     "TrainModule": ".framework.module",
     "Trainer": ".framework.trainer",
     "checkpoint": ".checkpoint",
-    "seed_everything": ".framework.seed",
+    "seed_everything": ".framework.distributed.seed",
 }
 
 __all__ = sorted(_HOMES)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import Fabric
-from phalanx.framework.world import World
+from phalanx.framework.distributed.world import World
 
 from .gpt import GPT, batches, next_token_loss
 

@@ -23,13 +23,13 @@ from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord, 
 from phalanx.framework.checkpoint.plan import Agreed, Box, Piece, Plan, assign
 from phalanx.framework.checkpoint.read import parts_in_box
 from phalanx.framework.checkpoint.tensor_file import FileRecord, byte_size, header_of
+from phalanx.framework.distributed.seed import capture
+from phalanx.framework.distributed.world import World
 from phalanx.framework.heartbeat import LEARNED, SECTIONS, Beat
 from phalanx.framework.log_entries import Entry
 from phalanx.framework.log_exchange import exchange
 from phalanx.framework.sampling import EvaluationSampler, NaturalOrder, TrainingSampler
-from phalanx.framework.seed import capture
 from phalanx.framework.stalls import StallWatch
-from phalanx.framework.world import World
 
 from .gpt import GPT
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .agreement import open_everywhere
 from .automatic import AutomaticStep
 from .batch_norm import share_batch_statistics
 from .batch_statistics import statistics_pass
@@ -22,6 +21,8 @@ from .core.errors import CheckpointError, ConfigurationError
 from .core.optimizer_config import resolve_optimizers
 from .core.position_rng import mix_seed, seed_generators
 from .datamodule import DataModule
+from .distributed.collective_errors import open_everywhere
+from .distributed.rank_zero_first import first_in_turn
 from .evaluation import EvaluationPlan
 from .evaluation_loaders import EvaluationSource
 from .loading import Data, require_data
@@ -37,7 +38,6 @@ from .saver import Saver
 from .settings import Settings
 from .training import FitLoop, FitPlan
 from .transfer import batch_transfer
-from .turns import first_in_turn
 from .user_code import check_closure, is_overridden
 from .windows import Windows
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .distributed.rendezvous import shared_store
 from .heartbeat import OUTSIDE, Beat
-from .rendezvous import shared_store
 
 _KEY = "phalanx/at_work"
 _SHORTEST_ROUND_SECONDS, _LONGEST_ROUND_SECONDS = 0.1, 5.0

@@ -19,12 +19,12 @@ from .average import Average
 from .batch_norm import is_collective
 from .canonical import canonical_names
 from .core.errors import ConfigurationError
+from .distributed.seed import capture, restore
 from .evaluation_loaders import EvaluationSource
 from .loader_parts import is_map_style
 from .loading import Data
 from .metrics import metrics_set_aside
 from .run import Run
-from .seed import capture, restore
 from .user_code import in_context, with_arity
 
 

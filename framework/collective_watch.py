@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .core.errors import DesyncError
-from .rendezvous import shared_store
+from .distributed.rendezvous import shared_store
 
 if TYPE_CHECKING:
     from .core.package_paths import OWN_FOLDERS

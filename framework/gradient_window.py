@@ -14,8 +14,8 @@ from collections.abc import Hashable
 
 from .core.accumulation import AccumulationSchedule
 from .core.errors import ConfigurationError
-from .triggers import Triggers
-from .world import World
+from .distributed.control import Triggers
+from .distributed.world import World
 
 
 class GradientWindow:

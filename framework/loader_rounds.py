@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .data_ranks import DataRanks
-from .gathering import rows_in, slice_rows
+from .distributed.data_parallel import DataRanks
+from .distributed.gather import rows_in, slice_rows
 from .loaders import NO_BATCH, CountedSource, MapSource, Position, TrainingSource
 from .sampling import length_of, part_of
 

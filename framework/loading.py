@@ -8,12 +8,12 @@ from typing import Any
 
 from .core.errors import ConfigurationError, DataError
 from .datamodule import DataModule
+from .distributed.world import World
 from .evaluation_loaders import EvaluationSource
 from .loaders import TrainingSource
 from .module import TrainModule
 from .settings import Settings
 from .sources import prepare_evaluations, prepare_training
-from .world import World
 
 _ARGUMENTS = {
     "train": "train_dataloaders",

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from .core.errors import ConfigurationError, MetricError, did_you_mean
+from .distributed.world import World
 from .log_entries import Entry, Flags, settle
 from .log_exchange import exchange
 from .metrics import is_collection, is_metric, load_metric_states, metric_states
-from .world import World
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _EQUIVALENTS: dict[Any, str] = {

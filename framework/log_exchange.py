@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .core.errors import MetricError, did_you_mean
+from .distributed.world import World
 from .log_entries import Entry, Part, combine
 from .metrics import compute_over_ranks, packed_states
-from .world import World
 
 
 @dataclass

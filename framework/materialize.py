@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .core.errors import ConfigurationError
-from .world import World
+from .distributed.world import World
 
 Owner = tuple[nn.Module, str]
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .assembly import FitRequest
+from .distributed.world import placement
 from .forked_launch import launch_function
 from .stages import run_stage
-from .world import placement
 
 if TYPE_CHECKING:
     from .trainer import Trainer

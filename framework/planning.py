@@ -15,6 +15,7 @@ from .assembly import FitRequest
 from .core.errors import ConfigurationError, PhalanxError
 from .core.position_rng import RandomStream
 from .core.registry import STRATEGIES
+from .distributed.world import World
 from .loading import Data
 from .memory.formulas import LAYOUTS, ModelSize, Ranks
 from .memory.measure import (
@@ -34,7 +35,6 @@ from .sources import prepare_training
 from .system.environment import nvme_path
 from .transfer import batch_transfer
 from .user_code import is_overridden
-from .world import World
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -23,11 +23,11 @@ from torch.utils.data._utils.worker import _worker_loop
 
 from .checkpoint.opening import read_manifest
 from .core.errors import CheckpointError, ConfigurationError, NonFiniteError, Preempted, StorageError, unknown
+from .distributed.control import Triggers
+from .distributed.rendezvous import is_waiting
 from .job_queue import NEAR_END, REQUEUED_AT, requeue
-from .rendezvous import is_waiting
 from .system.environment import current_job
 from .system.processes import end_with_parent
-from .triggers import Triggers
 
 if TYPE_CHECKING:
     from .run import Run

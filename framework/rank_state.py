@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint.codec import decode, encode_inline
 from .core.errors import ConfigurationError
 from .core.position_rng import mix_seed, seed_generators
-from .seed import capture, restore
+from .distributed.seed import capture, restore
 
 if TYPE_CHECKING:
     from .checkpoint.read import Checkpoint

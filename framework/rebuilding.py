@@ -20,10 +20,10 @@ from .checkpoint.codec import decode
 from .checkpoint.consolidation import AVERAGES, MODEL, section_tensors
 from .checkpoint.read import Checkpoint
 from .core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
+from .distributed.seed import capture, restore
 from .extra_state import StateTensors, put_extra_state, saved_extra_state, state_of
 from .matching import listed
 from .model_state import check_model
-from .seed import capture, restore
 
 
 def rebuild_module(

@@ -10,9 +10,9 @@ import torch
 from .core.errors import ConfigurationError, is_count, unknown
 from .core.precision import Precision, resolve_precision
 from .core.registry import STRATEGIES
+from .distributed.world import World, placement
 from .strategy import Strategy
 from .system.launcher_env import Placement, check_devices
-from .world import World, placement
 
 _ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
 

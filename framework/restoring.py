@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .agreement import on_all_ranks
 from .canonical import canonical_names, names_of, renamed
 from .checkpoint.codec import decode
 from .checkpoint.read import Checkpoint
 from .core.errors import CheckpointError
+from .distributed.collective_errors import on_all_ranks
 from .extra_state import put_extra_state, saved_extra_state
 from .matching import (
     ModelMatch,

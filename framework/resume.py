@@ -16,11 +16,11 @@ from .checkpoint.manifest import Manifest
 from .checkpoint.newest import newest_good
 from .checkpoint.opening import read_manifest
 from .core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
+from .distributed.world import World
 from .preemption import is_name
 from .restarts import FitPlace, earlier_fit, record_fit
 from .system.environment import attempt, error_dir
 from .system.run_directory import RunDirectory, identity_of, next_version, versions
-from .world import World
 
 T = TypeVar("T")
 

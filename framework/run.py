@@ -17,14 +17,14 @@ from .core.accumulation import AccumulationSchedule
 from .core.errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
 from .core.optimizer_config import SchedulerConfig
 from .core.progress import Progress
+from .distributed.control import NOTE, Triggers
+from .distributed.world import World
 from .fabric.fabric import Fabric
 from .log import MetricLog
 from .log_entries import Entry
 from .log_fanout import LoggerFanout
 from .module import TrainModule
 from .preemption import TRIGGER as LEAVE
-from .triggers import NOTE, Triggers
-from .world import World
 
 if TYPE_CHECKING:
     from .manual import ManualOptimizer

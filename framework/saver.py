@@ -28,8 +28,8 @@ from .run import SAVED
 from .saving import capture_run
 
 if TYPE_CHECKING:
+    from .distributed.world import World
     from .run import Run
-    from .world import World
 
 _FAILURES_IN_A_ROW = 3
 _TOLERATED = (ConfigurationError, NonFiniteError, StorageError)

@@ -20,12 +20,12 @@ from .batch_norm import is_collective
 from .call_watch import Calls, CallWatch
 from .core.errors import LoopError
 from .core.step_output import loss_of
+from .distributed.control import Agreement
+from .distributed.seed import capture, restore
 from .metrics import metrics_set_aside
 from .module import TrainModule
 from .run import Run
-from .seed import capture, restore
 from .strategy import StepFunction
-from .triggers import Agreement
 from .windows import Windows
 
 STAND_IN: Any = object()

@@ -24,8 +24,8 @@ from .checkpoint.plan import Shard
 from .checkpoint.stored import StoredTensors
 from .core.errors import ConfigurationError
 from .core.precision import Precision
+from .distributed.world import World
 from .materialize import fill_from_rank_zero
-from .world import World
 
 StepFunction = Callable[..., Any]
 Slots = Mapping[str, Any]

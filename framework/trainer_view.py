@@ -19,6 +19,7 @@ from .core.optimizer_config import SchedulerConfig
 from .core.progress import Progress
 from .core.registry import CALLBACKS
 from .datamodule import DataModule
+from .distributed.world import World
 from .evaluation import EvaluationPlan
 from .fabric.fabric import Fabric
 from .heartbeat import Heartbeat
@@ -29,7 +30,6 @@ from .settings import Settings
 from .strategy import Strategy
 from .system.run_directory import RunDirectory
 from .training import FitLoop
-from .world import World
 
 T = TypeVar("T")
 

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from .core.errors import NonFiniteError
+from .distributed.control import NOTE
 from .losses import DeviceLossWatch
 from .nonfinite import NonFiniteGuard, Seen
 from .run import Run
 from .spikes import LossSpikes
 from .strategy import StepFunction
-from .triggers import NOTE
 from .user_code import in_context, with_arity
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checkpoint.cover import is_flat
 from .checkpoint.plan import Shard
-from .world import World
+from .distributed.world import World
 
 
 def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from phalanx import Callback, Trainer, TrainModule
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.world import placement
+from phalanx.framework.distributed.world import placement
 from phalanx.loggers import Logger
 
 ROOT, STRATEGY, SITE = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

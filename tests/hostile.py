@@ -18,7 +18,7 @@ from phalanx import checkpoint
 from phalanx.framework.checkpoint import codec
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.core.errors import CheckpointError
-from phalanx.framework.world import World
+from phalanx.framework.distributed.world import World
 
 Fields = dict[str, Any]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..distributed.world import World
 from ..system.atomic_files import storage_error
-from ..world import World
 
 Told: TypeAlias = "tuple[str, str] | None"
 """What the other ranks are to know of a failure: its kind and message. None where there was none."""

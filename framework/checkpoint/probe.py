@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..core.errors import StorageError
+from ..distributed.world import World
 from ..system.atomic_files import (
     HiddenDirectory,
     hidden_sibling,
@@ -16,7 +17,6 @@ from ..system.atomic_files import (
     sync_directory,
     write_synced,
 )
-from ..world import World
 from .outcome import agree, error_of, tell
 
 NAME = "probe"

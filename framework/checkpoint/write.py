@@ -21,8 +21,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..distributed.world import World
 from ..system.atomic_files import HiddenDirectory, absolute, remove_tree, replace_directory, storage_error, write_synced
-from ..world import World
 from .direct_file import DirectFile
 from .finite import is_finite
 from .manifest import JSON, MANIFEST, Manifest, Part, TensorRecord, dump, parse

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..agreement import on_all_ranks, open_everywhere
 from ..canonical import renamed
 from ..checkpoint.codec import decode
 from ..checkpoint.consolidation import consolidate
@@ -21,11 +20,12 @@ from ..checkpoint.store import weights
 from ..checkpoint.stored import held
 from ..checkpoint.write import save
 from ..core.errors import CheckpointError, ConfigurationError
+from ..distributed.collective_errors import on_all_ranks, open_everywhere
+from ..distributed.seed import capture
+from ..distributed.seed import restore as restore_generators
 from ..matching import ModelMatch, SavedModel, listed, match_model, refuse
 from ..model_state import LENIENT, put_model, shapes_of
 from ..resume import on_rank_zero
-from ..seed import capture
-from ..seed import restore as restore_generators
 from ..system.atomic_files import remove_tree
 from .module import engine_of, unwrap
 from .state import (

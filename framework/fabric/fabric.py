@@ -30,15 +30,15 @@ from torch.overrides import TorchFunctionMode
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS
+from ..distributed.seed import seed_everything
+from ..distributed.world import placement
 from ..ending import install_rank_hooks
 from ..forked_launch import launch_function
 from ..launch import launch_script
 from ..logger import Logger
 from ..resources import resolve_resources
-from ..seed import seed_everything
 from ..strategy import Strategy
 from ..system.entry_script import can_rerun_script
-from ..world import placement
 from .checkpoints import CheckpointVerbs
 
 

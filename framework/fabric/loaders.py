@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from ..core.errors import CheckpointError, ConfigurationError
-from ..data_ranks import DataRanks
+from ..distributed.data_parallel import DataRanks
+from ..distributed.world import World
 from ..loader_parts import distributed_samplers, is_map_style
 from ..loader_rounds import (
     Rounds,
@@ -24,7 +25,6 @@ from ..loader_rounds import (
 from ..loaders import NO_BATCH, IterableSource, Position, TrainingSource
 from ..sampling import ceil_div
 from ..sources import prepare_training
-from ..world import World
 
 
 @dataclass

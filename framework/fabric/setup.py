@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
 from ..core.precision import LossScaler, Precision
-from ..gathering import gather_rows
+from ..distributed.gather import gather_rows
 from ..gradient_window import GradientWindow
 from ..ranks import RankVerbs
 from ..resources import Resources

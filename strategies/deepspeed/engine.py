@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...framework.world import World
+from ...framework.distributed.world import World
 from .ops import load_ops
 from .swap import growing_buffers
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...framework.world import World
+from ...framework.distributed.world import World
 
 
 @dataclass(frozen=True)

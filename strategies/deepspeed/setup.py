@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from ...framework.distributed.world import World
 from ...framework.materialize import replace_tensors, tensors_of, without_data
 from ...framework.strategy import StepAdapter, StepFunction
-from ...framework.world import World
 from .pieces import FlatGroups, Piece, even_piece, is_split, kept_piece, whole_shape
 from .state import EngineState
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from ...framework.canonical import state_tensors
 from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import HeldTensor, StoredTensor, StoredTensors
+from ...framework.distributed.world import World
 from ...framework.strategy import Slots, is_stored, parameters_of
-from ...framework.world import World
 from .pieces import FlatGroups, Piece, even_piece, is_split, kept_piece, whole_shape
 
 

@@ -28,9 +28,9 @@ from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import StoredTensors
 from ...framework.core.errors import ConfigurationError, LoopError
 from ...framework.core.precision import PRECISIONS, Precision
+from ...framework.distributed.world import World
 from ...framework.materialize import share_buffers
 from ...framework.strategy import Slots, StepFunction, Strategy, Traits, parameters_of
-from ...framework.world import World
 from ..limits import check_dense
 from .arguments import check_secondary_shards, lies_in_memory
 from .config import check_precision, engine_config, resolve_options

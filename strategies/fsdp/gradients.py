@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...framework.world import World
+from ...framework.distributed.world import World
 from .state import local_of
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.core.errors import ConfigurationError
-from ...framework.world import World
+from ...framework.distributed.world import World
 from .deferred import Deferred
 from .state import whole_of_parts
 

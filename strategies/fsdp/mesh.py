@@ -8,7 +8,7 @@ from typing import Literal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...framework.core.errors import ConfigurationError
-from ...framework.world import World
+from ...framework.distributed.world import World
 
 Replicas = int | Literal["node"]
 

@@ -25,9 +25,9 @@ from ...framework.checkpoint.plan import Shard
 from ...framework.checkpoint.stored import StoredTensors
 from ...framework.core.errors import ConfigurationError, LoopError, is_count, unknown
 from ...framework.core.precision import Precision
+from ...framework.distributed.world import World
 from ...framework.materialize import share_buffers
 from ...framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
-from ...framework.world import World
 from ..limits import check_dense, check_elementwise
 from .activations import Checkpointed, check_checkpointing
 from .deferred import Deferred

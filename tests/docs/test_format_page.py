@@ -18,7 +18,7 @@ import phalanx
 from phalanx import checkpoint
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.tensors import CODES
-from phalanx.framework.world import World
+from phalanx.framework.distributed.world import World
 
 PAGE = Path(phalanx.__file__).parent / "docs" / "checkpoint-format.md"
 

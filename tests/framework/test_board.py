@@ -11,10 +11,10 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from phalanx.framework import board as board_module
-from phalanx.framework.board import CAPACITY, Board, SharedMemory
 from phalanx.framework.core.errors import DesyncError, RankError
-from phalanx.framework.world import World
+from phalanx.framework.distributed import shared_memory_reduce as board_module
+from phalanx.framework.distributed.shared_memory_reduce import CAPACITY, Board, SharedMemory
+from phalanx.framework.distributed.world import World
 
 
 def vector(rank: int, number: int, count: int = 7) -> torch.Tensor:

@@ -19,7 +19,7 @@ from phalanx import checkpoint
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.tensors import bytes_of
 from phalanx.framework.core.errors import CheckpointError
-from phalanx.framework.world import World
+from phalanx.framework.distributed.world import World
 
 NUM_FLIPS = 400
 

@@ -28,8 +28,8 @@ from phalanx.framework.checkpoint.manifest import Manifest
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.write import Save
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError, StorageError, UnknownNameError
+from phalanx.framework.distributed.world import World
 from phalanx.framework.system import atomic_files as atomic
-from phalanx.framework.world import World
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Shard]:
@@ -400,7 +400,7 @@ KILLED = """
 import sys, torch
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.write import save
-from phalanx.framework.world import World
+from phalanx.framework.distributed.world import World
 value = 0.0
 while True:
     value += 1

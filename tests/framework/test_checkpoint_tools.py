@@ -21,7 +21,7 @@ from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.checkpoint import plain_files
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
-from phalanx.framework.world import World
+from phalanx.framework.distributed.world import World
 
 
 def saved(path: Path, model: dict[str, Tensor], document: Any = None, **sections: dict[str, Tensor]) -> Path:

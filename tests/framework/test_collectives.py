@@ -11,7 +11,7 @@ from ranks import run_on_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from phalanx.framework.board import Board, Posted
+from phalanx.framework.distributed.shared_memory_reduce import Board, Posted
 
 
 class Chatty(Regressor):

@@ -13,8 +13,8 @@ from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError, DesyncError, RankError, UnknownNameError
-from phalanx.framework.turns import first_in_turn
-from phalanx.framework.world import Placement, World
+from phalanx.framework.distributed.rank_zero_first import first_in_turn
+from phalanx.framework.distributed.world import Placement, World
 
 
 def gather_all() -> dict[str, Any]:

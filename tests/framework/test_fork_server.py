@@ -21,7 +21,7 @@ import os, random, sys, time
 import torch
 from phalanx.framework.ending import install_rank_hooks
 from phalanx.framework.launch import launch_script
-from phalanx.framework.world import World, placement
+from phalanx.framework.distributed.world import World, placement
 
 place = placement()
 def launch(restarts=0, libraries=("torch._dynamo",)):

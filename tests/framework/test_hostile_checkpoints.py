@@ -40,7 +40,7 @@ from phalanx.cli.main import main
 from phalanx.framework.checkpoint.cover import coverage_problem
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.core.errors import CheckpointError
-from phalanx.framework.world import World
+from phalanx.framework.distributed.world import World
 
 MODEL = "model-00000.safetensors"
 MANY = 12_000

@@ -19,6 +19,7 @@ import torch
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
 from phalanx.framework.core.errors import ConfigurationError, RankError
+from phalanx.framework.distributed.world import World
 from phalanx.framework.ending import _end_workers
 from phalanx.framework.forked_launch import launch_function
 from phalanx.framework.launch import launch_script
@@ -26,7 +27,6 @@ from phalanx.framework.meeting import _remove_leftovers
 from phalanx.framework.system.atomic_files import lock
 from phalanx.framework.system.entry_script import _interpreter_flags, can_rerun_script
 from phalanx.framework.system.launcher_env import ERROR_DIR
-from phalanx.framework.world import World
 
 # What each script begins with: the first process becomes the supervisor, and what follows is for the ranks.
 HEAD = """
@@ -35,7 +35,7 @@ import torch
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.ending import install_rank_hooks
 from phalanx.framework.launch import launch_script
-from phalanx.framework.world import World, placement
+from phalanx.framework.distributed.world import World, placement
 
 place = placement()
 if place.launcher is None:

@@ -21,8 +21,8 @@ from phalanx import Callback, TrainModule
 from phalanx.framework.call_watch import CallWatch
 from phalanx.framework.core.errors import LoopError
 from phalanx.framework.core.precision import Precision
+from phalanx.framework.distributed.world import World
 from phalanx.framework.strategy import StepFunction, Traits
-from phalanx.framework.world import World
 from phalanx.strategies.ddp import DDPStrategy
 
 LR = 0.2

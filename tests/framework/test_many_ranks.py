@@ -13,17 +13,17 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 
 from phalanx import checkpoint
-from phalanx.framework import world as world_module
 from phalanx.framework.checkpoint import read
 from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord
 from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.tensor_file import FileRecord, open_tensor_file
 from phalanx.framework.checkpoint.verification import problems_of
 from phalanx.framework.core.errors import DesyncError
+from phalanx.framework.distributed import world as world_module
+from phalanx.framework.distributed.control import Triggers
+from phalanx.framework.distributed.world import Pending, World, frame_bytes
 from phalanx.framework.sampling import EvaluationSampler, TrainingSampler
 from phalanx.framework.system.processes import allow_open_files
-from phalanx.framework.triggers import Triggers
-from phalanx.framework.world import Pending, World, frame_bytes
 
 
 class Pretended(World):

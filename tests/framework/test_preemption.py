@@ -23,11 +23,11 @@ from phalanx import Trainer
 from phalanx.callbacks import LambdaCallback, ModelCheckpoint
 from phalanx.checkpoint import open_checkpoint, verify
 from phalanx.framework.core.errors import ConfigurationError, Preempted
+from phalanx.framework.distributed.control import Triggers
+from phalanx.framework.distributed.world import World
 from phalanx.framework.job_queue import TimeLimit
 from phalanx.framework.preemption import SignalWatch, check_signals
 from phalanx.framework.system.launcher_env import Job
-from phalanx.framework.triggers import Triggers
-from phalanx.framework.world import World
 
 SCRIPT = """
 import os, signal, sys
@@ -228,7 +228,7 @@ def test_ranks_that_have_not_met_have_nothing_to_lose() -> None:
     source = (
         "import os, signal\n"
         "from phalanx.framework.launch import launch_script\n"
-        "from phalanx.framework.world import placement\n"
+        "from phalanx.framework.distributed.world import placement\n"
         "if placement().launcher is None: launch_script(2)\n"
         "os.kill(os.getppid(), signal.SIGTERM)\n"
         "import time; time.sleep(60)\n"

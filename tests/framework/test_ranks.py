@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks, run_script
 
-from phalanx.framework.world import World
+from phalanx.framework.distributed.world import World
 
 
 @dataclass

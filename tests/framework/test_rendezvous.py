@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted
-from phalanx.framework.rendezvous import _check_interface, _listen
+from phalanx.framework.distributed.rendezvous import _check_interface, _listen
 from phalanx.framework.system.launcher_env import Placement
 
 # An address of this machine alone that nothing else in these tests uses.
@@ -20,7 +20,7 @@ ADDRESS = "127.9.8.7"
 SCRIPT = """
 import os, sys
 import torch.distributed as dist
-from phalanx.framework.world import World
+from phalanx.framework.distributed.world import World
 
 for _ in range(2):
     world = World.from_environment("cpu", timeout_seconds=float(sys.argv[1]))
@@ -39,8 +39,8 @@ print("met", *told, "listening on", *places)
 TURN = """
 import os, signal
 from phalanx.framework.core.errors import RankError
-from phalanx.framework.turns import first_in_turn
-from phalanx.framework.world import World
+from phalanx.framework.distributed.rank_zero_first import first_in_turn
+from phalanx.framework.distributed.world import World
 
 world = World.from_environment("cpu")
 try:
@@ -57,7 +57,7 @@ ALONE = """
 import threading, time
 from torch import nn, optim
 from phalanx import Trainer, TrainModule
-from phalanx.framework import rendezvous
+from phalanx.framework.distributed import rendezvous
 
 class Model(TrainModule):
     def __init__(self):

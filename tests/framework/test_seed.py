@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 from torch import Tensor
 
 from phalanx.framework.core.errors import ConfigurationError
-from phalanx.framework.seed import RandomState, capture, restore, seed_everything
+from phalanx.framework.distributed.seed import RandomState, capture, restore, seed_everything
 
 
 def draw() -> tuple[float, float, float, float, float]:

@@ -11,8 +11,8 @@ from ranks import run_on_ranks
 
 from phalanx.callbacks import Callback, EarlyStopping
 from phalanx.framework.core.errors import DesyncError, NonFiniteError
-from phalanx.framework.triggers import Triggers
-from phalanx.framework.world import World
+from phalanx.framework.distributed.control import Triggers
+from phalanx.framework.distributed.world import World
 
 
 def reduced(steps: tuple[int, ...], raising: int | None) -> dict[str, Any]:

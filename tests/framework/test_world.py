@@ -14,9 +14,9 @@ from ranks import run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.distributed.world import World, placement
 from phalanx.framework.system.environment import rank_environment
 from phalanx.framework.system.launcher_env import Placement, check_devices, first_host, read_placement
-from phalanx.framework.world import World, placement
 
 TORCHRUN = {
     "RANK": "5",

@@ -28,11 +28,16 @@ LOAD_PATH = (
         "framework/average.py",
         "framework/averages.py",
     ),
-    *("framework/agreement.py", "framework/canonical.py", "framework/matching.py", "framework/exporting.py"),
+    *(
+        "framework/distributed/collective_errors.py",
+        "framework/canonical.py",
+        "framework/matching.py",
+        "framework/exporting.py",
+    ),
     *(
         "framework/fabric/checkpoints.py",
         "framework/fabric/state.py",
-        "framework/seed.py",
+        "framework/distributed/seed.py",
         "framework/system/atomic_files.py",
     ),
     *("cli/main.py", "cli/checkpoint.py", "cli/checkpoint_text.py", "cli/output.py"),

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...core.errors import ConfigurationError
+from ...distributed.world import World
 from ...system.atomic_files import hidden_sibling, make_directory, storage_error
-from ...world import World
 from ..write import save
 from . import accelerate, deepspeed, lightning
 from .foreign import Foreign, snapshot_of

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .core.errors import DesyncError, did_you_mean
-from .pace import Pace
+from ..core.errors import DesyncError, did_you_mean
+from .straggler import Pace
 from .world import World
 
 NOTE = "note"

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .board import CAPACITY, TOKEN_BYTES, Board, SharedMemory
-from .core.errors import ConfigurationError, unknown
-from .rendezvous import destroy_group, is_initialized, meet
-from .system.environment import (
+from ..core.errors import ConfigurationError, unknown
+from ..system.environment import (
     set_missing,
     sets_threads,
     tell_of_meeting,
@@ -29,7 +27,9 @@ from .system.environment import (
     usable_cores,
     variables_set,
 )
-from .system.launcher_env import Launcher, Placement, check_devices
+from ..system.launcher_env import Launcher, Placement, check_devices
+from .rendezvous import destroy_group, is_initialized, meet
+from .shared_memory_reduce import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 
 __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement"]
 

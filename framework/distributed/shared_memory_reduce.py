@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .core.errors import DesyncError, RankError
-from .system.processes import is_running
+from ..core.errors import DesyncError, RankError
+from ..system.processes import is_running
 
 CAPACITY = 32
 """The most numbers of a reduction."""

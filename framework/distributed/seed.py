@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .core.errors import ConfigurationError
+from ..core.errors import ConfigurationError
 from .world import placement
 
 _MAX_SEED = 2**32 - 1

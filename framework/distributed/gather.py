@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .core.errors import ConfigurationError, DesyncError
-from .sampling import part_of
+from ..core.errors import ConfigurationError, DesyncError
+from ..sampling import part_of
 from .world import World
 
 _PEOPLE_SHOWN = 8

@@ -24,10 +24,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .core.errors import ConfigurationError, RankError, did_you_mean
-from .system.environment import gloo_interface, take_store_descriptor, tell_of_leaving, uses_agent_store
-from .system.launcher_env import LOOPBACK, Placement
-from .system.processes import allow_open_files
+from ..core.errors import ConfigurationError, RankError, did_you_mean
+from ..system.environment import gloo_interface, take_store_descriptor, tell_of_leaving, uses_agent_store
+from ..system.launcher_env import LOOPBACK, Placement
+from ..system.processes import allow_open_files
 
 _LAST_MOMENT_SECONDS = 0.01
 _FIRST_LOOK_SECONDS = 0.002

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .core.errors import ConfigurationError, RankError
+from ..core.errors import ConfigurationError, RankError
+from ..system.processes import is_running
 from .rendezvous import pauses, shared_store
-from .system.processes import is_running
 from .world import World
 
 WAIT_SECONDS = 86400.0
