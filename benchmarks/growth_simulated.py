@@ -26,8 +26,8 @@ from phalanx.framework.checkpoint.tensor_file import FileRecord, byte_size, head
 from phalanx.framework.distributed.seed import capture
 from phalanx.framework.distributed.world import World
 from phalanx.framework.heartbeat import LEARNED, SECTIONS, Beat
-from phalanx.framework.log_entries import Entry
-from phalanx.framework.log_exchange import exchange
+from phalanx.framework.metrics.epoch_reduction import exchange
+from phalanx.framework.metrics.metric_entry import Entry
 from phalanx.framework.sampling import EvaluationSampler, NaturalOrder, TrainingSampler
 from phalanx.framework.stalls import StallWatch
 

@@ -10,7 +10,7 @@ import torch
 
 from ..framework.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
-from ..framework.monitor import acts_at_epoch_end, check_mode, is_better, missing_metric
+from ..framework.metrics.monitor import acts_at_epoch_end, check_mode, is_better, missing_metric
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule

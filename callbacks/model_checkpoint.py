@@ -14,8 +14,8 @@ from ..framework.checkpoint.name import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.schedule import SaveSchedule
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
-from ..framework.logger import Logger
-from ..framework.monitor import acts_at_epoch_end, check_mode, missing_metric
+from ..framework.metrics.logger import Logger
+from ..framework.metrics.monitor import acts_at_epoch_end, check_mode, missing_metric
 from ..framework.save_directory import make_ready
 from ..framework.saver import SaveOrder
 from ..framework.system.atomic_files import absolute

@@ -26,8 +26,8 @@ from .distributed.rank_zero_first import first_in_turn
 from .evaluation import EvaluationPlan
 from .evaluation_loaders import EvaluationSource
 from .loading import Data, require_data
-from .log_fanout import LoggerFanout
 from .manual import ManualStep
+from .metrics.logger_threads import LoggerFanout
 from .module import TrainModule
 from .plugins import check_state_keys
 from .rank_state import restore_rank

@@ -23,7 +23,7 @@ from .distributed.seed import capture, restore
 from .evaluation_loaders import EvaluationSource
 from .loader_parts import is_map_style
 from .loading import Data
-from .metrics import metrics_set_aside
+from .metrics.torchmetrics_state import metrics_set_aside
 from .run import Run
 from .user_code import in_context, with_arity
 

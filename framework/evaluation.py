@@ -24,8 +24,8 @@ from torch import Tensor
 
 from .evaluation_loaders import EvaluationSource
 from .evaluation_rounds import in_rounds
-from .log import MetricLog, NoLog
-from .log_entries import Entry
+from .metrics.metric_entry import Entry
+from .metrics.metric_log import MetricLog, NoLog
 from .run import Run, as_numbers
 from .standins import fresh, hidden
 from .user_code import in_context, with_arity

@@ -15,9 +15,9 @@ from .callback import Callback
 from .checkpoint.read import open_checkpoint
 from .core.errors import ConfigurationError
 from .core.hyperparameters import HyperparametersMixin
-from .log import MetricLog, NoLog
-from .logger import Logger
-from .metrics import logged_items
+from .metrics.logger import Logger
+from .metrics.metric_log import MetricLog, NoLog
+from .metrics.torchmetrics_state import logged_items
 from .rebuilding import rebuild_module
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from .callback import Callback
 from .checks import check_callback
 from .core.errors import ConfigurationError
 from .core.registry import CALLBACKS, LOGGERS, Registry
-from .logger import Logger
+from .metrics.logger import Logger
 from .settings import Settings
 
 _SWITCHES = {

@@ -20,9 +20,9 @@ from .core.progress import Progress
 from .distributed.control import NOTE, Triggers
 from .distributed.world import World
 from .fabric.fabric import Fabric
-from .log import MetricLog
-from .log_entries import Entry
-from .log_fanout import LoggerFanout
+from .metrics.logger_threads import LoggerFanout
+from .metrics.metric_entry import Entry
+from .metrics.metric_log import MetricLog
 from .module import TrainModule
 from .preemption import TRIGGER as LEAVE
 

@@ -22,7 +22,7 @@ from .core.errors import LoopError
 from .core.step_output import loss_of
 from .distributed.control import Agreement
 from .distributed.seed import capture, restore
-from .metrics import metrics_set_aside
+from .metrics.torchmetrics_state import metrics_set_aside
 from .module import TrainModule
 from .run import Run
 from .strategy import StepFunction

@@ -23,7 +23,7 @@ from .distributed.world import World
 from .evaluation import EvaluationPlan
 from .fabric.fabric import Fabric
 from .heartbeat import Heartbeat
-from .logger import Logger
+from .metrics.logger import Logger
 from .module import TrainModule
 from .run import Run
 from .settings import Settings

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from .automatic import AutomaticStep
 from .core.errors import DataError
 from .evaluation import EvaluationPlan, evaluate, logging_to
-from .log import NoLog
 from .manual import ManualStep
+from .metrics.metric_log import NoLog
 from .preemption import leave
 from .rank_state import redone, rejoin
 from .run import Run

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from ..framework.logger import Logger as Logger
+    from ..framework.metrics.logger import Logger as Logger
     from .csv_file import CSVLogger as CSVLogger
     from .tensorboard import TensorBoardLogger as TensorBoardLogger
 
 _HOMES = {
     "CSVLogger": ".csv_file",
-    "Logger": "..framework.logger",
+    "Logger": "..framework.metrics.logger",
     "TensorBoardLogger": ".tensorboard",
 }
 

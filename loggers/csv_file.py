@@ -13,8 +13,8 @@ from threading import Lock
 from typing import Any
 
 from ..framework.core.errors import ConfigurationError
-from ..framework.file_logger import FileLogger, plain_number
-from ..framework.plain_hparams import as_mapping
+from ..framework.metrics.file_logger import FileLogger, plain_number
+from ..framework.metrics.hparams_text import as_mapping
 
 _METRICS_FILE = "metrics.csv"
 # Somebody who follows the file of a slow run should not wait for a hundred steps.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..framework.file_logger import FileLogger, plain_number
-from ..framework.plain_hparams import as_mapping, flattened
+from ..framework.metrics.file_logger import FileLogger, plain_number
+from ..framework.metrics.hparams_text import as_mapping, flattened
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -10,7 +10,7 @@ from string import Formatter
 from typing import Any
 
 from ..core.errors import ConfigurationError
-from ..monitor import missing_metric
+from ..metrics.monitor import missing_metric
 
 COUNTERS = ("epoch", "step")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigurationError, is_count
-from ..monitor import is_better
+from ..metrics.monitor import is_better
 from ..system.atomic_files import storage_error, sync_directory
 
 

@@ -35,7 +35,7 @@ from ..distributed.world import placement
 from ..ending import install_rank_hooks
 from ..forked_launch import launch_function
 from ..launch import launch_script
-from ..logger import Logger
+from ..metrics.logger import Logger
 from ..resources import resolve_resources
 from ..strategy import Strategy
 from ..system.entry_script import can_rerun_script

@@ -17,7 +17,7 @@ from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
 from phalanx.framework import saver as saver_module
 from phalanx.framework.core.errors import ConfigurationError, MetricError, NonFiniteError
-from phalanx.framework.logger import Logger
+from phalanx.framework.metrics.logger import Logger
 
 NAN = float("nan")
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from phalanx import TrainModule
 from phalanx.framework.core.errors import ConfigurationError, MetricError
 from phalanx.framework.distributed.world import World
-from phalanx.framework.log import MetricLog, batch_items
+from phalanx.framework.metrics.metric_log import MetricLog, batch_items
 
 KINDS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 

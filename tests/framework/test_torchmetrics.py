@@ -34,7 +34,12 @@ from torchmetrics.classification import BinaryAUROC
 
 from phalanx import TrainModule
 from phalanx.framework.core.errors import MetricError
-from phalanx.framework.metrics import compute_over_ranks, load_metric_states, metric_states, packed_states
+from phalanx.framework.metrics.torchmetrics_state import (
+    compute_over_ranks,
+    load_metric_states,
+    metric_states,
+    packed_states,
+)
 
 CLASSES = 3
 

@@ -19,7 +19,7 @@ FACES = ("phalanx", "phalanx.checkpoint", "phalanx.strategies", "phalanx.callbac
 KINDS = {
     "strategies": (STRATEGIES, "phalanx.framework.strategy:Strategy"),
     "callbacks": (CALLBACKS, "phalanx.framework.callback:Callback"),
-    "loggers": (LOGGERS, "phalanx.framework.logger:Logger"),
+    "loggers": (LOGGERS, "phalanx.framework.metrics.logger:Logger"),
 }
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.errors import MetricError, did_you_mean
-from .distributed.world import World
-from .log_entries import Entry, Part, combine
-from .metrics import compute_over_ranks, packed_states
+from ..core.errors import MetricError, did_you_mean
+from ..distributed.world import World
+from .metric_entry import Entry, Part, combine
+from .torchmetrics_state import compute_over_ranks, packed_states
 
 
 @dataclass

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .core.errors import ConfigurationError, StorageError
+from ..core.errors import ConfigurationError, StorageError
+from .hparams_text import as_yaml
 from .logger import Logger
-from .plain_hparams import as_yaml
 
 _DEFAULT_NAME = "phalanx_logs"
 _HPARAMS_FILE = "hparams.yaml"

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .core.errors import ConfigurationError, MetricError, did_you_mean
-from .distributed.world import World
-from .log_entries import Entry, Flags, settle
-from .log_exchange import exchange
-from .metrics import is_collection, is_metric, load_metric_states, metric_states
+from ..core.errors import ConfigurationError, MetricError, did_you_mean
+from ..distributed.world import World
+from .epoch_reduction import exchange
+from .metric_entry import Entry, Flags, settle
+from .torchmetrics_state import is_collection, is_metric, load_metric_states, metric_states
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _EQUIVALENTS: dict[Any, str] = {

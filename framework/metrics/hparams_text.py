@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from .system.redaction import without_secrets
+from ..system.redaction import without_secrets
 
 # Words that YAML 1.1 reads as a boolean or as null when they stand without quotes.
 _RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}

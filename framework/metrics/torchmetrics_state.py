@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .core.errors import MetricError
+from ..core.errors import MetricError
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .core.errors import ConfigurationError, MetricError, did_you_mean
+from ..core.errors import ConfigurationError, MetricError, did_you_mean
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from ..trainer import Trainer
 
 
 def check_mode(who: str, mode: str) -> None:

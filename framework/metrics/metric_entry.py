@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exact import partials_of, total_of
+from .exact_sum import partials_of, total_of
 
 _COMPACT_AT = 1024
 _PARK_AT = 256
