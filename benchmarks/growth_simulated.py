@@ -20,9 +20,9 @@ import torch
 
 from phalanx.framework.checkpoint.codec import encode_inline
 from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord, dump, parse
-from phalanx.framework.checkpoint.plan import Agreed, Box, Piece, Plan, assign
-from phalanx.framework.checkpoint.read import parts_in_box
-from phalanx.framework.checkpoint.tensor_file import FileRecord, byte_size, header_of
+from phalanx.framework.checkpoint.reader import parts_in_box
+from phalanx.framework.checkpoint.safetensors_header import FileRecord, byte_size, header_of
+from phalanx.framework.checkpoint.write_plan import Agreed, Box, Piece, Plan, assign
 from phalanx.framework.distributed.seed import capture
 from phalanx.framework.distributed.world import World
 from phalanx.framework.heartbeat import LEARNED, SECTIONS, Beat

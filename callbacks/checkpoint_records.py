@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..framework.callback import Callback
 from ..framework.checkpoint.retention import Retention
-from ..framework.checkpoint.store import remove
+from ..framework.checkpoint.whole_checkpoint import remove
 
 if TYPE_CHECKING:
     from ..framework.trainer import Trainer

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..framework.checkpoint.name import CheckpointNames, NameTemplate
+from ..framework.checkpoint.file_names import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
-from ..framework.checkpoint.schedule import SaveSchedule
+from ..framework.checkpoint.save_schedule import SaveSchedule
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import acts_at_epoch_end, check_mode, missing_metric

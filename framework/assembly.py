@@ -16,7 +16,7 @@ from .automatic import AutomaticStep
 from .batch_norm import share_batch_statistics
 from .batch_statistics import statistics_pass
 from .callback import Callback
-from .checkpoint.read import Checkpoint
+from .checkpoint.reader import Checkpoint
 from .core.errors import CheckpointError, ConfigurationError
 from .core.optimizer_config import resolve_optimizers
 from .core.position_rng import mix_seed, seed_generators

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from .canonical import canonical_names
-from .checkpoint.consolidation import AVERAGES as SECTION
-from .checkpoint.plan import Shard
-from .checkpoint.read import Checkpoint
-from .checkpoint.stored import HeldShard, SavedTensor, StoredTensors, read_piece
+from .checkpoint.consolidate import AVERAGES as SECTION
+from .checkpoint.reader import Checkpoint
+from .checkpoint.stored_tensor import HeldShard, SavedTensor, StoredTensors, read_piece
+from .checkpoint.write_plan import Shard
 from .model_state import model_state, put_model, shapes_of
 from .strategy import parameters_of
 from .whole import whole_tensors

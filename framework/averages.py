@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .average import Average, AverageSettings
-from .checkpoint.consolidation import AVERAGES as SECTION
-from .checkpoint.plan import Shard
-from .checkpoint.read import Checkpoint
+from .checkpoint.consolidate import AVERAGES as SECTION
+from .checkpoint.reader import Checkpoint
+from .checkpoint.write_plan import Shard
 from .core.errors import ConfigurationError
 
 if TYPE_CHECKING:

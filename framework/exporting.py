@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .canonical import canonical_table
-from .checkpoint.consolidation import MODEL, section_tensors
-from .checkpoint.plain_files import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
-from .checkpoint.plan import Snapshot
-from .checkpoint.read import open_checkpoint
-from .checkpoint.stored import held
-from .checkpoint.write import save
+from .checkpoint.consolidate import MODEL, section_tensors
+from .checkpoint.reader import open_checkpoint
+from .checkpoint.safetensors_export import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
+from .checkpoint.stored_tensor import held
+from .checkpoint.write_plan import Snapshot
+from .checkpoint.writer import save
 from .core.errors import ConfigurationError, StorageError
 from .resume import on_rank_zero
 from .run import Run

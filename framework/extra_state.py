@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .canonical import canonical_names, renamed
 from .checkpoint.codec import decode
-from .checkpoint.read import Checkpoint
+from .checkpoint.reader import Checkpoint
 
 
 def extra_state(module: nn.Module) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .call_watch import tensors_in
 from .checkpoint.codec import decode, encode
-from .checkpoint.finite import is_finite
+from .checkpoint.finite_check import is_finite
 from .checkpoint.manifest import JSON
-from .checkpoint.tensors import CODES, size_of, write_tensor_file
+from .checkpoint.safetensors_io import CODES, size_of, write_tensor_file
 from .core.errors import ConfigurationError
 from .system.atomic_files import new_file, write_text
 

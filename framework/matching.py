@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .canonical import begins, renamed, tied_names
-from .checkpoint.read import Checkpoint
+from .checkpoint.reader import Checkpoint
 from .core.errors import CheckpointError, did_you_mean
 from .strategy import parameters_of
 

@@ -11,9 +11,9 @@ from torch import nn
 from .canonical import canonical_names, canonical_table
 from .checkpoint.codec import encode_inline
 from .checkpoint.manifest import JSON
-from .checkpoint.plan import Shard
-from .checkpoint.read import Checkpoint
-from .checkpoint.stored import SavedTensor, StoredTensors
+from .checkpoint.reader import Checkpoint
+from .checkpoint.stored_tensor import SavedTensor, StoredTensors
+from .checkpoint.write_plan import Shard
 from .core.errors import ConfigurationError
 from .matching import ModelMatch, SavedModel, match_model, refuse
 from .strategy import Strategy

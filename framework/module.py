@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .callback import Callback
-from .checkpoint.read import open_checkpoint
+from .checkpoint.reader import open_checkpoint
 from .core.errors import ConfigurationError
 from .core.hyperparameters import HyperparametersMixin
 from .metrics.logger import Logger

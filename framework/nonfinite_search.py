@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .call_watch import tensors_in
 from .checkpoint.codec import encode
-from .checkpoint.finite import has_nonfinite, is_finite
+from .checkpoint.finite_check import has_nonfinite, is_finite
 from .core.errors import ConfigurationError
 from .standins import hidden
 

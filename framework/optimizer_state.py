@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .checkpoint.codec import decode, encode_inline
-from .checkpoint.plan import Shard
-from .checkpoint.read import Checkpoint
-from .checkpoint.stored import SavedTensor
+from .checkpoint.reader import Checkpoint
+from .checkpoint.stored_tensor import SavedTensor
+from .checkpoint.write_plan import Shard
 from .matching import OptimizerMatch, group_names
 from .strategy import Strategy, parameters_of
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data._utils.worker import _worker_loop
 
-from .checkpoint.opening import read_manifest
+from .checkpoint.manifest_file import read_manifest
 from .core.errors import CheckpointError, ConfigurationError, NonFiniteError, Preempted, StorageError, unknown
 from .distributed.control import Triggers
 from .distributed.rendezvous import is_waiting

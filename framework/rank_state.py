@@ -16,7 +16,7 @@ from .core.position_rng import mix_seed, seed_generators
 from .distributed.seed import capture, restore
 
 if TYPE_CHECKING:
-    from .checkpoint.read import Checkpoint
+    from .checkpoint.reader import Checkpoint
     from .run import Run
     from .windows import Windows
 

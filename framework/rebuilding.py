@@ -17,8 +17,8 @@ from torch import nn
 
 from .canonical import canonical_table, state_tensors
 from .checkpoint.codec import decode
-from .checkpoint.consolidation import AVERAGES, MODEL, section_tensors
-from .checkpoint.read import Checkpoint
+from .checkpoint.consolidate import AVERAGES, MODEL, section_tensors
+from .checkpoint.reader import Checkpoint
 from .core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from .distributed.seed import capture, restore
 from .extra_state import StateTensors, put_extra_state, saved_extra_state, state_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from .canonical import canonical_names, names_of, renamed
 from .checkpoint.codec import decode
-from .checkpoint.read import Checkpoint
+from .checkpoint.reader import Checkpoint
 from .core.errors import CheckpointError
 from .distributed.collective_errors import on_all_ranks
 from .extra_state import put_extra_state, saved_extra_state

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from .callback import Callback
-from .checkpoint.inspection import kind_of
-from .checkpoint.leftovers import clean_own, clean_shared
+from .checkpoint.inspect_manifest import kind_of
+from .checkpoint.latest import newest_good
 from .checkpoint.manifest import Manifest
-from .checkpoint.newest import newest_good
-from .checkpoint.opening import read_manifest
+from .checkpoint.manifest_file import read_manifest
+from .checkpoint.stale_files import clean_own, clean_shared
 from .core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
 from .distributed.world import World
 from .preemption import is_name

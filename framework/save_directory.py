@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from .checkpoint.leftovers import clean_shared
-from .checkpoint.probe import NAME, free_bytes, probe
+from .checkpoint.directory_probe import NAME, free_bytes, probe
+from .checkpoint.stale_files import clean_shared
 from .preemption import is_name
 from .run import Run
 from .saving import check_state

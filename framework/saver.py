@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from .checkpoint.background import Background
-from .checkpoint.plan import Snapshot
+from .checkpoint.background_task import Background
 from .checkpoint.staging import Staging
-from .checkpoint.write import save
+from .checkpoint.write_plan import Snapshot
+from .checkpoint.writer import save
 from .core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from .run import SAVED
 from .saving import capture_run

@@ -10,9 +10,9 @@ from typing import Any
 
 from .canonical import canonical_names, names_of
 from .checkpoint.codec import encode
-from .checkpoint.consolidation import AVERAGES
+from .checkpoint.consolidate import AVERAGES
 from .checkpoint.manifest import JSON
-from .checkpoint.plan import Shard, Snapshot
+from .checkpoint.write_plan import Shard, Snapshot
 from .extra_state import extra_state
 from .model_state import encode_known, model_state
 from .optimizer_state import optimizer_state, whole

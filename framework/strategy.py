@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .canonical import state_tensors
-from .checkpoint.finite import all_finite
-from .checkpoint.plan import Shard
-from .checkpoint.stored import StoredTensors
+from .checkpoint.finite_check import all_finite
+from .checkpoint.stored_tensor import StoredTensors
+from .checkpoint.write_plan import Shard
 from .core.errors import ConfigurationError
 from .core.precision import Precision
 from .distributed.world import World

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from .checkpoint.cover import is_flat
-from .checkpoint.plan import Shard
+from .checkpoint.tiling import is_flat
+from .checkpoint.write_plan import Shard
 from .distributed.world import World
 
 

@@ -49,8 +49,8 @@ from kill_trials import (
 )
 from launches import Killed
 
-from phalanx.framework.checkpoint.opening import read_manifest
-from phalanx.framework.checkpoint.verification import verify
+from phalanx.framework.checkpoint.manifest_file import read_manifest
+from phalanx.framework.checkpoint.verify import verify
 
 STRATEGIES = ("ddp", "fsdp", "zero2")
 KILLS = ("kill-rank", "kill-all", "kill-launcher")

@@ -16,7 +16,7 @@ import xxhash
 
 from phalanx import checkpoint
 from phalanx.framework.checkpoint import codec
-from phalanx.framework.checkpoint.plan import Shard, Snapshot
+from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.distributed.world import World
 

@@ -30,8 +30,8 @@ from typing import Any
 from kill_run import OVER, RESULT, STARTED
 from launches import Killed, Launch
 
-from phalanx.framework.checkpoint.opening import read_manifest
-from phalanx.framework.checkpoint.verification import verify
+from phalanx.framework.checkpoint.manifest_file import read_manifest
+from phalanx.framework.checkpoint.verify import verify
 
 SCRIPT = Path(__file__).with_name("kill_run.py")
 STRATEGIES = ("single", "ddp", "fsdp", "zero2", "zero3")

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Trainer, TrainModule
 from phalanx.callbacks import LambdaCallback
-from phalanx.framework.checkpoint.read import open_checkpoint
+from phalanx.framework.checkpoint.reader import open_checkpoint
 
 GLOBAL_BATCH, EPOCH_STEPS, STEPS = 12, 4, 8
 

@@ -8,8 +8,8 @@ import torch
 from small_gpt import loss_of, optimizer_of, small_gpt, token_data
 from torch import Tensor, nn
 
-from phalanx.framework.checkpoint.plan import Shard
-from phalanx.framework.checkpoint.stored import held
+from phalanx.framework.checkpoint.stored_tensor import held
+from phalanx.framework.checkpoint.write_plan import Shard
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.strategy import parameters_of
 from phalanx.strategies import FSDPStrategy

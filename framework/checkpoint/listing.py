@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import CheckpointError
-from .inspection import inspection_of, monitored
+from .inspect_manifest import inspection_of, monitored
+from .latest import candidates
 from .manifest import MANIFEST
-from .newest import candidates
-from .opening import parse_at, read_manifest_bytes
-from .verification import first_incomplete
-from .verification import verify as verified
+from .manifest_file import parse_at, read_manifest_bytes
+from .verify import first_incomplete
+from .verify import verify as verified
 
 
 @dataclass(frozen=True)

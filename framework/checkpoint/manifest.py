@@ -14,8 +14,8 @@ from math import isfinite, prod
 from typing import Any, TypeAlias, TypeVar
 
 from ..core.errors import CheckpointError
-from .cover import coverage_problem
-from .tensor_file import ITEM_BYTES, MAX_HEADER_BYTES, RESERVED_NAME, FileRecord, byte_size, distinct
+from .safetensors_header import ITEM_BYTES, MAX_HEADER_BYTES, RESERVED_NAME, FileRecord, byte_size, distinct
+from .tiling import coverage_problem
 
 JSON: TypeAlias = Any
 """None, bool, int, finite float, str, and lists and string-keyed dicts of them."""

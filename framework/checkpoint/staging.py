@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, StorageError
-from .hold import Hold
 from .manifest import JSON
-from .plan import Shard, Snapshot, memory_of
+from .optimizer_gate import Hold
+from .write_plan import Shard, Snapshot, memory_of
 
 # More than any element, and a line of the processor's cache.
 _ALIGNMENT = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from ..checkpoint.read import Checkpoint, open_checkpoint
-from ..checkpoint.verification import problems_of
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.verify import problems_of
 from ..core.errors import CheckpointError, PhalanxError
 from .world import World
 

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from ..canonical import renamed
 from ..checkpoint.codec import decode
-from ..checkpoint.consolidation import consolidate
+from ..checkpoint.consolidate import consolidate
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.store import weights
-from ..checkpoint.stored import held
-from ..checkpoint.write import save
+from ..checkpoint.stored_tensor import held
+from ..checkpoint.whole_checkpoint import weights
+from ..checkpoint.writer import save
 from ..core.errors import CheckpointError, ConfigurationError
 from ..distributed.collective_errors import on_all_ranks, open_everywhere
 from ..distributed.seed import capture

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..canonical import names_of
 from ..checkpoint.codec import decode, encode, encode_inline
-from ..checkpoint.plan import Shard, Snapshot
-from ..checkpoint.read import Checkpoint
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.write_plan import Shard, Snapshot
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..extra_state import extra_state, put_extra_state, saved_extra_state
 from ..matching import (

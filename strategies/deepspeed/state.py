@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...framework.canonical import state_tensors
-from ...framework.checkpoint.plan import Shard
-from ...framework.checkpoint.stored import HeldTensor, StoredTensor, StoredTensors
+from ...framework.checkpoint.stored_tensor import HeldTensor, StoredTensor, StoredTensors
+from ...framework.checkpoint.write_plan import Shard
 from ...framework.distributed.world import World
 from ...framework.strategy import Slots, is_stored, parameters_of
 from .pieces import FlatGroups, Piece, even_piece, is_split, kept_piece, whole_shape

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...framework.canonical import state_tensors
-from ...framework.checkpoint.plan import Shard
-from ...framework.checkpoint.stored import StoredTensors
+from ...framework.checkpoint.stored_tensor import StoredTensors
+from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError, LoopError
 from ...framework.core.precision import PRECISIONS, Precision
 from ...framework.distributed.world import World

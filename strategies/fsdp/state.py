@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from ...framework.checkpoint.plan import Shard
+from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
 from ...framework.strategy import is_stored
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...framework.canonical import state_tensors
-from ...framework.checkpoint.finite import all_finite
-from ...framework.checkpoint.plan import Shard
-from ...framework.checkpoint.stored import StoredTensors
+from ...framework.checkpoint.finite_check import all_finite
+from ...framework.checkpoint.stored_tensor import StoredTensors
+from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError, LoopError, is_count, unknown
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World

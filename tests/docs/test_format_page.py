@@ -16,8 +16,8 @@ from ranks import run_on_ranks
 
 import phalanx
 from phalanx import checkpoint
-from phalanx.framework.checkpoint.plan import Shard, Snapshot
-from phalanx.framework.checkpoint.tensors import CODES
+from phalanx.framework.checkpoint.safetensors_io import CODES
+from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.distributed.world import World
 
 PAGE = Path(phalanx.__file__).parent / "docs" / "checkpoint-format.md"

@@ -16,8 +16,8 @@ import xxhash
 from hostile import read_all, rewrite, write_manifest
 
 from phalanx import checkpoint
-from phalanx.framework.checkpoint.plan import Shard, Snapshot
-from phalanx.framework.checkpoint.tensors import bytes_of
+from phalanx.framework.checkpoint.safetensors_io import bytes_of
+from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.distributed.world import World
 

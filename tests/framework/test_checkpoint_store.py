@@ -22,11 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx import checkpoint
-from phalanx.framework.checkpoint import tensors as tensor_bytes
-from phalanx.framework.checkpoint import verification, write
+from phalanx.framework.checkpoint import safetensors_io as tensor_bytes
+from phalanx.framework.checkpoint import verify as verification
+from phalanx.framework.checkpoint import writer as write
 from phalanx.framework.checkpoint.manifest import Manifest
-from phalanx.framework.checkpoint.plan import Shard, Snapshot
-from phalanx.framework.checkpoint.write import Save
+from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.writer import Save
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError, StorageError, UnknownNameError
 from phalanx.framework.distributed.world import World
 from phalanx.framework.system import atomic_files as atomic
@@ -398,8 +399,8 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
 
 KILLED = """
 import sys, torch
-from phalanx.framework.checkpoint.plan import Shard, Snapshot
-from phalanx.framework.checkpoint.write import save
+from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
+from phalanx.framework.checkpoint.writer import save
 from phalanx.framework.distributed.world import World
 value = 0.0
 while True:

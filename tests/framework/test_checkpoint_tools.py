@@ -18,8 +18,8 @@ from torch import Tensor
 
 from phalanx import checkpoint
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.checkpoint import plain_files
-from phalanx.framework.checkpoint.plan import Shard, Snapshot
+from phalanx.framework.checkpoint import safetensors_export as plain_files
+from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 from phalanx.framework.distributed.world import World
 
@@ -309,7 +309,7 @@ import json, sys
 from pathlib import Path
 import torch
 from phalanx import checkpoint
-from phalanx.framework.checkpoint import consolidation
+from phalanx.framework.checkpoint import consolidate as consolidation
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

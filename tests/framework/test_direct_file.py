@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.framework.checkpoint import direct_file
-from phalanx.framework.checkpoint.direct_file import DirectFile
+from phalanx.framework.checkpoint import direct_io as direct_file
+from phalanx.framework.checkpoint.direct_io import DirectFile
 
 BUFFER = 1 << 16
 

@@ -37,8 +37,8 @@ from hostile import (
 
 from phalanx import checkpoint
 from phalanx.cli.main import main
-from phalanx.framework.checkpoint.cover import coverage_problem
-from phalanx.framework.checkpoint.plan import Shard, Snapshot
+from phalanx.framework.checkpoint.tiling import coverage_problem
+from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.distributed.world import World
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 
 from phalanx import checkpoint
-from phalanx.framework.checkpoint import read
+from phalanx.framework.checkpoint import reader as read
 from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord
-from phalanx.framework.checkpoint.plan import Shard, Snapshot
-from phalanx.framework.checkpoint.tensor_file import FileRecord, open_tensor_file
-from phalanx.framework.checkpoint.verification import problems_of
+from phalanx.framework.checkpoint.safetensors_header import FileRecord, open_tensor_file
+from phalanx.framework.checkpoint.verify import problems_of
+from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.distributed import world as world_module
 from phalanx.framework.distributed.control import Triggers

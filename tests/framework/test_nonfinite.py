@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from phalanx import Trainer, TrainModule
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.checkpoint.finite import all_finite
-from phalanx.framework.checkpoint.newest import newest_good
-from phalanx.framework.checkpoint.read import open_checkpoint
+from phalanx.framework.checkpoint.finite_check import all_finite
+from phalanx.framework.checkpoint.latest import newest_good
+from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import NonFiniteError
 from phalanx.framework.kept_batch import keep_batch, read_batch
 from phalanx.framework.nonfinite import IN_A_ROW

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from phalanx import TrainModule
 from phalanx.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from phalanx.framework.checkpoint.read import open_checkpoint
+from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import ConfigurationError
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from phalanx import Fabric, Trainer
 from phalanx.callbacks import LambdaCallback
 from phalanx.framework.checkpoint.manifest import MANIFEST
-from phalanx.framework.checkpoint.read import open_checkpoint
+from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import CheckpointError
 
 EVERYWHERE = ["single@1", "ddp@2", "fsdp@2", "zero2@2", "zero3@2"]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from phalanx.framework.checkpoint.read import open_checkpoint
+from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import CheckpointError
 from phalanx.framework.system.atomic_files import hidden_sibling
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.framework.checkpoint.plan import Shard, Snapshot
 from phalanx.framework.checkpoint.staging import Staging
+from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.core.errors import StorageError
 
 

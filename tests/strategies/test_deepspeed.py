@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import AccumulationSchedule, Fabric, Trainer, TrainModule
-from phalanx.framework.checkpoint.read import open_checkpoint
+from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.strategies import DeepSpeedStrategy
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
 from phalanx.callbacks import LambdaCallback
-from phalanx.framework.checkpoint.plan import Shard
-from phalanx.framework.checkpoint.stored import held
+from phalanx.framework.checkpoint.stored_tensor import held
+from phalanx.framework.checkpoint.write_plan import Shard
 from phalanx.framework.core.precision import PRECISIONS
 from phalanx.framework.strategy import parameters_of
 from phalanx.strategies import DeepSpeedStrategy

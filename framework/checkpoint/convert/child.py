@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...core.errors import PhalanxError
 from ..codec import encode
-from ..tensors import CODES, write_tensor_file
+from ..safetensors_io import CODES, write_tensor_file
 from .confinement import confine
 from .sharded_files import ShardedFiles
 from .stand_ins import allowed, as_plain

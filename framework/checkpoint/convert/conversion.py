@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ...core.errors import ConfigurationError
 from ...distributed.world import World
 from ...system.atomic_files import hidden_sibling, make_directory, storage_error
-from ..write import save
+from ..writer import save
 from . import accelerate, deepspeed, lightning
 from .foreign import Foreign, snapshot_of
 from .handover import Content, Job, read_foreign

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..codec import encode, encode_inline
-from ..plan import Shard, Snapshot
+from ..write_plan import Shard, Snapshot
 
 SlotState = dict[str, dict[str, Any]]
 """Slots of each parameter by name: tensors, and step counters."""

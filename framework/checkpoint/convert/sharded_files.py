@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..tensors import DTYPES
+from ..safetensors_io import DTYPES
 from .inert_pickle import Built, Named, read_inert
 
 METADATA = ".metadata"

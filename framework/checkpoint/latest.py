@@ -9,8 +9,8 @@ from pathlib import Path
 from ..core.errors import CheckpointError
 from ..system.atomic_files import storage_error
 from .manifest import MANIFEST, Manifest
-from .opening import read_manifest
-from .verification import verify
+from .manifest_file import read_manifest
+from .verify import verify
 
 
 def newest_good(

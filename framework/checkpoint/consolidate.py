@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from ..core.errors import unknown
-from .plain_files import PlainTensors, size_in_bytes, target_dtype, write_plain
-from .read import Checkpoint, open_checkpoint
-from .stored import SavedTensor, StoredTensor
+from .reader import Checkpoint, open_checkpoint
+from .safetensors_export import PlainTensors, size_in_bytes, target_dtype, write_plain
+from .stored_tensor import SavedTensor, StoredTensor
 
 MODEL = "model"
 AVERAGES = "averages"

@@ -15,7 +15,7 @@ from collections import deque
 from pathlib import Path
 
 from ..system.atomic_files import reserve
-from .background import Background
+from .background_task import Background
 
 _BUFFER_BYTES = 4 << 20
 _WRITERS = 2

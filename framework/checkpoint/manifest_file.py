@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..core.errors import CheckpointError, did_you_mean
 from .manifest import FILE_NAME, MANIFEST, MAX_MANIFEST_BYTES, START_BYTES, Manifest, check_start, parse
-from .tensor_file import PlainFile
+from .safetensors_header import PlainFile
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -26,9 +26,9 @@ from ..system.atomic_files import (
     write_synced,
 )
 from .manifest import MANIFEST
-from .stored import StoredTensor
-from .tensor_file import header_of
-from .tensors import CODES, DTYPES, bytes_of, code_of, dense, size_of
+from .safetensors_header import header_of
+from .safetensors_io import CODES, DTYPES, bytes_of, code_of, dense, size_of
+from .stored_tensor import StoredTensor
 
 SLICE_BYTES = 8 << 20
 """So much of a tensor is in memory at once, and a few times that where it is converted."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointError, ConfigurationError, unknown
-from .cover import Box, is_flat
 from .manifest import JSON, Manifest, Part, TensorRecord
-from .opening import read_manifest
-from .tensor_file import CHUNK_BYTES, PlainFile, open_tensor_file
-from .tensors import DTYPES, bytes_of
-from .verification import was_replaced
+from .manifest_file import read_manifest
+from .safetensors_header import CHUNK_BYTES, PlainFile, open_tensor_file
+from .safetensors_io import DTYPES, bytes_of
+from .tiling import Box, is_flat
+from .verify import was_replaced
 
 # A checkpoint of a thousand ranks has more files than a process may hold open.
 _MAX_OPEN_FILES = 16

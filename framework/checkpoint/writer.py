@@ -23,15 +23,15 @@ from torch import Tensor
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..distributed.world import World
 from ..system.atomic_files import HiddenDirectory, absolute, remove_tree, replace_directory, storage_error, write_synced
-from .direct_file import DirectFile
-from .finite import is_finite
+from .direct_io import DirectFile
+from .finite_check import is_finite
 from .manifest import JSON, MANIFEST, Manifest, Part, TensorRecord, dump, parse
-from .opening import is_ours
-from .outcome import agree, error_of, tell
-from .plan import Agreed, Box, Plan, Snapshot, assign, plan_of
+from .manifest_file import is_ours
 from .retention import link_files
-from .tensor_file import FileRecord, Segment
-from .tensors import code_of, size_of, write_tensor_file
+from .safetensors_header import FileRecord, Segment
+from .safetensors_io import code_of, size_of, write_tensor_file
+from .save_errors import agree, error_of, tell
+from .write_plan import Agreed, Box, Plan, Snapshot, assign, plan_of
 
 MODEL = "model"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..core.errors import StorageError
 from ..system.atomic_files import clean_leftovers
-from .opening import is_ours
+from .manifest_file import is_ours
 
 
 def clean_own(directory: Path, note: Callable[[str], None]) -> list[Path]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..core.errors import CheckpointError, StorageError
 from ..system.atomic_files import retire_directory
 from . import codec
-from .opening import is_ours
-from .read import open_checkpoint
-from .write import MODEL
+from .manifest_file import is_ours
+from .reader import open_checkpoint
+from .writer import MODEL
 
 STATE = "state"
 

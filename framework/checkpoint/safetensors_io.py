@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError
-from .direct_file import DirectFile
-from .tensor_file import CHUNK_BYTES, FileRecord, Segment, header_of
+from .direct_io import DirectFile
+from .safetensors_header import CHUNK_BYTES, FileRecord, Segment, header_of
 
 _CODES = {
     "F64": "float64",

@@ -17,7 +17,7 @@ from ..system.atomic_files import (
     sync_directory,
     write_synced,
 )
-from .outcome import agree, error_of, tell
+from .save_errors import agree, error_of, tell
 
 NAME = "probe"
 """What the hidden directory is named after, so that one left by a killed process is known."""

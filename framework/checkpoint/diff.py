@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.errors import CheckpointError
 from .manifest import JSON
-from .read import Checkpoint, open_checkpoint
+from .reader import Checkpoint, open_checkpoint
 
 _CHUNK_ELEMENTS = 1 << 21
 _MAX_TEXT = 80

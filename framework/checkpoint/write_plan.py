@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError
-from .cover import coverage_problem, is_flat
 from .manifest import JSON, SECTION_NAME
-from .tensor_file import RESERVED_NAME
-from .tensors import code_of, size_of
+from .safetensors_header import RESERVED_NAME
+from .safetensors_io import code_of, size_of
+from .tiling import coverage_problem, is_flat
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, TypeGuard
 
 from .manifest import JSON, VERSION, Manifest, TensorRecord
-from .opening import read_manifest
+from .manifest_file import read_manifest
 
 _COUNTERS = ("epoch", "batch_in_epoch", "global_batch", "global_step")
 

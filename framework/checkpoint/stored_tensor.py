@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .cover import is_flat
-from .plan import Shard
-from .read import Checkpoint
+from .reader import Checkpoint
+from .tiling import is_flat
+from .write_plan import Shard
 
 
 class StoredTensor(Protocol):

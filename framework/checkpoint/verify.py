@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from ..core.errors import CheckpointError
 from .manifest import Manifest
-from .opening import read_manifest
-from .tensor_file import CHUNK_BYTES, FileRecord, open_tensor_file, parse_header
+from .manifest_file import read_manifest
+from .safetensors_header import CHUNK_BYTES, FileRecord, open_tensor_file, parse_header
 
 _Header: TypeAlias = "dict[str, tuple[str, tuple[int, ...], int, int, str]]"
 """Of each tensor in a file: dtype, shape, its first byte and its end, and the checksum."""
