@@ -8,7 +8,7 @@ from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
     from .framework.checkpoint.consolidate import consolidate as consolidate
-    from .framework.checkpoint.convert.conversion import convert as convert
+    from .framework.checkpoint.convert.convert import convert as convert
     from .framework.checkpoint.diff import Difference as Difference
     from .framework.checkpoint.diff import diff as diff
     from .framework.checkpoint.finite_check import has_nonfinite as has_nonfinite
@@ -41,7 +41,7 @@ _HOMES = {
     "checkpoints": ".framework.checkpoint.listing",
     "clean_leftovers": ".framework.system.atomic_files",
     "consolidate": ".framework.checkpoint.consolidate",
-    "convert": ".framework.checkpoint.convert.conversion",
+    "convert": ".framework.checkpoint.convert.convert",
     "diff": ".framework.checkpoint.diff",
     "has_nonfinite": ".framework.checkpoint.finite_check",
     "inspect": ".framework.checkpoint.inspect_manifest",

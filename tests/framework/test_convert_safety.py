@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import safe_globals
 
 from phalanx import checkpoint
-from phalanx.framework.checkpoint.convert.child import Refused, unpickled
-from phalanx.framework.checkpoint.convert.inert_pickle import read_inert
-from phalanx.framework.checkpoint.convert.stand_ins import allowed, as_plain
+from phalanx.framework.checkpoint.convert.pickle_reader import read_inert
+from phalanx.framework.checkpoint.convert.placeholder_objects import allowed, as_plain
+from phalanx.framework.checkpoint.convert.unpickle_process import Refused, unpickled
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
 
@@ -279,7 +279,7 @@ def test_what_is_unknown_mixed_or_in_the_way_is_told(tmp_path: Path) -> None:
 
 CONFINED = """
 import os, socket, subprocess, sys, tempfile
-from phalanx.framework.checkpoint.convert.confinement import confine
+from phalanx.framework.checkpoint.convert.sandbox import confine
 confine(200 << 20, 60, 1 << 20)
 def refused(function, *errors):
     try:

@@ -32,7 +32,7 @@ UNPICKLING = {
 READS_ENVIRONMENT = {"framework/system/environment.py", "framework/fork_server_main.py"}
 PICKLES_BETWEEN_OWN_PROCESSES = {"framework/distributed/world.py", "framework/forked_launch.py"}
 # What foreign checkpoints are read by: a confined process of its own, which hands over JSON and safetensors.
-READS_FOREIGN_PICKLES = {"framework/checkpoint/convert/child.py"}
+READS_FOREIGN_PICKLES = {"framework/checkpoint/convert/unpickle_process.py"}
 
 
 def uses(source: str, forbidden: set[str]) -> list[str]:

@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import CheckpointError
+from .dcp_state import named_optimizer, nested, tensors_of
 from .deepspeed import from_engine, read_engine
-from .foreign import Foreign, ForeignProgress, counted
-from .handover import Content, Job
-from .layout import file_of, names_in
-from .naming import all_bare, prefix_in
-from .ordering import add_kinds, build_module, by_name, orders_of
+from .detect_format import file_of, names_in
+from .foreign_state import Foreign, ForeignProgress, counted
+from .parameter_order import add_kinds, build_module, by_name, orders_of
 from .request import Request
-from .sharded import named_optimizer, nested, tensors_of
+from .strip_prefixes import all_bare, prefix_in
+from .unpickle_client import Content, Job
 
 _SAFE, _PICKLED, _FULL, _SCALER = "model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "scaler.pt"
 _MOST_INDEX_BYTES = 1 << 30

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ...core.errors import CheckpointError, did_you_mean
-from .foreign import Foreign, ForeignOptimizer, ForeignProgress, Group, counted
-from .handover import Content, Job
-from .layout import file_of, has_states, names_in
-from .naming import bare, prefix_in
-from .ordering import Order, add_kinds, build_module, by_name, orders_of
+from .detect_format import file_of, has_states, names_in
+from .foreign_state import Foreign, ForeignOptimizer, ForeignProgress, Group, counted
+from .parameter_order import Order, add_kinds, build_module, by_name, orders_of
 from .request import Request
+from .strip_prefixes import bare, prefix_in
+from .unpickle_client import Content, Job
 
 LATEST = "latest"
 _MODEL = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")

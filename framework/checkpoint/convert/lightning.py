@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ...core.errors import CheckpointError, ConfigurationError
 from ..codec import encode
+from .dcp_state import named_optimizer, nested, tensors_of
 from .deepspeed import OWN, from_engine, read_engine
-from .foreign import Foreign, ForeignAverage, ForeignProgress, counted
-from .handover import Content, Job
-from .layout import file_of
-from .naming import all_bare, bare
-from .ordering import build_module, by_name, orders_of
+from .detect_format import file_of
+from .foreign_state import Foreign, ForeignAverage, ForeignProgress, counted
+from .parameter_order import build_module, by_name, orders_of
 from .request import Request
-from .sharded import named_optimizer, nested, tensors_of
+from .strip_prefixes import all_bare, bare
+from .unpickle_client import Content, Job
 
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
 _KNOWN = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .handover import Content, Job
+from .unpickle_client import Content, Job
 
 Reader = Callable[[Sequence[Job]], list[Content]]
 """Reads foreign files in a process of its own."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from ...core.errors import PhalanxError
 from ..codec import encode
 from ..safetensors_io import CODES, write_tensor_file
-from .confinement import confine
-from .sharded_files import ShardedFiles
-from .stand_ins import allowed, as_plain
+from .dcp_files import ShardedFiles
+from .placeholder_objects import allowed, as_plain
+from .sandbox import confine
 
 REQUEST, FAILURE, BLOCKED = "request.json", "failure.json", ("sys", "os", "posix", "nt")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core.errors import CheckpointError
 from ...system.processes import die_with_parent
 from ..codec import decode
-from .child import FAILURE, REQUEST
+from .unpickle_process import FAILURE, REQUEST
 
 _MODULE = __name__.rpartition(".")[0] + ".child"
 _SPARE_BYTES = 1 << 30

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..safetensors_io import DTYPES
-from .inert_pickle import Built, Named, read_inert
+from .pickle_reader import Built, Named, read_inert
 
 METADATA = ".metadata"
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}

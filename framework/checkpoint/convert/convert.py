@@ -16,10 +16,10 @@ from ...distributed.world import World
 from ...system.atomic_files import hidden_sibling, make_directory, storage_error
 from ..writer import save
 from . import accelerate, deepspeed, lightning
-from .foreign import Foreign, snapshot_of
-from .handover import Content, Job, read_foreign
-from .layout import detect
+from .detect_format import detect
+from .foreign_state import Foreign, snapshot_of
 from .request import Request
+from .unpickle_client import Content, Job, read_foreign
 
 _CONVERTERS: dict[str, Callable[[Request], Foreign]] = {
     "lightning": lightning.convert_file,

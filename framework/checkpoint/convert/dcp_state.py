@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import CheckpointError
-from .foreign import ForeignOptimizer, Group, SlotState
-from .handover import Content
-from .naming import bare
+from .foreign_state import ForeignOptimizer, Group, SlotState
+from .strip_prefixes import bare
+from .unpickle_client import Content
 
 
 def nested(content: Content, source: object) -> dict[str, Any]:
