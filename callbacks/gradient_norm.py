@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..framework.callback import Callback
 from ..framework.core.errors import ConfigurationError
-from ..framework.strategy import parameters_of
+from ..framework.parallel.strategy import parameters_of
 
 if TYPE_CHECKING:
     from ..framework.module import TrainModule

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .automatic import AutomaticStep
-from .batch_norm import share_batch_statistics
 from .batch_statistics import statistics_pass
 from .callback import Callback
 from .checkpoint.reader import Checkpoint
@@ -29,6 +28,7 @@ from .loading import Data, require_data
 from .manual import ManualStep
 from .metrics.logger_threads import LoggerFanout
 from .module import TrainModule
+from .parallel.sync_batch_norm import share_batch_statistics
 from .plugins import check_state_keys
 from .rank_state import restore_rank
 from .restoring import Resumption, agree_on_resumption, load_model, regroup, restore_run

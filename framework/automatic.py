@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch_norm import is_collective
-from .call_watch import zero_gradients
 from .core.step_output import check_loss, loss_of, outputs_for_hooks
 from .distributed.control import Agreement
 from .distributed.world import Pending
 from .heartbeat import LAST_BACKWARD, UPDATE
+from .parallel.strategy import StepFunction
+from .parallel.sync_batch_norm import is_collective
+from .parallel.zero_backward import zero_gradients
 from .run import Run
 from .standins import STAND_IN, StandIns
-from .strategy import StepFunction
 from .training_step import TrainingStep
 from .user_code import StrategyOptimizer, is_overridden
 from .windows import Windows

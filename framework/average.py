@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .canonical import canonical_names
 from .checkpoint.consolidate import AVERAGES as SECTION
 from .checkpoint.reader import Checkpoint
 from .checkpoint.stored_tensor import HeldShard, SavedTensor, StoredTensors, read_piece
 from .checkpoint.write_plan import Shard
 from .model_state import model_state, put_model, shapes_of
-from .strategy import parameters_of
-from .whole import whole_tensors
+from .parallel.full_tensors import whole_tensors
+from .parallel.parameter_names import canonical_names
+from .parallel.strategy import parameters_of
 
 if TYPE_CHECKING:
     from .run import Run

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .average import Average
-from .batch_norm import is_collective
-from .canonical import canonical_names
 from .core.errors import ConfigurationError
 from .distributed.seed import capture, restore
 from .evaluation_loaders import EvaluationSource
 from .loader_parts import is_map_style
 from .loading import Data
 from .metrics.torchmetrics_state import metrics_set_aside
+from .parallel.parameter_names import canonical_names
+from .parallel.sync_batch_norm import is_collective
 from .run import Run
 from .user_code import in_context, with_arity
 

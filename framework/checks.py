@@ -14,7 +14,7 @@ from .core.errors import ConfigurationError
 from .datamodule import DataModule
 from .loading import check_given
 from .module import TrainModule
-from .resources import Resources
+from .parallel.resources import Resources
 from .settings import Settings
 from .user_code import is_overridden, with_arity
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .canonical import canonical_table
 from .checkpoint.consolidate import MODEL, section_tensors
 from .checkpoint.reader import open_checkpoint
 from .checkpoint.safetensors_export import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
@@ -17,6 +16,7 @@ from .checkpoint.stored_tensor import held
 from .checkpoint.write_plan import Snapshot
 from .checkpoint.writer import save
 from .core.errors import ConfigurationError, StorageError
+from .parallel.parameter_names import canonical_table
 from .resume import on_rank_zero
 from .run import Run
 from .saving import live_weights

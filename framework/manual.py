@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from .core.errors import ConfigurationError
 from .nonfinite import NonFiniteGuard
+from .parallel.strategy import Traits, parameters_of
 from .run import Run
-from .strategy import Traits, parameters_of
 from .training_step import TrainingStep
 from .user_code import needs_closure
 

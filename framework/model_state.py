@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from .canonical import canonical_names, canonical_table
 from .checkpoint.codec import encode_inline
 from .checkpoint.manifest import JSON
 from .checkpoint.reader import Checkpoint
@@ -16,7 +15,8 @@ from .checkpoint.stored_tensor import SavedTensor, StoredTensors
 from .checkpoint.write_plan import Shard
 from .core.errors import ConfigurationError
 from .matching import ModelMatch, SavedModel, match_model, refuse
-from .strategy import Strategy
+from .parallel.parameter_names import canonical_names, canonical_table
+from .parallel.strategy import Strategy
 from .system.redaction import holds_secret
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -23,8 +23,8 @@ from .kept_batch import keep_batch
 from .nonfinite_search import first_gradient, first_module, first_weight, in_batch, local_gradient
 
 if TYPE_CHECKING:
+    from .parallel.strategy import StepFunction
     from .run import Run
-    from .strategy import StepFunction
 
 FOLDER = "nonfinite"
 IN_A_ROW = 10

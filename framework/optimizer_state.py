@@ -13,7 +13,7 @@ from .checkpoint.reader import Checkpoint
 from .checkpoint.stored_tensor import SavedTensor
 from .checkpoint.write_plan import Shard
 from .matching import OptimizerMatch, group_names
-from .strategy import Strategy, parameters_of
+from .parallel.strategy import Strategy, parameters_of
 
 # How an update is computed, not what it computes: that depends on the device and the strategy of the run.
 _OF_THE_RUN = ("foreach", "fused", "capturable", "differentiable")

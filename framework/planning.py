@@ -29,8 +29,8 @@ from .memory.measure import (
 from .memory.plan import MemoryPlan, candidates, fits_easily, make_plan
 from .memory.there import Memory, bytes_of, memory_there
 from .module import TrainModule
+from .parallel.resources import Resources
 from .ranks import RankVerbs
-from .resources import Resources
 from .sources import prepare_training
 from .system.environment import nvme_path
 from .transfer import batch_transfer

@@ -16,7 +16,7 @@ from .distributed.control import Triggers
 from .distributed.gather import gather_rows, map_leaves, pad_over_ranks, split_rows, stack_tensors
 from .distributed.rank_zero_first import first_in_turn
 from .distributed.world import World
-from .resources import Resources
+from .parallel.resources import Resources
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .canonical import canonical_table, state_tensors
 from .checkpoint.codec import decode
 from .checkpoint.consolidate import AVERAGES, MODEL, section_tensors
 from .checkpoint.reader import Checkpoint
@@ -24,6 +23,7 @@ from .distributed.seed import capture, restore
 from .extra_state import StateTensors, put_extra_state, saved_extra_state, state_of
 from .matching import listed
 from .model_state import check_model
+from .parallel.parameter_names import canonical_table, state_tensors
 
 
 def rebuild_module(

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .canonical import canonical_names, names_of, renamed
 from .checkpoint.codec import decode
 from .checkpoint.reader import Checkpoint
 from .core.errors import CheckpointError
@@ -28,8 +27,9 @@ from .matching import (
 )
 from .model_state import check_model, put_model, shapes_of, stored_of
 from .optimizer_state import load_optimizer
+from .parallel.parameter_names import canonical_names, names_of, renamed
+from .parallel.strategy import parameters_of
 from .run import Run
-from .strategy import parameters_of
 
 _ADVICE = "Resume with what it was saved with, or set strict_loading = False in the module to take what fits."
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .canonical import canonical_names, names_of
 from .checkpoint.codec import encode
 from .checkpoint.consolidate import AVERAGES
 from .checkpoint.manifest import JSON
@@ -16,6 +15,7 @@ from .checkpoint.write_plan import Shard, Snapshot
 from .extra_state import extra_state
 from .model_state import encode_known, model_state
 from .optimizer_state import optimizer_state, whole
+from .parallel.parameter_names import canonical_names, names_of
 from .rank_state import capture_rank
 from .run import Run
 from .windows import Windows

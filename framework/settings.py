@@ -10,7 +10,7 @@ from typing import Any
 
 from .core.accumulation import AccumulationSchedule, resolve_accumulation
 from .core.errors import ConfigurationError, is_count, unknown
-from .update import check_clipping
+from .parallel.optimizer_step import check_clipping
 
 NONFINITE = ("raise", "skip", "ignore")
 DEBUG = ("collectives",)

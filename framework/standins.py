@@ -16,16 +16,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .batch_norm import is_collective
-from .call_watch import Calls, CallWatch
 from .core.errors import LoopError
 from .core.step_output import loss_of
 from .distributed.control import Agreement
 from .distributed.seed import capture, restore
 from .metrics.torchmetrics_state import metrics_set_aside
 from .module import TrainModule
+from .parallel.strategy import StepFunction
+from .parallel.sync_batch_norm import is_collective
+from .parallel.zero_backward import Calls, CallWatch
 from .run import Run
-from .strategy import StepFunction
 from .windows import Windows
 
 STAND_IN: Any = object()

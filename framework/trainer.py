@@ -24,6 +24,7 @@ from .launch import launch_script
 from .memory.plan import MemoryPlan
 from .module import TrainModule
 from .notebook import run_in_function
+from .parallel.strategy import Strategy
 from .planning import plan_memory
 from .plugins import resolve_callbacks, resolve_loggers
 from .preemption import SIGNALS, check_signals
@@ -33,7 +34,6 @@ from .run import Run
 from .saver import SaveOrder
 from .settings import Settings, check_count, resolve_duration, resolve_settings
 from .stages import run_stage
-from .strategy import Strategy
 from .system.atomic_files import absolute
 from .system.entry_script import can_rerun_script
 from .system.run_directory import RunDirectory

@@ -25,9 +25,9 @@ from .fabric.fabric import Fabric
 from .heartbeat import Heartbeat
 from .metrics.logger import Logger
 from .module import TrainModule
+from .parallel.strategy import Strategy
 from .run import Run
 from .settings import Settings
-from .strategy import Strategy
 from .system.run_directory import RunDirectory
 from .training import FitLoop
 

@@ -11,9 +11,9 @@ from .core.errors import NonFiniteError
 from .distributed.control import NOTE
 from .losses import DeviceLossWatch
 from .nonfinite import NonFiniteGuard, Seen
+from .parallel.strategy import StepFunction
 from .run import Run
 from .spikes import LossSpikes
-from .strategy import StepFunction
 from .user_code import in_context, with_arity
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .core.errors import ConfigurationError, LoopError
 from .module import TrainModule
-from .strategy import StepFunction, Strategy
+from .parallel.strategy import StepFunction, Strategy
 
 
 class StrategyOptimizer:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from ..framework.strategy import Strategy as Strategy
+    from ..framework.parallel.strategy import Strategy as Strategy
     from .ddp import DDPStrategy as DDPStrategy
     from .deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from .fsdp.strategy import FSDPStrategy as FSDPStrategy
@@ -19,7 +19,7 @@ _HOMES = {
     "DeepSpeedStrategy": ".deepspeed.strategy",
     "FSDPStrategy": ".fsdp.strategy",
     "SingleDeviceStrategy": ".single",
-    "Strategy": "..framework.strategy",
+    "Strategy": "..framework.parallel.strategy",
     "hsdp": ".fsdp.strategy",
 }
 

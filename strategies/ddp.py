@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..framework.canonical import state_tensors
 from ..framework.core.errors import ConfigurationError
-from ..framework.materialize import share_buffers
-from ..framework.strategy import StepAdapter, StepFunction, Strategy, Traits
+from ..framework.parallel.meta_device import share_buffers
+from ..framework.parallel.parameter_names import state_tensors
+from ..framework.parallel.strategy import StepAdapter, StepFunction, Strategy, Traits
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 

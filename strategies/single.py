@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.precision import Precision
-from ..framework.strategy import StepFunction, Strategy
+from ..framework.parallel.strategy import StepFunction, Strategy
 
 
 class SingleDeviceStrategy(Strategy):

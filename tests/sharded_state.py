@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from phalanx.framework.checkpoint.stored_tensor import held
 from phalanx.framework.checkpoint.write_plan import Shard
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.strategy import parameters_of
+from phalanx.framework.parallel.strategy import parameters_of
 from phalanx.strategies import FSDPStrategy
 
 Canonical = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]

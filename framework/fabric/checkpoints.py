@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..canonical import renamed
 from ..checkpoint.codec import decode
 from ..checkpoint.consolidate import consolidate
 from ..checkpoint.manifest import MANIFEST
@@ -25,6 +24,7 @@ from ..distributed.seed import capture
 from ..distributed.seed import restore as restore_generators
 from ..matching import ModelMatch, SavedModel, listed, match_model, refuse
 from ..model_state import LENIENT, put_model, shapes_of
+from ..parallel.parameter_names import renamed
 from ..resume import on_rank_zero
 from ..system.atomic_files import remove_tree
 from .module import engine_of, unwrap

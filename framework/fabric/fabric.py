@@ -36,8 +36,8 @@ from ..ending import install_rank_hooks
 from ..forked_launch import launch_function
 from ..launch import launch_script
 from ..metrics.logger import Logger
-from ..resources import resolve_resources
-from ..strategy import Strategy
+from ..parallel.resources import resolve_resources
+from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import CheckpointVerbs
 

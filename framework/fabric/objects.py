@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ..core.precision import LossScaler
 from ..gradient_window import GradientWindow
-from ..strategy import Strategy, parameters_of
-from ..update import Updater
+from ..parallel.optimizer_step import Updater
+from ..parallel.strategy import Strategy, parameters_of
 
 
 class Engine:

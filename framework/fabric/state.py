@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..canonical import names_of
 from ..checkpoint.codec import decode, encode, encode_inline
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.write_plan import Shard, Snapshot
@@ -27,7 +26,8 @@ from ..matching import (
 )
 from ..model_state import LENIENT, encode_known, model_state, put_model, shapes_of, stored_of
 from ..optimizer_state import load_optimizer, optimizer_state, whole
-from ..strategy import Strategy
+from ..parallel.parameter_names import names_of
+from ..parallel.strategy import Strategy
 from .module import engine_of, unwrap
 from .objects import FabricOptimizer, FabricScheduler
 

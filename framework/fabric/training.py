@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, NonFiniteError
 from ..gradient_window import GradientWindow, check_weight
-from ..strategy import parameters_of
+from ..parallel.strategy import parameters_of
 from .loaders import FabricLoader
 from .objects import Engine, FabricOptimizer
 from .setup import SetupVerbs

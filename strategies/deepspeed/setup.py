@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ...framework.distributed.world import World
-from ...framework.materialize import replace_tensors, tensors_of, without_data
-from ...framework.strategy import StepAdapter, StepFunction
+from ...framework.parallel.meta_device import replace_tensors, tensors_of, without_data
+from ...framework.parallel.strategy import StepAdapter, StepFunction
 from .pieces import FlatGroups, Piece, even_piece, is_split, kept_piece, whole_shape
 from .state import EngineState
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...framework.canonical import state_tensors
 from ...framework.checkpoint.stored_tensor import HeldTensor, StoredTensor, StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.distributed.world import World
-from ...framework.strategy import Slots, is_stored, parameters_of
+from ...framework.parallel.parameter_names import state_tensors
+from ...framework.parallel.strategy import Slots, is_stored, parameters_of
 from .pieces import FlatGroups, Piece, even_piece, is_split, kept_piece, whole_shape
 
 

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...framework.canonical import state_tensors
 from ...framework.checkpoint.stored_tensor import StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError, LoopError
 from ...framework.core.precision import PRECISIONS, Precision
 from ...framework.distributed.world import World
-from ...framework.materialize import share_buffers
-from ...framework.strategy import Slots, StepFunction, Strategy, Traits, parameters_of
+from ...framework.parallel.meta_device import share_buffers
+from ...framework.parallel.parameter_names import state_tensors
+from ...framework.parallel.strategy import Slots, StepFunction, Strategy, Traits, parameters_of
 from ..limits import check_dense
 from .arguments import check_secondary_shards, lies_in_memory
 from .config import check_precision, engine_config, resolve_options

@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ...framework.distributed.world import World
-from ...framework.materialize import Owner, owners_of, replace_tensors
-from ...framework.strategy import StepAdapter, parameters_of
+from ...framework.parallel.meta_device import Owner, owners_of, replace_tensors
+from ...framework.parallel.strategy import StepAdapter, parameters_of
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts, plain_forward
 from .deferred import Deferred
 from .initial import Origins, allocate_buffers, check_buffers

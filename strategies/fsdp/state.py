@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
-from ...framework.strategy import is_stored
+from ...framework.parallel.strategy import is_stored
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -19,15 +19,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...framework.canonical import state_tensors
 from ...framework.checkpoint.finite_check import all_finite
 from ...framework.checkpoint.stored_tensor import StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError, LoopError, is_count, unknown
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
-from ...framework.materialize import share_buffers
-from ...framework.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
+from ...framework.parallel.meta_device import share_buffers
+from ...framework.parallel.parameter_names import state_tensors
+from ...framework.parallel.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
 from ..limits import check_dense, check_elementwise
 from .activations import Checkpointed, check_checkpointing
 from .deferred import Deferred

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ...framework.core.errors import ConfigurationError
-from ...framework.materialize import Owner
 from ...framework.module import TrainModule
+from ...framework.parallel.meta_device import Owner
 
 _HOOK = "configure_tensor_parallel"
 

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from phalanx import Trainer
 from phalanx.callbacks import Callback, EMAWeightAveraging
 from phalanx.checkpoint import open_checkpoint
-from phalanx.framework.whole import whole_tensors
+from phalanx.framework.parallel.full_tensors import whole_tensors
 
 STEPS, VALIDATED, GLOBAL_BATCH, DECAY = 8, 4, 8, 0.8
 ROWS = GLOBAL_BATCH * STEPS

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import Callback, TrainModule
-from phalanx.framework.call_watch import CallWatch
 from phalanx.framework.core.errors import LoopError
 from phalanx.framework.core.precision import Precision
 from phalanx.framework.distributed.world import World
-from phalanx.framework.strategy import StepFunction, Traits
+from phalanx.framework.parallel.strategy import StepFunction, Traits
+from phalanx.framework.parallel.zero_backward import CallWatch
 from phalanx.strategies.ddp import DDPStrategy
 
 LR = 0.2

@@ -17,7 +17,7 @@ from phalanx.framework.core.registry import CALLBACKS, LOGGERS, STRATEGIES, Regi
 ROOT = Path(phalanx.__file__).parent
 FACES = ("phalanx", "phalanx.checkpoint", "phalanx.strategies", "phalanx.callbacks", "phalanx.loggers")
 KINDS = {
-    "strategies": (STRATEGIES, "phalanx.framework.strategy:Strategy"),
+    "strategies": (STRATEGIES, "phalanx.framework.parallel.strategy:Strategy"),
     "callbacks": (CALLBACKS, "phalanx.framework.callback:Callback"),
     "loggers": (LOGGERS, "phalanx.framework.metrics.logger:Logger"),
 }

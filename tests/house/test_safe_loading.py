@@ -30,7 +30,7 @@ LOAD_PATH = (
     ),
     *(
         "framework/distributed/collective_errors.py",
-        "framework/canonical.py",
+        "framework/parallel/parameter_names.py",
         "framework/matching.py",
         "framework/exporting.py",
     ),

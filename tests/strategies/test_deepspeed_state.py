@@ -18,7 +18,7 @@ from phalanx.callbacks import LambdaCallback
 from phalanx.framework.checkpoint.stored_tensor import held
 from phalanx.framework.checkpoint.write_plan import Shard
 from phalanx.framework.core.precision import PRECISIONS
-from phalanx.framework.strategy import parameters_of
+from phalanx.framework.parallel.strategy import parameters_of
 from phalanx.strategies import DeepSpeedStrategy
 
 NVME = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}

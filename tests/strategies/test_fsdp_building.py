@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError
-from phalanx.framework.materialize import to_meta
+from phalanx.framework.parallel.meta_device import to_meta
 from phalanx.strategies import FSDPStrategy
 from phalanx.strategies.fsdp.deferred import Deferred
 

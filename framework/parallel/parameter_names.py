@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from .core.errors import CheckpointError
+from ..core.errors import CheckpointError
 
 T = TypeVar("T")
 

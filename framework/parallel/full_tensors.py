@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from .checkpoint.tiling import is_flat
-from .checkpoint.write_plan import Shard
-from .distributed.world import World
+from ..checkpoint.tiling import is_flat
+from ..checkpoint.write_plan import Shard
+from ..distributed.world import World
 
 
 def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[str, Tensor]]:

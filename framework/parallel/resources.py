@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .core.errors import ConfigurationError, is_count, unknown
-from .core.precision import Precision, resolve_precision
-from .core.registry import STRATEGIES
-from .distributed.world import World, placement
+from ..core.errors import ConfigurationError, is_count, unknown
+from ..core.precision import Precision, resolve_precision
+from ..core.registry import STRATEGIES
+from ..distributed.world import World, placement
+from ..system.launcher_env import Placement, check_devices
 from .strategy import Strategy
-from .system.launcher_env import Placement, check_devices
 
 _ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from .core.errors import ConfigurationError
-from .distributed.world import World
+from ..core.errors import ConfigurationError
+from ..distributed.world import World
 
 Owner = tuple[nn.Module, str]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .core.errors import LoopError
+from ..core.errors import LoopError
 
 Calls = list[tuple[nn.Module, Any]]
 """Modules that a step called itself, in order, and what they returned."""

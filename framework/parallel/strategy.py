@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .canonical import state_tensors
-from .checkpoint.finite_check import all_finite
-from .checkpoint.stored_tensor import StoredTensors
-from .checkpoint.write_plan import Shard
-from .core.errors import ConfigurationError
-from .core.precision import Precision
-from .distributed.world import World
-from .materialize import fill_from_rank_zero
+from ..checkpoint.finite_check import all_finite
+from ..checkpoint.stored_tensor import StoredTensors
+from ..checkpoint.write_plan import Shard
+from ..core.errors import ConfigurationError
+from ..core.precision import Precision
+from ..distributed.world import World
+from .meta_device import fill_from_rank_zero
+from .parameter_names import state_tensors
 
 StepFunction = Callable[..., Any]
 Slots = Mapping[str, Any]
