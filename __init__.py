@@ -12,9 +12,9 @@ from .framework.core.lazy_exports import face
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from .framework.callback import Callback as Callback
-    from .framework.combined import CombinedLoader as CombinedLoader
     from .framework.core.accumulation import AccumulationSchedule as AccumulationSchedule
     from .framework.core.errors import PhalanxError as PhalanxError
+    from .framework.data.combined_loader import CombinedLoader as CombinedLoader
     from .framework.datamodule import DataModule as DataModule
     from .framework.distributed.seed import seed_everything as seed_everything
     from .framework.fabric.fabric import Fabric as Fabric
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AccumulationSchedule": ".framework.core.accumulation",
     "Callback": ".framework.callback",
-    "CombinedLoader": ".framework.combined",
+    "CombinedLoader": ".framework.data.combined_loader",
     "DataModule": ".framework.datamodule",
     "Fabric": ".framework.fabric.fabric",
     "PhalanxError": ".framework.core.errors",

@@ -23,12 +23,12 @@ from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord, 
 from phalanx.framework.checkpoint.reader import parts_in_box
 from phalanx.framework.checkpoint.safetensors_header import FileRecord, byte_size, header_of
 from phalanx.framework.checkpoint.write_plan import Agreed, Box, Piece, Plan, assign
+from phalanx.framework.data.samplers import EvaluationSampler, NaturalOrder, TrainingSampler
 from phalanx.framework.distributed.seed import capture
 from phalanx.framework.distributed.world import World
 from phalanx.framework.heartbeat import LEARNED, SECTIONS, Beat
 from phalanx.framework.metrics.epoch_reduction import exchange
 from phalanx.framework.metrics.metric_entry import Entry
-from phalanx.framework.sampling import EvaluationSampler, NaturalOrder, TrainingSampler
 from phalanx.framework.stalls import StallWatch
 
 from .gpt import GPT

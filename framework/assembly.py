@@ -19,11 +19,12 @@ from .checkpoint.reader import Checkpoint
 from .core.errors import CheckpointError, ConfigurationError
 from .core.optimizer_config import resolve_optimizers
 from .core.position_rng import mix_seed, seed_generators
+from .data.accumulation_window import Windows
+from .data.evaluation_source import EvaluationSource
 from .datamodule import DataModule
 from .distributed.collective_errors import open_everywhere
 from .distributed.rank_zero_first import first_in_turn
 from .evaluation import EvaluationPlan
-from .evaluation_loaders import EvaluationSource
 from .loading import Data, require_data
 from .manual import ManualStep
 from .metrics.logger_threads import LoggerFanout
@@ -39,7 +40,6 @@ from .settings import Settings
 from .training import FitLoop, FitPlan
 from .transfer import batch_transfer
 from .user_code import check_closure, is_overridden
-from .windows import Windows
 
 if TYPE_CHECKING:
     from .trainer import Trainer

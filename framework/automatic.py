@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .core.step_output import check_loss, loss_of, outputs_for_hooks
+from .data.accumulation_window import Windows
 from .distributed.control import Agreement
 from .distributed.world import Pending
 from .heartbeat import LAST_BACKWARD, UPDATE
@@ -25,7 +26,6 @@ from .run import Run
 from .standins import STAND_IN, StandIns
 from .training_step import TrainingStep
 from .user_code import StrategyOptimizer, is_overridden
-from .windows import Windows
 
 
 class AutomaticStep(TrainingStep):

@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .average import Average
 from .core.errors import ConfigurationError
+from .data.dataloader import is_map_style
+from .data.evaluation_source import EvaluationSource
 from .distributed.seed import capture, restore
-from .evaluation_loaders import EvaluationSource
-from .loader_parts import is_map_style
 from .loading import Data
 from .metrics.torchmetrics_state import metrics_set_aside
 from .parallel.parameter_names import canonical_names

@@ -22,7 +22,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from .evaluation_loaders import EvaluationSource
+from .data.evaluation_source import EvaluationSource
 from .evaluation_rounds import in_rounds
 from .metrics.metric_entry import Entry
 from .metrics.metric_log import MetricLog, NoLog

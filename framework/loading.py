@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .core.errors import ConfigurationError, DataError
+from .data.combined_source import prepare_evaluations, prepare_training
+from .data.evaluation_source import EvaluationSource
+from .data.training_source import TrainingSource
 from .datamodule import DataModule
 from .distributed.world import World
-from .evaluation_loaders import EvaluationSource
-from .loaders import TrainingSource
 from .module import TrainModule
 from .settings import Settings
-from .sources import prepare_evaluations, prepare_training
 
 _ARGUMENTS = {
     "train": "train_dataloaders",

@@ -15,6 +15,7 @@ from .assembly import FitRequest
 from .core.errors import ConfigurationError, PhalanxError
 from .core.position_rng import RandomStream
 from .core.registry import STRATEGIES
+from .data.combined_source import prepare_training
 from .distributed.world import World
 from .loading import Data
 from .memory.formulas import LAYOUTS, ModelSize, Ranks
@@ -31,7 +32,6 @@ from .memory.there import Memory, bytes_of, memory_there
 from .module import TrainModule
 from .parallel.resources import Resources
 from .ranks import RankVerbs
-from .sources import prepare_training
 from .system.environment import nvme_path
 from .transfer import batch_transfer
 from .user_code import is_overridden

@@ -11,8 +11,8 @@ from .callback import Callback
 from .run import Run
 
 if TYPE_CHECKING:
+    from .data.accumulation_window import Windows
     from .training import FitPlan
-    from .windows import Windows
 
 _TENSORBOARD_FILES = "events.out.tfevents.*"
 

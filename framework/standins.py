@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .core.errors import LoopError
 from .core.step_output import loss_of
+from .data.accumulation_window import Windows
 from .distributed.control import Agreement
 from .distributed.seed import capture, restore
 from .metrics.torchmetrics_state import metrics_set_aside
@@ -26,7 +27,6 @@ from .parallel.strategy import StepFunction
 from .parallel.sync_batch_norm import is_collective
 from .parallel.zero_backward import Calls, CallWatch
 from .run import Run
-from .windows import Windows
 
 STAND_IN: Any = object()
 """The batch that asks for a stand-in."""

@@ -10,10 +10,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from ..core.errors import CheckpointError, ConfigurationError
-from ..distributed.data_parallel import DataRanks
-from ..distributed.world import World
-from ..loader_parts import distributed_samplers, is_map_style
-from ..loader_rounds import (
+from ..data.combined_source import prepare_training
+from ..data.dataloader import distributed_samplers, is_map_style
+from ..data.rounds import (
     Rounds,
     SplitBatches,
     asked_rounds,
@@ -22,9 +21,10 @@ from ..loader_rounds import (
     known_rounds,
     local_rounds,
 )
-from ..loaders import NO_BATCH, IterableSource, Position, TrainingSource
-from ..sampling import ceil_div
-from ..sources import prepare_training
+from ..data.samplers import ceil_div
+from ..data.training_source import NO_BATCH, IterableSource, Position, TrainingSource
+from ..distributed.data_parallel import DataRanks
+from ..distributed.world import World
 
 
 @dataclass

@@ -10,8 +10,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import CombinedLoader, DataModule
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError, DataError, UnknownNameError
-from phalanx.framework.loaders import NO_BATCH
-from phalanx.framework.sources import CombinedTraining, prepare_evaluation, prepare_evaluations, prepare_training
+from phalanx.framework.data.combined_source import (
+    CombinedTraining,
+    prepare_evaluation,
+    prepare_evaluations,
+    prepare_training,
+)
+from phalanx.framework.data.training_source import NO_BATCH
 
 LONG, SHORT = ["a0", "a1", "a2", "a3", "a4"], ["b0", "b1"]
 EXPECTED: dict[str, list[tuple[str, str | None]]] = {

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError, DataError
-from phalanx.framework.loaders import NO_BATCH, TrainingSource
-from phalanx.framework.sources import prepare_evaluation, prepare_evaluations, prepare_training
+from phalanx.framework.data.combined_source import prepare_evaluation, prepare_evaluations, prepare_training
+from phalanx.framework.data.training_source import NO_BATCH, TrainingSource
 
 Sample = Any
 

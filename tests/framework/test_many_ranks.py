@@ -19,10 +19,10 @@ from phalanx.framework.checkpoint.safetensors_header import FileRecord, open_ten
 from phalanx.framework.checkpoint.verify import problems_of
 from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.core.errors import DesyncError
+from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
 from phalanx.framework.distributed import world as world_module
 from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.world import Pending, World, frame_bytes
-from phalanx.framework.sampling import EvaluationSampler, TrainingSampler
 from phalanx.framework.system.processes import allow_open_files
 
 

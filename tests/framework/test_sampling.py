@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.framework.core.position_rng import RandomStream, SeededBatch, SeededDataset, SeededIndex, mix_seed
-from phalanx.framework.sampling import (
+from phalanx.framework.data.samplers import (
     EvaluationSampler,
     NaturalOrder,
     Order,

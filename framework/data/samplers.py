@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .core.position_rng import RandomStream, SeededBatch, SeededIndex, mix_seed
+from ..core.position_rng import RandomStream, SeededBatch, SeededIndex, mix_seed
 
 _MOST_KEPT = 1 << 26
 

@@ -13,9 +13,9 @@ from typing import Any, Final, final
 
 from torch.utils.data import DataLoader
 
-from .core.errors import CheckpointError, ConfigurationError
-from .core.position_rng import mix_seed
-from .loader_parts import (
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.position_rng import mix_seed
+from .dataloader import (
     Passes,
     check_loader,
     distributed_samplers,
@@ -27,7 +27,7 @@ from .loader_parts import (
     skip,
     tell_epoch,
 )
-from .sampling import TrainingSampler, ceil_div, length_of
+from .samplers import TrainingSampler, ceil_div, length_of
 
 Position = dict[str, Any]
 """How much of an epoch is consumed, in JSON values."""

@@ -9,9 +9,9 @@ from collections.abc import Generator, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from .core.accumulation import AccumulationSchedule
-from .core.progress import Progress
-from .loaders import NO_BATCH, TrainingSource
+from ..core.accumulation import AccumulationSchedule
+from ..core.progress import Progress
+from .training_source import NO_BATCH, TrainingSource
 
 _END = object()
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from .core.position_rng import mix_seed
-from .loader_parts import (
+from ..core.position_rng import mix_seed
+from .dataloader import (
     Passes,
     check_loader,
     distributed_samplers,
@@ -25,7 +25,7 @@ from .loader_parts import (
     seed_of,
     tell_epoch,
 )
-from .sampling import EvaluationSampler, NaturalOrder, length_of
+from .samplers import EvaluationSampler, NaturalOrder, length_of
 
 NumberedBatches = Iterator[tuple[int, Any]]
 

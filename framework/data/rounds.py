@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .distributed.data_parallel import DataRanks
-from .distributed.gather import rows_in, slice_rows
-from .loaders import NO_BATCH, CountedSource, MapSource, Position, TrainingSource
-from .sampling import length_of, part_of
+from ..distributed.data_parallel import DataRanks
+from ..distributed.gather import rows_in, slice_rows
+from .samplers import length_of, part_of
+from .training_source import NO_BATCH, CountedSource, MapSource, Position, TrainingSource
 
 _END = object()
 

@@ -10,10 +10,19 @@ from typing import Any
 
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from .combined import CombinedLoader, Rows, combined_length, cycle_parts, is_collection, merge, separate, side_by_side
-from .core.errors import CheckpointError, ConfigurationError
-from .evaluation_loaders import EvaluationSource, NumberedBatches, evaluation_source
-from .loaders import CONVERTED, NO_BATCH, Position, TrainingSource, training_source
+from ..core.errors import CheckpointError, ConfigurationError
+from .combined_loader import (
+    CombinedLoader,
+    Rows,
+    combined_length,
+    cycle_parts,
+    is_collection,
+    merge,
+    separate,
+    side_by_side,
+)
+from .evaluation_source import EvaluationSource, NumberedBatches, evaluation_source
+from .training_source import CONVERTED, NO_BATCH, Position, TrainingSource, training_source
 
 _EPOCHS_APART = 1 << 20
 

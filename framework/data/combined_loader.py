@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader
 
-from .core.errors import ConfigurationError, DataError, unknown
-from .loader_parts import check_loader
+from ..core.errors import ConfigurationError, DataError, unknown
+from .dataloader import check_loader
 
 MODES = ("min_size", "max_size", "max_size_cycle", "sequential")
 

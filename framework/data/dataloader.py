@@ -21,10 +21,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .core.errors import ConfigurationError, DataError
-from .core.position_rng import SeededDataset
-from .preemption import start_worker
-from .sampling import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
+from ..core.errors import ConfigurationError, DataError
+from ..core.position_rng import SeededDataset
+from ..preemption import start_worker
+from .samplers import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
 
 # When the first line about a long reading comes, and how long after it each further one.
 _PATIENCE_SECONDS = 3.0
