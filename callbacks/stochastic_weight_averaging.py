@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..framework.average import AverageSettings
 from ..framework.core.errors import ConfigurationError, is_count, unknown
+from ..framework.state.weight_average import AverageSettings
 from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..framework.average import Average, AverageSettings
 from ..framework.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
+from ..framework.state.weight_average import Average, AverageSettings
 
 if TYPE_CHECKING:
     from ..framework.core.progress import Progress

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .average import Average
 from .core.errors import ConfigurationError
 from .data.dataloader import is_map_style
 from .data.evaluation_source import EvaluationSource
@@ -25,6 +24,7 @@ from .metrics.torchmetrics_state import metrics_set_aside
 from .parallel.parameter_names import canonical_names
 from .parallel.sync_batch_norm import is_collective
 from .run import Run
+from .state.weight_average import Average
 from .user_code import in_context, with_arity
 
 

@@ -18,7 +18,7 @@ from .core.hyperparameters import HyperparametersMixin
 from .metrics.logger import Logger
 from .metrics.metric_log import MetricLog, NoLog
 from .metrics.torchmetrics_state import logged_items
-from .rebuilding import rebuild_module
+from .state.module_loading import rebuild_module
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection

@@ -13,8 +13,13 @@ from .checkpoint.codec import decode
 from .checkpoint.reader import Checkpoint
 from .core.errors import CheckpointError
 from .distributed.collective_errors import on_all_ranks
-from .extra_state import put_extra_state, saved_extra_state
-from .matching import (
+from .parallel.parameter_names import canonical_names, names_of, renamed
+from .parallel.strategy import parameters_of
+from .run import Run
+from .state.extra_state import put_extra_state, saved_extra_state
+from .state.module_state import check_model, put_model, shapes_of, stored_of
+from .state.optimizer_state import load_optimizer
+from .state.state_matching import (
     ModelMatch,
     OptimizerMatch,
     SavedModel,
@@ -25,11 +30,6 @@ from .matching import (
     match_schedulers,
     refuse,
 )
-from .model_state import check_model, put_model, shapes_of, stored_of
-from .optimizer_state import load_optimizer
-from .parallel.parameter_names import canonical_names, names_of, renamed
-from .parallel.strategy import parameters_of
-from .run import Run
 
 _ADVICE = "Resume with what it was saved with, or set strict_loading = False in the module to take what fits."
 

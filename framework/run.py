@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .averages import Averages
 from .callback import Callback, in_call_order, wanted
 from .core.accumulation import AccumulationSchedule
 from .core.errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
@@ -25,6 +24,7 @@ from .metrics.metric_entry import Entry
 from .metrics.metric_log import MetricLog
 from .module import TrainModule
 from .preemption import TRIGGER as LEAVE
+from .state.weight_averages import Averages
 
 if TYPE_CHECKING:
     from .manual import ManualOptimizer

@@ -14,12 +14,12 @@ from .core.errors import StorageError
 from .ending import install_rank_hooks
 from .evaluation import evaluate, predict
 from .job_queue import TimeLimit
-from .model_state import encode_known
 from .planning import settle_strategy
 from .preemption import TRIGGER as LEAVE
 from .preemption import SignalWatch
 from .report import box, end_lines, report, start_lines
 from .self_watch import watched
+from .state.module_state import encode_known
 from .system.environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble
 from .system.redaction import without_secrets
 from .system.run_directory import REPORT

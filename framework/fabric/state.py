@@ -14,8 +14,12 @@ from ..checkpoint.codec import decode, encode, encode_inline
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.write_plan import Shard, Snapshot
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
-from ..extra_state import extra_state, put_extra_state, saved_extra_state
-from ..matching import (
+from ..parallel.parameter_names import names_of
+from ..parallel.strategy import Strategy
+from ..state.extra_state import extra_state, put_extra_state, saved_extra_state
+from ..state.module_state import LENIENT, encode_known, model_state, put_model, shapes_of, stored_of
+from ..state.optimizer_state import load_optimizer, optimizer_state, whole
+from ..state.state_matching import (
     ModelMatch,
     OptimizerMatch,
     SavedModel,
@@ -24,10 +28,6 @@ from ..matching import (
     match_optimizer,
     refuse,
 )
-from ..model_state import LENIENT, encode_known, model_state, put_model, shapes_of, stored_of
-from ..optimizer_state import load_optimizer, optimizer_state, whole
-from ..parallel.parameter_names import names_of
-from ..parallel.strategy import Strategy
 from .module import engine_of, unwrap
 from .objects import FabricOptimizer, FabricScheduler
 

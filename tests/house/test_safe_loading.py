@@ -20,18 +20,18 @@ FORBIDDEN = (
 CONVERT = "framework/checkpoint/convert/"
 # Modules that a checkpoint passes on its way, by the beginning of their names.
 LOAD_PATH = (
-    *("checkpoint.py", "framework/checkpoint/", "framework/restoring.py", "framework/rebuilding.py"),
+    *("checkpoint.py", "framework/checkpoint/", "framework/restoring.py", "framework/state/module_loading.py"),
     *(
         "framework/resume.py",
-        "framework/model_state.py",
-        "framework/optimizer_state.py",
-        "framework/average.py",
-        "framework/averages.py",
+        "framework/state/module_state.py",
+        "framework/state/optimizer_state.py",
+        "framework/state/weight_average.py",
+        "framework/state/weight_averages.py",
     ),
     *(
         "framework/distributed/collective_errors.py",
         "framework/parallel/parameter_names.py",
-        "framework/matching.py",
+        "framework/state/state_matching.py",
         "framework/exporting.py",
     ),
     *(

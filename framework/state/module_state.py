@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from .checkpoint.codec import encode_inline
-from .checkpoint.manifest import JSON
-from .checkpoint.reader import Checkpoint
-from .checkpoint.stored_tensor import SavedTensor, StoredTensors
-from .checkpoint.write_plan import Shard
-from .core.errors import ConfigurationError
-from .matching import ModelMatch, SavedModel, match_model, refuse
-from .parallel.parameter_names import canonical_names, canonical_table
-from .parallel.strategy import Strategy
-from .system.redaction import holds_secret
+from ..checkpoint.codec import encode_inline
+from ..checkpoint.manifest import JSON
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.stored_tensor import SavedTensor, StoredTensors
+from ..checkpoint.write_plan import Shard
+from ..core.errors import ConfigurationError
+from ..parallel.parameter_names import canonical_names, canonical_table
+from ..parallel.strategy import Strategy
+from ..system.redaction import holds_secret
+from .state_matching import ModelMatch, SavedModel, match_model, refuse
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .checkpoint.codec import decode, encode_inline
-from .checkpoint.reader import Checkpoint
-from .checkpoint.stored_tensor import SavedTensor
-from .checkpoint.write_plan import Shard
-from .matching import OptimizerMatch, group_names
-from .parallel.strategy import Strategy, parameters_of
+from ..checkpoint.codec import decode, encode_inline
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.stored_tensor import SavedTensor
+from ..checkpoint.write_plan import Shard
+from ..parallel.strategy import Strategy, parameters_of
+from .state_matching import OptimizerMatch, group_names
 
 # How an update is computed, not what it computes: that depends on the device and the strategy of the run.
 _OF_THE_RUN = ("foreach", "fused", "capturable", "differentiable")

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint.codec import decode
-from .checkpoint.consolidate import AVERAGES, MODEL, section_tensors
-from .checkpoint.reader import Checkpoint
-from .core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
-from .distributed.seed import capture, restore
+from ..checkpoint.codec import decode
+from ..checkpoint.consolidate import AVERAGES, MODEL, section_tensors
+from ..checkpoint.reader import Checkpoint
+from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
+from ..distributed.seed import capture, restore
+from ..parallel.parameter_names import canonical_table, state_tensors
 from .extra_state import StateTensors, put_extra_state, saved_extra_state, state_of
-from .matching import listed
-from .model_state import check_model
-from .parallel.parameter_names import canonical_table, state_tensors
+from .module_state import check_model
+from .state_matching import listed
 
 
 def rebuild_module(

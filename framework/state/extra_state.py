@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .checkpoint.codec import decode
-from .checkpoint.reader import Checkpoint
-from .parallel.parameter_names import canonical_names, renamed
+from ..checkpoint.codec import decode
+from ..checkpoint.reader import Checkpoint
+from ..parallel.parameter_names import canonical_names, renamed
 
 
 def extra_state(module: nn.Module) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.reader import Checkpoint
-from .core.errors import CheckpointError, did_you_mean
-from .parallel.parameter_names import begins, renamed, tied_names
-from .parallel.strategy import parameters_of
+from ..checkpoint.reader import Checkpoint
+from ..core.errors import CheckpointError, did_you_mean
+from ..parallel.parameter_names import begins, renamed, tied_names
+from ..parallel.strategy import parameters_of
 
 Shape = tuple[int, ...]
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .average import Average, AverageSettings
-from .checkpoint.consolidate import AVERAGES as SECTION
-from .checkpoint.reader import Checkpoint
-from .checkpoint.write_plan import Shard
-from .core.errors import ConfigurationError
+from ..checkpoint.consolidate import AVERAGES as SECTION
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.write_plan import Shard
+from ..core.errors import ConfigurationError
+from .weight_average import Average, AverageSettings
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ..run import Run
 
 
 class Averages:

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.consolidate import AVERAGES as SECTION
-from .checkpoint.reader import Checkpoint
-from .checkpoint.stored_tensor import HeldShard, SavedTensor, StoredTensors, read_piece
-from .checkpoint.write_plan import Shard
-from .model_state import model_state, put_model, shapes_of
-from .parallel.full_tensors import whole_tensors
-from .parallel.parameter_names import canonical_names
-from .parallel.strategy import parameters_of
+from ..checkpoint.consolidate import AVERAGES as SECTION
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.stored_tensor import HeldShard, SavedTensor, StoredTensors, read_piece
+from ..checkpoint.write_plan import Shard
+from ..parallel.full_tensors import whole_tensors
+from ..parallel.parameter_names import canonical_names
+from ..parallel.strategy import parameters_of
+from .module_state import model_state, put_model, shapes_of
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ..run import Run
 
 # So much is converted at once where weights are of another dtype or on another device than their average.
 _CHUNK_ELEMENTS = 1 << 24
