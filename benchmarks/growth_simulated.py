@@ -26,10 +26,10 @@ from phalanx.framework.checkpoint.write_plan import Agreed, Box, Piece, Plan, as
 from phalanx.framework.data.samplers import EvaluationSampler, NaturalOrder, TrainingSampler
 from phalanx.framework.distributed.seed import capture
 from phalanx.framework.distributed.world import World
-from phalanx.framework.heartbeat import LEARNED, SECTIONS, Beat
 from phalanx.framework.metrics.epoch_reduction import exchange
 from phalanx.framework.metrics.metric_entry import Entry
-from phalanx.framework.stalls import StallWatch
+from phalanx.framework.watchdog.heartbeat import LEARNED, SECTIONS, Beat
+from phalanx.framework.watchdog.stall_detector import StallWatch
 
 from .gpt import GPT
 

@@ -18,7 +18,6 @@ from .core.step_output import check_loss, loss_of, outputs_for_hooks
 from .data.accumulation_window import Windows
 from .distributed.control import Agreement
 from .distributed.world import Pending
-from .heartbeat import LAST_BACKWARD, UPDATE
 from .parallel.strategy import StepFunction
 from .parallel.sync_batch_norm import is_collective
 from .parallel.zero_backward import zero_gradients
@@ -26,6 +25,7 @@ from .run import Run
 from .standins import STAND_IN, StandIns
 from .training_step import TrainingStep
 from .user_code import StrategyOptimizer, is_overridden
+from .watchdog.heartbeat import LAST_BACKWARD, UPDATE
 
 
 class AutomaticStep(TrainingStep):

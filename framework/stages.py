@@ -18,13 +18,13 @@ from .planning import settle_strategy
 from .preemption import TRIGGER as LEAVE
 from .preemption import SignalWatch
 from .report import box, end_lines, report, start_lines
-from .self_watch import watched
 from .state.module_state import encode_known
 from .system.environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble
 from .system.redaction import without_secrets
 from .system.run_directory import REPORT
 from .trainer_view import TrainerState
 from .training import FitLoop
+from .watchdog.in_process_watchdog import watched
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -19,7 +19,6 @@ from .datamodule import DataModule
 from .ending import install_exit_codes
 from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
-from .heartbeat import Heartbeat, StallTimeout, resolve_stall_timeout
 from .launch import launch_script
 from .memory.plan import MemoryPlan
 from .module import TrainModule
@@ -39,6 +38,7 @@ from .system.entry_script import can_rerun_script
 from .system.run_directory import RunDirectory
 from .trainer_view import METRIC_KINDS, TrainerState, TrainerView
 from .training import FitLoop
+from .watchdog.heartbeat import Heartbeat, StallTimeout, resolve_stall_timeout
 
 _DEFAULT_NAME = "phalanx_logs"
 

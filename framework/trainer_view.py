@@ -22,7 +22,6 @@ from .datamodule import DataModule
 from .distributed.world import World
 from .evaluation import EvaluationPlan
 from .fabric.fabric import Fabric
-from .heartbeat import Heartbeat
 from .metrics.logger import Logger
 from .module import TrainModule
 from .parallel.strategy import Strategy
@@ -30,6 +29,7 @@ from .run import Run
 from .settings import Settings
 from .system.run_directory import RunDirectory
 from .training import FitLoop
+from .watchdog.heartbeat import Heartbeat
 
 T = TypeVar("T")
 

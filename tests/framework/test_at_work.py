@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from ranks import run_on_ranks
 
-from phalanx.framework.at_work import AtWork
-from phalanx.framework.heartbeat import LAST_BACKWARD, Heartbeat, resolve_stall_timeout
+from phalanx.framework.watchdog.heartbeat import LAST_BACKWARD, Heartbeat, resolve_stall_timeout
+from phalanx.framework.watchdog.peer_progress import AtWork
 
 # Stage, section, phase, and whether the rank waits.
 AHEAD, BEHIND, BEHIND_AND_WAITS = (0, 7, LAST_BACKWARD, 1), (0, 7, 1, 0), (0, 7, 1, 1)

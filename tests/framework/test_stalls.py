@@ -21,13 +21,20 @@ from ranks import run_on_ranks, run_script
 
 import phalanx
 from phalanx import Trainer
-from phalanx.framework import stalls
 from phalanx.framework.core.errors import ConfigurationError, StalledError
-from phalanx.framework.heartbeat import LAST_BACKWARD, SECTIONS, Beat, BeatReader, Heartbeat, resolve_stall_timeout
-from phalanx.framework.stacks import Stacks, parse_stacks
-from phalanx.framework.stalls import FIRST_SECONDS, LEAST_SECONDS, Stalls, StallWatch
 from phalanx.framework.supervisor import Supervisor, Verdict
 from phalanx.framework.system.failure_records import Failure, record_trouble
+from phalanx.framework.watchdog import stall_detector as stalls
+from phalanx.framework.watchdog.heartbeat import (
+    LAST_BACKWARD,
+    SECTIONS,
+    Beat,
+    BeatReader,
+    Heartbeat,
+    resolve_stall_timeout,
+)
+from phalanx.framework.watchdog.stack_dump import Stacks, parse_stacks
+from phalanx.framework.watchdog.stall_detector import FIRST_SECONDS, LEAST_SECONDS, Stalls, StallWatch
 
 AT_WORK = Stacks(('  File "train.py", line 3 in training_step',))
 ELSEWHERE = Stacks(('  File "train.py", line 4 in training_step',))
@@ -321,7 +328,7 @@ def test_stacks_are_read_thread_by_thread() -> None:
 
 RANK = """
 import ctypes, os, re, signal, sys, time
-from phalanx.framework.heartbeat import Heartbeat, resolve_stall_timeout
+from phalanx.framework.watchdog.heartbeat import Heartbeat, resolve_stall_timeout
 directory, rank, how = sys.argv[1:]
 heartbeat = Heartbeat()
 heartbeat.share(directory, int(rank))

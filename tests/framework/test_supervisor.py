@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted, RankError
-from phalanx.framework.heartbeat import SECTIONS, Beat, resolve_stall_timeout
-from phalanx.framework.stalls import StartedRanks
 from phalanx.framework.supervisor import PREEMPT_SECONDS, Supervisor, Verdict
 from phalanx.framework.system.failure_records import (
     Failure,
@@ -24,6 +22,8 @@ from phalanx.framework.system.failure_records import (
     record_meeting,
     record_trouble,
 )
+from phalanx.framework.watchdog.heartbeat import SECTIONS, Beat, resolve_stall_timeout
+from phalanx.framework.watchdog.stall_detector import StartedRanks
 
 SLEEP = "sleep 3600"
 

@@ -18,14 +18,14 @@ import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-from .at_work import AtWork
-from .core.errors import StalledError
+from ..core.errors import StalledError
+from ..system.entry_script import can_rerun_script
+from ..system.environment import error_dir
+from ..system.launcher_env import Placement
 from .heartbeat import LEARNED, SECTIONS, Beat, Heartbeat
-from .stacks import Stacks, parse_stacks
-from .stalls import Stalls
-from .system.entry_script import can_rerun_script
-from .system.environment import error_dir
-from .system.launcher_env import Placement
+from .peer_progress import AtWork
+from .stack_dump import Stacks, parse_stacks
+from .stall_detector import Stalls
 
 LOOK_SECONDS = 0.25
 _stages = itertools.count()

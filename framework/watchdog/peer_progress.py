@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .distributed.rendezvous import shared_store
+from ..distributed.rendezvous import shared_store
 from .heartbeat import OUTSIDE, Beat
 
 _KEY = "phalanx/at_work"

@@ -27,7 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from .core.errors import ConfigurationError, unknown
+from ..core.errors import ConfigurationError, unknown
 
 SECTIONS = ("outside", "set-up", "epoch", "step", "evaluation", "save", "teardown")
 OUTSIDE, _STEP = SECTIONS.index("outside"), SECTIONS.index("step")

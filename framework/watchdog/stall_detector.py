@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .heartbeat import LEARNED, OUTSIDE, SECTIONS, Beat, BeatReader
-from .stacks import Stacks, process_state, read_stacks, work_seconds
+from .stack_dump import Stacks, process_state, read_stacks, work_seconds
 
 # The limit where nothing is known yet; after n signs of life in a section an n-th of it still holds.
 FIRST_SECONDS = 1800.0
