@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .assembly import FitRequest
 from .distributed.world import placement
-from .forked_launch import launch_function
+from .launch.fork_launcher import launch_function
 from .stages import run_stage
 
 if TYPE_CHECKING:

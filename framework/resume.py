@@ -17,8 +17,8 @@ from .checkpoint.manifest_file import read_manifest
 from .checkpoint.stale_files import clean_own, clean_shared
 from .core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
 from .distributed.world import World
-from .preemption import is_name
-from .restarts import FitPlace, earlier_fit, record_fit
+from .launch.restart_policy import FitPlace, earlier_fit, record_fit
+from .launch.signals import is_name
 from .system.environment import attempt, error_dir
 from .system.run_directory import RunDirectory, identity_of, next_version, versions
 

@@ -19,11 +19,11 @@ from .core.progress import Progress
 from .distributed.control import NOTE, Triggers
 from .distributed.world import World
 from .fabric.fabric import Fabric
+from .launch.signals import TRIGGER as LEAVE
 from .metrics.logger_threads import LoggerFanout
 from .metrics.metric_entry import Entry
 from .metrics.metric_log import MetricLog
 from .module import TrainModule
-from .preemption import TRIGGER as LEAVE
 from .state.weight_averages import Averages
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ import torch
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
 from .collective_watch import comparing_collectives
 from .core.errors import StorageError
-from .ending import install_rank_hooks
 from .evaluation import evaluate, predict
-from .job_queue import TimeLimit
+from .launch.exit_hooks import install_rank_hooks
+from .launch.signals import TRIGGER as LEAVE
+from .launch.signals import SignalWatch
+from .launch.slurm import TimeLimit
 from .planning import settle_strategy
-from .preemption import TRIGGER as LEAVE
-from .preemption import SignalWatch
 from .report import box, end_lines, report, start_lines
 from .state.module_state import encode_known
 from .system.environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble

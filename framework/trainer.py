@@ -16,17 +16,17 @@ from .core.accumulation import AccumulationSchedule
 from .core.errors import ConfigurationError, is_count
 from .core.progress import Progress
 from .datamodule import DataModule
-from .ending import install_exit_codes
 from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
-from .launch import launch_script
+from .launch.exit_hooks import install_exit_codes
+from .launch.script_launcher import launch_script
+from .launch.signals import SIGNALS, check_signals
 from .memory.plan import MemoryPlan
 from .module import TrainModule
 from .notebook import run_in_function
 from .parallel.strategy import Strategy
 from .planning import plan_memory
 from .plugins import resolve_callbacks, resolve_loggers
-from .preemption import SIGNALS, check_signals
 from .report import say
 from .resume import checked_checkpoint_path
 from .run import Run

@@ -29,9 +29,9 @@ from .automatic import AutomaticStep
 from .core.errors import DataError
 from .data.accumulation_window import Windows
 from .evaluation import EvaluationPlan, evaluate, logging_to
+from .launch.signals import leave
 from .manual import ManualStep
 from .metrics.metric_log import NoLog
-from .preemption import leave
 from .rank_state import redone, rejoin
 from .run import Run
 

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from phalanx.framework.fork_server_main import NAME
+from phalanx.framework.launch.fork_server_main import NAME
 
 MARK = "PHALANX_KILL_TRIAL"
 # A loaded machine may take its time; on a quiet one all goes at once.

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from ..core.errors import ConfigurationError, DataError
 from ..core.position_rng import SeededDataset
-from ..preemption import start_worker
+from ..launch.signals import start_worker
 from .samplers import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
 
 # When the first line about a long reading comes, and how long after it each further one.

@@ -32,9 +32,9 @@ from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS
 from ..distributed.seed import seed_everything
 from ..distributed.world import placement
-from ..ending import install_rank_hooks
-from ..forked_launch import launch_function
-from ..launch import launch_script
+from ..launch.exit_hooks import install_rank_hooks
+from ..launch.fork_launcher import launch_function
+from ..launch.script_launcher import launch_script
 from ..metrics.logger import Logger
 from ..parallel.resources import resolve_resources
 from ..parallel.strategy import Strategy

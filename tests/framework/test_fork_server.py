@@ -12,15 +12,15 @@ import pytest
 from ranks import run_command, run_script, session_pids, started_script, wait_until
 
 import phalanx
-from phalanx.framework.fork_server import ForkServer, ServerGone
-from phalanx.framework.fork_server_main import NAME
+from phalanx.framework.launch.fork_server import ForkServer, ServerGone
+from phalanx.framework.launch.fork_server_main import NAME
 from phalanx.framework.system.entry_script import Script
 
 HEAD = """
 import os, random, sys, time
 import torch
-from phalanx.framework.ending import install_rank_hooks
-from phalanx.framework.launch import launch_script
+from phalanx.framework.launch.exit_hooks import install_rank_hooks
+from phalanx.framework.launch.script_launcher import launch_script
 from phalanx.framework.distributed.world import World, placement
 
 place = placement()

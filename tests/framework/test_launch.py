@@ -20,10 +20,10 @@ from ranks import run_command, run_script, session_pids, started_script, wait_un
 
 from phalanx.framework.core.errors import ConfigurationError, RankError
 from phalanx.framework.distributed.world import World
-from phalanx.framework.ending import _end_workers
-from phalanx.framework.forked_launch import launch_function
-from phalanx.framework.launch import launch_script
-from phalanx.framework.meeting import _remove_leftovers
+from phalanx.framework.launch.exit_hooks import _end_workers
+from phalanx.framework.launch.fork_launcher import launch_function
+from phalanx.framework.launch.launch_context import _remove_leftovers
+from phalanx.framework.launch.script_launcher import launch_script
 from phalanx.framework.system.atomic_files import lock
 from phalanx.framework.system.entry_script import _interpreter_flags, can_rerun_script
 from phalanx.framework.system.launcher_env import ERROR_DIR
@@ -33,8 +33,8 @@ HEAD = """
 import os, signal, sys, time
 import torch
 from phalanx.framework.core.errors import ConfigurationError, Preempted
-from phalanx.framework.ending import install_rank_hooks
-from phalanx.framework.launch import launch_script
+from phalanx.framework.launch.exit_hooks import install_rank_hooks
+from phalanx.framework.launch.script_launcher import launch_script
 from phalanx.framework.distributed.world import World, placement
 
 place = placement()

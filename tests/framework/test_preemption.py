@@ -25,8 +25,8 @@ from phalanx.checkpoint import open_checkpoint, verify
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.world import World
-from phalanx.framework.job_queue import TimeLimit
-from phalanx.framework.preemption import SignalWatch, check_signals
+from phalanx.framework.launch.signals import SignalWatch, check_signals
+from phalanx.framework.launch.slurm import TimeLimit
 from phalanx.framework.system.launcher_env import Job
 
 SCRIPT = """
@@ -227,7 +227,7 @@ def test_a_process_that_a_fit_has_forked_ends_as_if_nobody_watched() -> None:
 def test_ranks_that_have_not_met_have_nothing_to_lose() -> None:
     source = (
         "import os, signal\n"
-        "from phalanx.framework.launch import launch_script\n"
+        "from phalanx.framework.launch.script_launcher import launch_script\n"
         "from phalanx.framework.distributed.world import placement\n"
         "if placement().launcher is None: launch_script(2)\n"
         "os.kill(os.getppid(), signal.SIGTERM)\n"

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx import Trainer
-from phalanx.framework.rank_output import RankOutput
+from phalanx.framework.launch.rank_output import RankOutput
 from phalanx.framework.system.traceback_summary import MOST_LINES, brief_traceback
 
 SCRIPT = """
@@ -163,7 +163,7 @@ def test_what_a_rank_left_running_does_not_hold_up_the_end(tmp_path: Path) -> No
 def test_a_terminal_stays_one_for_rank_0() -> None:
     source = (
         "import sys, os\n"
-        "from phalanx.framework.rank_output import RankOutput\n"
+        "from phalanx.framework.launch.rank_output import RankOutput\n"
         "import subprocess\n"
         "told = 'import os, sys; print(sys.stdout.isatty(), os.get_terminal_size()[:])'\n"
         "with RankOutput(lambda: None, '') as output:\n"
@@ -269,7 +269,7 @@ def test_a_chain_of_errors_is_cut_in_its_middle() -> None:
 def test_a_screen_that_nobody_reads_for_a_while_is_known_to_hold_ranks_up() -> None:
     source = (
         "import os, subprocess, sys, threading, time\n"
-        "from phalanx.framework.rank_output import RankOutput\n"
+        "from phalanx.framework.launch.rank_output import RankOutput\n"
         "reading, screen = os.pipe()\n"
         "told = os.dup(2)\n"
         "os.dup2(screen, 1); os.dup2(screen, 2)\n"

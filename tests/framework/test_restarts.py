@@ -12,7 +12,7 @@ from restart_run import train
 from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.restarts import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Restarts
+from phalanx.framework.launch.restart_policy import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Restarts
 from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR
 
 SCRIPT = TESTS / "restart_run.py"

@@ -22,7 +22,7 @@ from ranks import run_on_ranks, run_script
 import phalanx
 from phalanx import Trainer
 from phalanx.framework.core.errors import ConfigurationError, StalledError
-from phalanx.framework.supervisor import Supervisor, Verdict
+from phalanx.framework.launch.supervisor import Supervisor, Verdict
 from phalanx.framework.system.failure_records import Failure, record_trouble
 from phalanx.framework.watchdog import stall_detector as stalls
 from phalanx.framework.watchdog.heartbeat import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted, RankError
-from phalanx.framework.supervisor import PREEMPT_SECONDS, Supervisor, Verdict
+from phalanx.framework.launch.supervisor import PREEMPT_SECONDS, Supervisor, Verdict
 from phalanx.framework.system.failure_records import (
     Failure,
     exit_code_of,
@@ -159,7 +159,7 @@ def test_a_rank_that_quits_in_a_fit_is_at_fault_for_what_others_fail_of(tmp_path
 def test_a_rank_that_lingers_over_its_error_ends_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
 ) -> None:
-    monkeypatch.setattr("phalanx.framework.supervisor.FAREWELL_SECONDS", 0.3)
+    monkeypatch.setattr("phalanx.framework.launch.supervisor.FAREWELL_SECONDS", 0.3)
     noting(monkeypatch, section)
     in_trouble(tmp_path, 1, ValueError("the cause"))
     seconds = 30 if section == "teardown" else 1
@@ -233,7 +233,7 @@ def test_ranks_that_cannot_meet_any_more_are_not_waited_for(
 def test_ranks_that_were_told_to_end_have_the_limits_of_their_sections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, code: int
 ) -> None:
-    monkeypatch.setattr("phalanx.framework.supervisor.PREEMPT_SECONDS", 0.3)
+    monkeypatch.setattr("phalanx.framework.launch.supervisor.PREEMPT_SECONDS", 0.3)
     noting(monkeypatch, section)
     record_meeting(str(tmp_path), 0)
     supervisor = Supervisor(str(tmp_path))

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.reduction import sendfds
 from pathlib import Path
 
+from ..system.entry_script import Script
+from ..system.processes import ForkedProcess, die_with_parent
 from . import fork_server_main
 from .fork_server_main import NO_RANK, READY, SIGNALS, Preparation, Rank
-from .system.entry_script import Script
-from .system.processes import ForkedProcess, die_with_parent
 
 # Packages whose modules, where this process has imported them, ranks get ready made. None of them looks at its rank as
 # it is imported, which torchmetrics does.

@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .core.errors import CheckpointError, ConfigurationError, Preempted
-from .system.failure_records import INTERRUPTED, write_whole
+from ..core.errors import CheckpointError, ConfigurationError, Preempted
+from ..system.failure_records import INTERRUPTED, write_whole
 
 # Ends that starting again would not change, or that somebody wanted.
 _FINAL = frozenset({0, ConfigurationError.exit_code, CheckpointError.exit_code, Preempted.exit_code, INTERRUPTED})

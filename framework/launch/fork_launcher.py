@@ -17,13 +17,13 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from .core.errors import ConfigurationError, RankError, StalledError
-from .ending import tell_of_failure
-from .meeting import Meeting, meeting, private_directory
+from ..core.errors import ConfigurationError, RankError, StalledError
+from ..system.environment import adopt_environment, threads_for_ranks
+from ..system.failure_records import exit_code_of
+from ..system.processes import ForkedProcess, die_with_parent
+from .exit_hooks import tell_of_failure
+from .launch_context import Meeting, meeting, private_directory
 from .supervisor import Supervisor
-from .system.environment import adopt_environment, threads_for_ranks
-from .system.failure_records import exit_code_of
-from .system.processes import ForkedProcess, die_with_parent
 
 T = TypeVar("T")
 

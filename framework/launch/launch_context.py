@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from .restarts import attempt_directory
-from .system.atomic_files import lock, unheld, unlock
-from .system.environment import rank_environment, threads_for_ranks
-from .system.launcher_env import STORE_FD
-from .system.processes import is_running
+from ..system.atomic_files import lock, unheld, unlock
+from ..system.environment import rank_environment, threads_for_ranks
+from ..system.launcher_env import STORE_FD
+from ..system.processes import is_running
+from .restart_policy import attempt_directory
 
 # Of the directory that the ranks of a launch share; the supervisor's process number follows.
 _PREFIX = "phalanx-"

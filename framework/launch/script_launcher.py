@@ -14,18 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from .core.errors import ConfigurationError, PhalanxError
-from .ending import write_error
+from ..core.errors import ConfigurationError, PhalanxError
+from ..system.atomic_files import write_text
+from ..system.entry_script import Script, can_rerun_script
+from ..system.environment import hiding_secrets
+from ..system.processes import Process, die_with_parent
+from ..system.run_directory import REPORT
+from .exit_hooks import write_error
 from .fork_server import ForkServer, ServerGone
-from .meeting import Meeting, meeting, private_directory
+from .launch_context import Meeting, meeting, private_directory
 from .rank_output import RankOutput
-from .restarts import Restarts, run_directory
+from .restart_policy import Restarts, run_directory
 from .supervisor import Supervisor, Verdict
-from .system.atomic_files import write_text
-from .system.entry_script import Script, can_rerun_script
-from .system.environment import hiding_secrets
-from .system.processes import Process, die_with_parent
-from .system.run_directory import REPORT
 
 # Of what a rank printed that ended without a traceback.
 _LAST_LINES = 10

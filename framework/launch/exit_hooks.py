@@ -12,13 +12,13 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
-from .core.errors import ConfigurationError, Preempted
-from .distributed.world import Placement
-from .system.entry_script import can_rerun_script
-from .system.environment import error_dir, failure_of, hiding_secrets, started_by_torchrun
-from .system.failure_records import INTERRUPTED, exit_code_of, record_failure
-from .system.processes import end_with_parent
-from .system.traceback_summary import brief_traceback
+from ..core.errors import ConfigurationError, Preempted
+from ..distributed.world import Placement
+from ..system.entry_script import can_rerun_script
+from ..system.environment import error_dir, failure_of, hiding_secrets, started_by_torchrun
+from ..system.failure_records import INTERRUPTED, exit_code_of, record_failure
+from ..system.processes import end_with_parent
+from ..system.traceback_summary import brief_traceback
 
 
 def install_rank_hooks(placement: Placement) -> None:

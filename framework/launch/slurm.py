@@ -11,8 +11,8 @@ import threading
 import time
 from datetime import timedelta
 
-from .distributed.control import Triggers
-from .system.launcher_env import Job
+from ..distributed.control import Triggers
+from ..system.launcher_env import Job
 
 NEAR_END = "time limit"
 REQUEUED_AT = ("SIGUSR1", "SIGUSR2")

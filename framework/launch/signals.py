@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data._utils.worker import _worker_loop
 
-from .checkpoint.manifest_file import read_manifest
-from .core.errors import CheckpointError, ConfigurationError, NonFiniteError, Preempted, StorageError, unknown
-from .distributed.control import Triggers
-from .distributed.rendezvous import is_waiting
-from .job_queue import NEAR_END, REQUEUED_AT, requeue
-from .system.environment import current_job
-from .system.processes import end_with_parent
+from ..checkpoint.manifest_file import read_manifest
+from ..core.errors import CheckpointError, ConfigurationError, NonFiniteError, Preempted, StorageError, unknown
+from ..distributed.control import Triggers
+from ..distributed.rendezvous import is_waiting
+from ..system.environment import current_job
+from ..system.processes import end_with_parent
+from .slurm import NEAR_END, REQUEUED_AT, requeue
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ..run import Run
 
 TRIGGER = "leave"
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")

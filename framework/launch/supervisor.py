@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from .core.errors import Preempted, StalledError
-from .system.failure_records import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
-from .system.processes import Process, adopt_orphans, children
-from .watchdog.heartbeat import OUTSIDE, SECTIONS, Beat
-from .watchdog.stall_detector import Stall, Stalls, StartedRanks
+from ..core.errors import Preempted, StalledError
+from ..system.failure_records import INTERRUPTED, Failure, has_met, read_failure, read_leaving, read_trouble
+from ..system.processes import Process, adopt_orphans, children
+from ..watchdog.heartbeat import OUTSIDE, SECTIONS, Beat
+from ..watchdog.stall_detector import Stall, Stalls, StartedRanks
 
 POLL_SECONDS = 0.02
 # After a rank was seen to fail: how long a crash on another rank, which takes the system longer to end, may still show.
