@@ -17,6 +17,7 @@ from .core.position_rng import RandomStream
 from .core.registry import STRATEGIES
 from .data.combined_source import prepare_training
 from .distributed.world import World
+from .fabric.collectives import RankVerbs
 from .loading import Data
 from .memory.formulas import LAYOUTS, ModelSize, Ranks
 from .memory.measure import (
@@ -31,7 +32,6 @@ from .memory.plan import MemoryPlan, candidates, fits_easily, make_plan
 from .memory.there import Memory, bytes_of, memory_there
 from .module import TrainModule
 from .parallel.resources import Resources
-from .ranks import RankVerbs
 from .system.environment import nvme_path
 from .transfer import batch_transfer
 from .user_code import is_overridden

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.precision import LossScaler
-from ..gradient_window import GradientWindow
 from ..parallel.optimizer_step import Updater
 from ..parallel.strategy import Strategy, parameters_of
+from .gradient_window import GradientWindow
 
 
 class Engine:

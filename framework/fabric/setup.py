@@ -14,11 +14,11 @@ from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
 from ..core.precision import LossScaler, Precision
 from ..distributed.gather import gather_rows
-from ..gradient_window import GradientWindow
 from ..parallel.optimizer_step import Updater
 from ..parallel.resources import Resources
 from ..parallel.strategy import Strategy, parameters_of
-from ..ranks import RankVerbs
+from .collectives import RankVerbs
+from .gradient_window import GradientWindow
 from .loaders import FabricLoader, Reading, Sharing, SkippedBatches
 from .module import FabricModule, engine_of, unwrap, wrap_module
 from .objects import Engine, FabricOptimizer, FabricScheduler

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, NonFiniteError
-from ..gradient_window import GradientWindow, check_weight
 from ..parallel.strategy import parameters_of
+from .gradient_window import GradientWindow, check_weight
 from .loaders import FabricLoader
 from .objects import Engine, FabricOptimizer
 from .setup import SetupVerbs

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from .core.accumulation import AccumulationSchedule
-from .core.errors import ConfigurationError
-from .distributed.control import Triggers
-from .distributed.world import World
+from ..core.accumulation import AccumulationSchedule
+from ..core.errors import ConfigurationError
+from ..distributed.control import Triggers
+from ..distributed.world import World
 
 
 class GradientWindow:

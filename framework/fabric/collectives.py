@@ -11,12 +11,12 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from .core.errors import ConfigurationError, unknown
-from .distributed.control import Triggers
-from .distributed.gather import gather_rows, map_leaves, pad_over_ranks, split_rows, stack_tensors
-from .distributed.rank_zero_first import first_in_turn
-from .distributed.world import World
-from .parallel.resources import Resources
+from ..core.errors import ConfigurationError, unknown
+from ..distributed.control import Triggers
+from ..distributed.gather import gather_rows, map_leaves, pad_over_ranks, split_rows, stack_tensors
+from ..distributed.rank_zero_first import first_in_turn
+from ..distributed.world import World
+from ..parallel.resources import Resources
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
