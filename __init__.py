@@ -11,26 +11,26 @@ from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
-    from .framework.callback import Callback as Callback
+    from .framework.api.callback import Callback as Callback
+    from .framework.api.data_module import DataModule as DataModule
+    from .framework.api.train_module import TrainModule as TrainModule
     from .framework.core.accumulation import AccumulationSchedule as AccumulationSchedule
     from .framework.core.errors import PhalanxError as PhalanxError
     from .framework.data.combined_loader import CombinedLoader as CombinedLoader
-    from .framework.datamodule import DataModule as DataModule
     from .framework.distributed.seed import seed_everything as seed_everything
     from .framework.fabric.fabric import Fabric as Fabric
-    from .framework.module import TrainModule as TrainModule
     from .framework.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AccumulationSchedule": ".framework.core.accumulation",
-    "Callback": ".framework.callback",
+    "Callback": ".framework.api.callback",
     "CombinedLoader": ".framework.data.combined_loader",
-    "DataModule": ".framework.datamodule",
+    "DataModule": ".framework.api.data_module",
     "Fabric": ".framework.fabric.fabric",
     "PhalanxError": ".framework.core.errors",
-    "TrainModule": ".framework.module",
+    "TrainModule": ".framework.api.train_module",
     "Trainer": ".framework.trainer",
     "checkpoint": ".checkpoint",
     "seed_everything": ".framework.distributed.seed",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from ..framework.callback import Callback as Callback
+    from ..framework.api.callback import Callback as Callback
     from .accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from .early_stopping import EarlyStopping as EarlyStopping
     from .gradient_norm import GradientNormMonitor as GradientNormMonitor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .weight_averaging import WeightAveraging as WeightAveraging
 
 _HOMES = {
-    "Callback": "..framework.callback",
+    "Callback": "..framework.api.callback",
     "EMAWeightAveraging": ".weight_averaging",
     "EarlyStopping": ".early_stopping",
     "GradientAccumulationScheduler": ".accumulation",

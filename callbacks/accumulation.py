@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..framework.callback import Callback
+from ..framework.api.callback import Callback
 from ..framework.core.accumulation import AccumulationSchedule
 from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ..framework.module import TrainModule
+    from ..framework.api.train_module import TrainModule
     from ..framework.trainer import Trainer
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..framework.callback import Callback
+from ..framework.api.callback import Callback
 from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.whole_checkpoint import remove
 

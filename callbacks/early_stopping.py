@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..framework.callback import Callback
+from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
 from ..framework.metrics.monitor import acts_at_epoch_end, check_mode, is_better, missing_metric
 
 if TYPE_CHECKING:
-    from ..framework.module import TrainModule
+    from ..framework.api.train_module import TrainModule
     from ..framework.trainer import Trainer
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..framework.callback import Callback
+from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError
 from ..framework.parallel.strategy import parameters_of
 
 if TYPE_CHECKING:
-    from ..framework.module import TrainModule
+    from ..framework.api.train_module import TrainModule
     from ..framework.trainer import Trainer
 
 

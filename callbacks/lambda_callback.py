@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..framework.callback import Callback
+from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, unknown
 
 _HOOKS = sorted(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))

@@ -23,7 +23,7 @@ from .checkpoint_plan import SavePlan
 from .checkpoint_records import CheckpointRecords
 
 if TYPE_CHECKING:
-    from ..framework.module import TrainModule
+    from ..framework.api.train_module import TrainModule
     from ..framework.trainer import Trainer
 
 

@@ -14,7 +14,7 @@ from ..framework.state.weight_average import AverageSettings
 from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:
-    from ..framework.module import TrainModule
+    from ..framework.api.train_module import TrainModule
     from ..framework.trainer import Trainer
 
 

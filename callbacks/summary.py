@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..framework.callback import Callback
+from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ..framework.module import TrainModule
+    from ..framework.api.train_module import TrainModule
     from ..framework.trainer import Trainer
 
 _UNITS = ("", " K", " M", " B", " T")

@@ -7,11 +7,11 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..framework.callback import Callback
+from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, unknown
 
 if TYPE_CHECKING:
-    from ..framework.module import TrainModule
+    from ..framework.api.train_module import TrainModule
     from ..framework.trainer import Trainer
 
 _STAGES = ("train", "validate", "sanity_check", "test", "predict")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..framework.callback import Callback
+from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
 from ..framework.state.weight_average import Average, AverageSettings
 
 if TYPE_CHECKING:
+    from ..framework.api.train_module import TrainModule
     from ..framework.core.progress import Progress
-    from ..framework.module import TrainModule
     from ..framework.trainer import Trainer
 
 Elementwise = Callable[[Tensor, Tensor, Tensor], Tensor]

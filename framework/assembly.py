@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .api.callback import Callback
+from .api.data_module import DataModule
+from .api.train_module import TrainModule
 from .automatic import AutomaticStep
 from .batch_statistics import statistics_pass
-from .callback import Callback
 from .checkpoint.reader import Checkpoint
 from .core.errors import CheckpointError, ConfigurationError
 from .core.optimizer_config import resolve_optimizers
 from .core.position_rng import mix_seed, seed_generators
 from .data.accumulation_window import Windows
 from .data.evaluation_source import EvaluationSource
-from .datamodule import DataModule
 from .distributed.collective_errors import open_everywhere
 from .distributed.rank_zero_first import first_in_turn
 from .evaluation import EvaluationPlan
 from .loading import Data, require_data
 from .manual import ManualStep
 from .metrics.logger_threads import LoggerFanout
-from .module import TrainModule
 from .parallel.sync_batch_norm import share_batch_statistics
 from .plugins import check_state_keys
 from .rank_state import restore_rank

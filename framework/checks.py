@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from .callback import Callback
+from .api.callback import Callback
+from .api.data_module import DataModule
+from .api.train_module import TrainModule
 from .core.errors import ConfigurationError
-from .datamodule import DataModule
 from .loading import check_given
-from .module import TrainModule
 from .parallel.resources import Resources
 from .settings import Settings
 from .user_code import is_overridden, with_arity

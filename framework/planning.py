@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .api.train_module import TrainModule
 from .assembly import FitRequest
 from .core.errors import ConfigurationError, PhalanxError
 from .core.position_rng import RandomStream
@@ -30,7 +31,6 @@ from .memory.measure import (
 )
 from .memory.plan import MemoryPlan, candidates, fits_easily, make_plan
 from .memory.there import Memory, bytes_of, memory_there
-from .module import TrainModule
 from .parallel.resources import Resources
 from .system.environment import nvme_path
 from .transfer import batch_transfer

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from .callback import Callback
+from .api.callback import Callback
 from .checks import check_callback
 from .core.errors import ConfigurationError
 from .core.registry import CALLBACKS, LOGGERS, Registry

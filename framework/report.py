@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .callback import Callback
+from .api.callback import Callback
 from .run import Run
 
 if TYPE_CHECKING:

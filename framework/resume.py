@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from .callback import Callback
+from .api.callback import Callback
 from .checkpoint.inspect_manifest import kind_of
 from .checkpoint.latest import newest_good
 from .checkpoint.manifest import Manifest

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .callback import Callback, in_call_order, wanted
+from .api.callback import Callback, in_call_order, wanted
+from .api.train_module import TrainModule
 from .core.accumulation import AccumulationSchedule
 from .core.errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
 from .core.optimizer_config import SchedulerConfig
@@ -23,7 +24,6 @@ from .launch.signals import TRIGGER as LEAVE
 from .metrics.logger_threads import LoggerFanout
 from .metrics.metric_entry import Entry
 from .metrics.metric_log import MetricLog
-from .module import TrainModule
 from .state.weight_averages import Averages
 
 if TYPE_CHECKING:

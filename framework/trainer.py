@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
+from .api.data_module import DataModule
+from .api.train_module import TrainModule
 from .arguments import check_flags, refuse_unknown
 from .assembly import FitRequest
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .core.accumulation import AccumulationSchedule
 from .core.errors import ConfigurationError, is_count
 from .core.progress import Progress
-from .datamodule import DataModule
 from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
 from .launch.exit_hooks import install_exit_codes
 from .launch.script_launcher import launch_script
 from .launch.signals import SIGNALS, check_signals
 from .memory.plan import MemoryPlan
-from .module import TrainModule
 from .notebook import run_in_function
 from .parallel.strategy import Strategy
 from .planning import plan_memory

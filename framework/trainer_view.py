@@ -12,18 +12,18 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .callback import Callback
+from .api.callback import Callback
+from .api.data_module import DataModule
+from .api.train_module import TrainModule
 from .core.accumulation import AccumulationSchedule
 from .core.errors import ConfigurationError
 from .core.optimizer_config import SchedulerConfig
 from .core.progress import Progress
 from .core.registry import CALLBACKS
-from .datamodule import DataModule
 from .distributed.world import World
 from .evaluation import EvaluationPlan
 from .fabric.fabric import Fabric
 from .metrics.logger import Logger
-from .module import TrainModule
 from .parallel.strategy import Strategy
 from .run import Run
 from .settings import Settings

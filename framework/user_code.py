@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .api.train_module import TrainModule
 from .core.errors import ConfigurationError, LoopError
-from .module import TrainModule
 from .parallel.strategy import StepFunction, Strategy
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx.framework.module import TrainModule
+from phalanx.framework.api.train_module import TrainModule
 from phalanx.framework.trainer import Trainer
 
 

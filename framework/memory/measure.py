@@ -21,11 +21,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import RandomStream
 from ..core.precision import DefaultDtype, Precision
-from ..module import TrainModule
 from .formulas import ModelSize
 
 _STEPS_TO_A_CAST = 4

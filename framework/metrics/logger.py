@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..callback import Callback
+    from ..api.callback import Callback
 
 
 class Logger(ABC):

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from ...framework.api.train_module import TrainModule
 from ...framework.core.errors import ConfigurationError
-from ...framework.module import TrainModule
 from ...framework.parallel.meta_device import Owner
 
 _HOOK = "configure_tensor_parallel"

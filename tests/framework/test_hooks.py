@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Callback, Trainer, TrainModule
-from phalanx.framework import callback as callback_file
+from phalanx.framework.api import callback as callback_file
 
 # What differs on purpose, and is compared apart:
 # - loaders are asked for before the optimizers are made, so that configure_optimizers knows the number of steps;

@@ -18,7 +18,7 @@ ROOT = Path(phalanx.__file__).parent
 FACES = ("phalanx", "phalanx.checkpoint", "phalanx.strategies", "phalanx.callbacks", "phalanx.loggers")
 KINDS = {
     "strategies": (STRATEGIES, "phalanx.framework.parallel.strategy:Strategy"),
-    "callbacks": (CALLBACKS, "phalanx.framework.callback:Callback"),
+    "callbacks": (CALLBACKS, "phalanx.framework.api.callback:Callback"),
     "loggers": (LOGGERS, "phalanx.framework.metrics.logger:Logger"),
 }
 

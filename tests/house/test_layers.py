@@ -156,7 +156,7 @@ def test_a_planted_breach_of_the_layers_is_found(name: str, source: str) -> None
     ("name", "source"),
     [
         ("callbacks.__init__", "from .timer import Timer"),
-        ("callbacks.timer", "from ..framework.callback import Callback"),
+        ("callbacks.timer", "from ..framework.api.callback import Callback"),
         ("loggers.csv_file", "from .file_logger import FileLogger"),
         ("framework.trainer", "from .world import World"),
         ("framework.a", "if TYPE_CHECKING:\n    from ..callbacks.timer import Timer"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.framework.module import TrainModule
+from phalanx.framework.api.train_module import TrainModule
 from phalanx.loggers import TensorBoardLogger
 
 

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..checkpoint.reader import open_checkpoint
+from ..core.errors import ConfigurationError
+from ..core.hyperparameters import HyperparametersMixin
+from ..metrics.logger import Logger
+from ..metrics.metric_log import MetricLog, NoLog
+from ..metrics.torchmetrics_state import logged_items
+from ..state.module_loading import rebuild_module
 from .callback import Callback
-from .checkpoint.reader import open_checkpoint
-from .core.errors import ConfigurationError
-from .core.hyperparameters import HyperparametersMixin
-from .metrics.logger import Logger
-from .metrics.metric_log import MetricLog, NoLog
-from .metrics.torchmetrics_state import logged_items
-from .state.module_loading import rebuild_module
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
     from typing_extensions import Self
 
-    from .fabric.fabric import Fabric
-    from .run import Run
-    from .trainer import Trainer
+    from ..fabric.fabric import Fabric
+    from ..run import Run
+    from ..trainer import Trainer
 
 _LIVE = ("_run", "_metric_log")
 

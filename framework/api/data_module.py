@@ -9,12 +9,12 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from .core.hyperparameters import HyperparametersMixin
+from ..core.hyperparameters import HyperparametersMixin
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .trainer import Trainer
+    from ..trainer import Trainer
 
 
 class DataModule(HyperparametersMixin):

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from .module import TrainModule
-    from .trainer import Trainer
+    from ..trainer import Trainer
+    from .train_module import TrainModule
 
 
 class Callback:
