@@ -20,6 +20,7 @@ from .data.combined_source import prepare_training
 from .distributed.world import World
 from .fabric.collectives import RankVerbs
 from .loading import Data
+from .memory.available_memory import Memory, bytes_of, memory_there
 from .memory.formulas import LAYOUTS, ModelSize, Ranks
 from .memory.measure import (
     Activations,
@@ -29,8 +30,7 @@ from .memory.measure import (
     shapes_alone,
     size_of,
 )
-from .memory.plan import MemoryPlan, candidates, fits_easily, make_plan
-from .memory.there import Memory, bytes_of, memory_there
+from .memory.memory_plan import MemoryPlan, candidates, fits_easily, make_plan
 from .parallel.resources import Resources
 from .system.environment import nvme_path
 from .transfer import batch_transfer

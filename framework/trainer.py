@@ -22,7 +22,7 @@ from .fabric.fabric import Fabric
 from .launch.exit_hooks import install_exit_codes
 from .launch.script_launcher import launch_script
 from .launch.signals import SIGNALS, check_signals
-from .memory.plan import MemoryPlan
+from .memory.memory_plan import MemoryPlan
 from .notebook import run_in_function
 from .parallel.strategy import Strategy
 from .planning import plan_memory

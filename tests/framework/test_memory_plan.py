@@ -18,11 +18,11 @@ from phalanx import DataModule, TrainModule
 from phalanx.framework import planning
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import PRECISIONS
-from phalanx.framework.memory import there
+from phalanx.framework.memory import available_memory as there
+from phalanx.framework.memory.available_memory import Memory, host_memory
 from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
 from phalanx.framework.memory.measure import Activations, optimizer_state, run_on_shapes, shapes_alone, size_of
-from phalanx.framework.memory.plan import MemoryPlan, make_plan, shown
-from phalanx.framework.memory.there import Memory, host_memory
+from phalanx.framework.memory.memory_plan import MemoryPlan, make_plan, shown
 
 FP32, BF16 = PRECISIONS["32-true"], PRECISIONS["bf16-mixed"]
 GB = 10**9
@@ -305,7 +305,7 @@ def test_the_least_of_the_limits_counts_and_ranks_share_it(tmp_path: Path) -> No
 def test_a_limit_of_the_process_counts() -> None:
     script = """
 import resource
-from phalanx.framework.memory.there import host_memory
+from phalanx.framework.memory.available_memory import host_memory
 free = host_memory(1)
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + 300_000_000, resource.RLIM_INFINITY))
@@ -429,7 +429,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from models import Regressor, loader, silent_trainer
 from phalanx.framework import planning
-from phalanx.framework.memory.there import Memory
+from phalanx.framework.memory.available_memory import Memory
 planning.memory_there = lambda *_: Memory(2500, 2500)
 for _ in range(2):
     trainer = silent_trainer(strategy="auto", devices=2, max_steps=1)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 
 from ..core.errors import unknown
 from ..core.precision import Precision
+from .available_memory import Memory
 from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, Ranks, footprint
 from .measure import Activations
-from .there import Memory
 
 # Of the memory there is: allocators leave holes, and libraries take some too.
 _USABLE = 0.9
