@@ -34,12 +34,12 @@ from .plugins import check_state_keys
 from .rank_state import restore_rank
 from .restoring import Resumption, agree_on_resumption, load_model, regroup, restore_run
 from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero
-from .run import Run
+from .run.batch_transfer import batch_transfer
+from .run.overrides import check_closure, is_overridden
+from .run.run import Run
 from .saver import Saver
 from .settings import Settings
 from .training import FitLoop, FitPlan
-from .transfer import batch_transfer
-from .user_code import check_closure, is_overridden
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -21,10 +21,10 @@ from .distributed.world import Pending
 from .parallel.strategy import StepFunction
 from .parallel.sync_batch_norm import is_collective
 from .parallel.zero_backward import zero_gradients
-from .run import Run
+from .run.overrides import StrategyOptimizer, is_overridden
+from .run.run import Run
 from .standins import STAND_IN, StandIns
 from .training_step import TrainingStep
-from .user_code import StrategyOptimizer, is_overridden
 from .watchdog.heartbeat import LAST_BACKWARD, UPDATE
 
 

@@ -23,9 +23,9 @@ from .loading import Data
 from .metrics.torchmetrics_state import metrics_set_aside
 from .parallel.parameter_names import canonical_names
 from .parallel.sync_batch_norm import is_collective
-from .run import Run
+from .run.overrides import in_context, with_arity
+from .run.run import Run
 from .state.weight_average import Average
-from .user_code import in_context, with_arity
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:

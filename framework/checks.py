@@ -15,8 +15,8 @@ from .api.train_module import TrainModule
 from .core.errors import ConfigurationError
 from .loading import check_given
 from .parallel.resources import Resources
+from .run.overrides import is_overridden, with_arity
 from .settings import Settings
-from .user_code import is_overridden, with_arity
 
 _NOT_HOOKS = {"log", "print", "freeze", "unfreeze", "optimizers", "lr_schedulers", "all_gather"}
 

@@ -32,7 +32,7 @@ from .distributed.rendezvous import shared_store
 
 if TYPE_CHECKING:
     from .core.package_paths import OWN_FOLDERS
-from .run import Run
+from .run.run import Run
 
 LIMIT_SECONDS = 120.0
 _MAIN = "main"

@@ -26,9 +26,9 @@ from .data.evaluation_source import EvaluationSource
 from .evaluation_rounds import in_rounds
 from .metrics.metric_entry import Entry
 from .metrics.metric_log import MetricLog, NoLog
-from .run import Run, as_numbers
+from .run.overrides import in_context, with_arity
+from .run.run import Run, as_numbers
 from .standins import fresh, hidden
-from .user_code import in_context, with_arity
 
 # How many batches' step figures wait on a device before they are read for the loggers.
 _STEPS_WAITING = 256

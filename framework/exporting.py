@@ -18,7 +18,7 @@ from .checkpoint.writer import save
 from .core.errors import ConfigurationError, StorageError
 from .parallel.parameter_names import canonical_table
 from .resume import on_rank_zero
-from .run import Run
+from .run.run import Run
 from .saving import live_weights
 from .system.atomic_files import hidden_sibling, remove_tree
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from .core.errors import ConfigurationError
 from .nonfinite import NonFiniteGuard
 from .parallel.strategy import Traits, parameters_of
-from .run import Run
+from .run.overrides import needs_closure
+from .run.run import Run
 from .training_step import TrainingStep
-from .user_code import needs_closure
 
 _BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")
 

@@ -24,7 +24,7 @@ from .nonfinite_search import first_gradient, first_module, first_weight, in_bat
 
 if TYPE_CHECKING:
     from .parallel.strategy import StepFunction
-    from .run import Run
+    from .run.run import Run
 
 FOLDER = "nonfinite"
 IN_A_ROW = 10

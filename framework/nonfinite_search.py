@@ -15,7 +15,7 @@ from .standins import hidden
 
 if TYPE_CHECKING:
     from .parallel.strategy import StepFunction
-    from .run import Run
+    from .run.run import Run
 
 
 def first_weight(run: Run) -> str:

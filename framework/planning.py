@@ -32,9 +32,9 @@ from .memory.measure import (
 )
 from .memory.memory_plan import MemoryPlan, candidates, fits_easily, make_plan
 from .parallel.resources import Resources
+from .run.batch_transfer import batch_transfer
+from .run.overrides import is_overridden
 from .system.environment import nvme_path
-from .transfer import batch_transfer
-from .user_code import is_overridden
 
 if TYPE_CHECKING:
     from .trainer import Trainer

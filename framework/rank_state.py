@@ -18,7 +18,7 @@ from .distributed.seed import capture, restore
 if TYPE_CHECKING:
     from .checkpoint.reader import Checkpoint
     from .data.accumulation_window import Windows
-    from .run import Run
+    from .run.run import Run
 
 
 def capture_rank(run: Run, windows: Windows | None) -> Any:

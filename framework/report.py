@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .api.callback import Callback
-from .run import Run
+from .run.run import Run
 
 if TYPE_CHECKING:
     from .data.accumulation_window import Windows

@@ -15,7 +15,7 @@ from .core.errors import CheckpointError
 from .distributed.collective_errors import on_all_ranks
 from .parallel.parameter_names import canonical_names, names_of, renamed
 from .parallel.strategy import parameters_of
-from .run import Run
+from .run.run import Run
 from .state.extra_state import put_extra_state, saved_extra_state
 from .state.module_state import check_model, put_model, shapes_of, stored_of
 from .state.optimizer_state import load_optimizer

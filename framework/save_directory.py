@@ -9,7 +9,7 @@ from pathlib import Path
 from .checkpoint.directory_probe import NAME, free_bytes, probe
 from .checkpoint.stale_files import clean_shared
 from .launch.signals import is_name
-from .run import Run
+from .run.run import Run
 from .saving import check_state
 
 

@@ -24,12 +24,12 @@ from .checkpoint.staging import Staging
 from .checkpoint.write_plan import Snapshot
 from .checkpoint.writer import save
 from .core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
-from .run import SAVED
+from .run.run import SAVED
 from .saving import capture_run
 
 if TYPE_CHECKING:
     from .distributed.world import World
-    from .run import Run
+    from .run.run import Run
 
 _FAILURES_IN_A_ROW = 3
 _TOLERATED = (ConfigurationError, NonFiniteError, StorageError)

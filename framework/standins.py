@@ -26,7 +26,7 @@ from .metrics.torchmetrics_state import metrics_set_aside
 from .parallel.strategy import StepFunction
 from .parallel.sync_batch_norm import is_collective
 from .parallel.zero_backward import Calls, CallWatch
-from .run import Run
+from .run.run import Run
 
 STAND_IN: Any = object()
 """The batch that asks for a stand-in."""

@@ -29,7 +29,7 @@ from .planning import plan_memory
 from .plugins import resolve_callbacks, resolve_loggers
 from .report import say
 from .resume import checked_checkpoint_path
-from .run import Run
+from .run.run import Run
 from .saver import SaveOrder
 from .settings import Settings, check_count, resolve_duration, resolve_settings
 from .stages import run_stage

@@ -25,7 +25,7 @@ from .evaluation import EvaluationPlan
 from .fabric.fabric import Fabric
 from .metrics.logger import Logger
 from .parallel.strategy import Strategy
-from .run import Run
+from .run.run import Run
 from .settings import Settings
 from .system.run_directory import RunDirectory
 from .training import FitLoop

@@ -33,7 +33,7 @@ from .launch.signals import leave
 from .manual import ManualStep
 from .metrics.metric_log import NoLog
 from .rank_state import redone, rejoin
-from .run import Run
+from .run.run import Run
 
 
 @dataclass

@@ -12,9 +12,9 @@ from .distributed.control import NOTE
 from .losses import DeviceLossWatch
 from .nonfinite import NonFiniteGuard, Seen
 from .parallel.strategy import StepFunction
-from .run import Run
+from .run.overrides import in_context, with_arity
+from .run.run import Run
 from .spikes import LossSpikes
-from .user_code import in_context, with_arity
 
 
 class TrainingStep:

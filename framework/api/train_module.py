@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..fabric.fabric import Fabric
-    from ..run import Run
+    from ..run.run import Run
     from ..trainer import Trainer
 
 _LIVE = ("_run", "_metric_log")

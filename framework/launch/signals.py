@@ -30,7 +30,7 @@ from ..system.processes import end_with_parent
 from .slurm import NEAR_END, REQUEUED_AT, requeue
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run.run import Run
 
 TRIGGER = "leave"
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")

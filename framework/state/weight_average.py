@@ -24,7 +24,7 @@ from ..parallel.strategy import parameters_of
 from .module_state import model_state, put_model, shapes_of
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run.run import Run
 
 # So much is converted at once where weights are of another dtype or on another device than their average.
 _CHUNK_ELEMENTS = 1 << 24

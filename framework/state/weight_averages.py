@@ -13,7 +13,7 @@ from ..core.errors import ConfigurationError
 from .weight_average import Average, AverageSettings
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run.run import Run
 
 
 class Averages:

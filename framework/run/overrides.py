@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .api.train_module import TrainModule
-from .core.errors import ConfigurationError, LoopError
-from .parallel.strategy import StepFunction, Strategy
+from ..api.train_module import TrainModule
+from ..core.errors import ConfigurationError, LoopError
+from ..parallel.strategy import StepFunction, Strategy
 
 
 class StrategyOptimizer:

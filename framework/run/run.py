@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .api.callback import Callback, in_call_order, wanted
-from .api.train_module import TrainModule
-from .core.accumulation import AccumulationSchedule
-from .core.errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
-from .core.optimizer_config import SchedulerConfig
-from .core.progress import Progress
-from .distributed.control import NOTE, Triggers
-from .distributed.world import World
-from .fabric.fabric import Fabric
-from .launch.signals import TRIGGER as LEAVE
-from .metrics.logger_threads import LoggerFanout
-from .metrics.metric_entry import Entry
-from .metrics.metric_log import MetricLog
-from .state.weight_averages import Averages
+from ..api.callback import Callback, in_call_order, wanted
+from ..api.train_module import TrainModule
+from ..core.accumulation import AccumulationSchedule
+from ..core.errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
+from ..core.optimizer_config import SchedulerConfig
+from ..core.progress import Progress
+from ..distributed.control import NOTE, Triggers
+from ..distributed.world import World
+from ..fabric.fabric import Fabric
+from ..launch.signals import TRIGGER as LEAVE
+from ..metrics.logger_threads import LoggerFanout
+from ..metrics.metric_entry import Entry
+from ..metrics.metric_log import MetricLog
+from ..state.weight_averages import Averages
 
 if TYPE_CHECKING:
-    from .manual import ManualOptimizer
-    from .saver import Saver
-    from .trainer import Trainer
+    from ..manual import ManualOptimizer
+    from ..saver import Saver
+    from ..trainer import Trainer
 
 Hook = Callable[..., Any]
 SAVED = "saved"

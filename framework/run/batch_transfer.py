@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
-from .api.data_module import DataModule
-from .api.train_module import TrainModule
-from .core.precision import Precision
+from ..api.data_module import DataModule
+from ..api.train_module import TrainModule
+from ..core.precision import Precision
 
 
 class Mover(Protocol):
