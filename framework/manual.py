@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .core.errors import ConfigurationError
-from .nonfinite import NonFiniteGuard
+from .diagnostics.nonfinite_guard import NonFiniteGuard
 from .parallel.strategy import Traits, parameters_of
 from .run.overrides import needs_closure
 from .run.run import Run

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
-from .collective_watch import comparing_collectives
 from .core.errors import StorageError
+from .diagnostics.collective_trace import comparing_collectives
 from .evaluation import evaluate, predict
 from .launch.exit_hooks import install_rank_hooks
 from .launch.signals import TRIGGER as LEAVE

@@ -18,8 +18,8 @@ from phalanx.framework.checkpoint.finite_check import all_finite
 from phalanx.framework.checkpoint.latest import newest_good
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import NonFiniteError
-from phalanx.framework.kept_batch import keep_batch, read_batch
-from phalanx.framework.nonfinite import IN_A_ROW
+from phalanx.framework.diagnostics.batch_dump import keep_batch, read_batch
+from phalanx.framework.diagnostics.nonfinite_guard import IN_A_ROW
 
 AT = 5
 
@@ -217,7 +217,7 @@ def test_skip_gives_up_after_so_many_in_a_row() -> None:
 
 
 def test_skip_gives_up_after_so_many_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.framework.nonfinite.IN_ALL", 4)
+    monkeypatch.setattr("phalanx.framework.diagnostics.nonfinite_guard.IN_ALL", 4)
     message, steps, _, _ = skipping("gradient", (1, 3, 5, 7, 9))
     assert "With it 5 of 10 updates were left out" in message
     assert steps == 5

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.codec import encode
-from .checkpoint.finite_check import has_nonfinite, is_finite
-from .core.errors import ConfigurationError
-from .parallel.zero_backward import tensors_in
-from .standins import hidden
+from ..checkpoint.codec import encode
+from ..checkpoint.finite_check import has_nonfinite, is_finite
+from ..core.errors import ConfigurationError
+from ..parallel.zero_backward import tensors_in
+from ..standins import hidden
 
 if TYPE_CHECKING:
-    from .parallel.strategy import StepFunction
-    from .run.run import Run
+    from ..parallel.strategy import StepFunction
+    from ..run.run import Run
 
 
 def first_weight(run: Run) -> str:

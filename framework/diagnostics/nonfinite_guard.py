@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from .core.errors import NonFiniteError, PhalanxError
-from .kept_batch import keep_batch
+from ..core.errors import NonFiniteError, PhalanxError
+from .batch_dump import keep_batch
 from .nonfinite_search import first_gradient, first_module, first_weight, in_batch, local_gradient
 
 if TYPE_CHECKING:
-    from .parallel.strategy import StepFunction
-    from .run.run import Run
+    from ..parallel.strategy import StepFunction
+    from ..run.run import Run
 
 FOLDER = "nonfinite"
 IN_A_ROW = 10

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .checkpoint.codec import decode, encode
-from .checkpoint.finite_check import is_finite
-from .checkpoint.manifest import JSON
-from .checkpoint.safetensors_io import CODES, size_of, write_tensor_file
-from .core.errors import ConfigurationError
-from .parallel.zero_backward import tensors_in
-from .system.atomic_files import new_file, write_text
+from ..checkpoint.codec import decode, encode
+from ..checkpoint.finite_check import is_finite
+from ..checkpoint.manifest import JSON
+from ..checkpoint.safetensors_io import CODES, size_of, write_tensor_file
+from ..core.errors import ConfigurationError
+from ..parallel.zero_backward import tensors_in
+from ..system.atomic_files import new_file, write_text
 
 LIMIT_BYTES = 64 << 20
 

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .core.errors import DesyncError
-from .distributed.rendezvous import shared_store
+from ..core.errors import DesyncError
+from ..distributed.rendezvous import shared_store
 
 if TYPE_CHECKING:
-    from .core.package_paths import OWN_FOLDERS
-from .run.run import Run
+    from ..core.package_paths import OWN_FOLDERS
+from ..run.run import Run
 
 LIMIT_SECONDS = 120.0
 _MAIN = "main"
