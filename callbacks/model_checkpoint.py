@@ -16,8 +16,8 @@ from ..framework.checkpoint.save_schedule import SaveSchedule
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
 from ..framework.metrics.logger import Logger
 from ..framework.metrics.monitor import acts_at_epoch_end, check_mode, missing_metric
-from ..framework.save_directory import make_ready
-from ..framework.saver import SaveOrder
+from ..framework.resume.checkpoint_saver import SaveOrder
+from ..framework.resume.save_directory import make_ready
 from ..framework.system.atomic_files import absolute
 from .checkpoint_plan import SavePlan
 from .checkpoint_records import CheckpointRecords

@@ -31,13 +31,13 @@ from .manual import ManualStep
 from .metrics.logger_threads import LoggerFanout
 from .parallel.sync_batch_norm import share_batch_statistics
 from .plugins import check_state_keys
-from .rank_state import restore_rank
-from .restoring import Resumption, agree_on_resumption, load_model, regroup, restore_run
-from .resume import Origin, claim_directory, find_checkpoint, on_rank_zero
+from .resume.checkpoint_saver import Saver
+from .resume.rank_state import restore_rank
+from .resume.restore import Resumption, agree_on_resumption, load_model, regroup, restore_run
+from .resume.resume_point import Origin, claim_directory, find_checkpoint, on_rank_zero
 from .run.batch_transfer import batch_transfer
 from .run.overrides import check_closure, is_overridden
 from .run.run import Run
-from .saver import Saver
 from .settings import Settings
 from .training import FitLoop, FitPlan
 

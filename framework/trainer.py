@@ -17,7 +17,6 @@ from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .core.accumulation import AccumulationSchedule
 from .core.errors import ConfigurationError, is_count
 from .core.progress import Progress
-from .exporting import check_export, export_module, export_run
 from .fabric.fabric import Fabric
 from .launch.exit_hooks import install_exit_codes
 from .launch.script_launcher import launch_script
@@ -28,9 +27,10 @@ from .parallel.strategy import Strategy
 from .planning import plan_memory
 from .plugins import resolve_callbacks, resolve_loggers
 from .report import say
-from .resume import checked_checkpoint_path
+from .resume.checkpoint_saver import SaveOrder
+from .resume.export import check_export, export_module, export_run
+from .resume.resume_point import checked_checkpoint_path
 from .run.run import Run
-from .saver import SaveOrder
 from .settings import Settings, check_count, resolve_duration, resolve_settings
 from .stages import run_stage
 from .system.atomic_files import absolute

@@ -32,7 +32,7 @@ from .evaluation import EvaluationPlan, evaluate, logging_to
 from .launch.signals import leave
 from .manual import ManualStep
 from .metrics.metric_log import NoLog
-from .rank_state import redone, rejoin
+from .resume.rank_state import redone, rejoin
 from .run.run import Run
 
 

@@ -23,7 +23,7 @@ from ..distributed.collective_errors import on_all_ranks, open_everywhere
 from ..distributed.seed import capture
 from ..distributed.seed import restore as restore_generators
 from ..parallel.parameter_names import renamed
-from ..resume import on_rank_zero
+from ..resume.resume_point import on_rank_zero
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
 from ..system.atomic_files import remove_tree

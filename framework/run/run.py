@@ -28,7 +28,7 @@ from ..state.weight_averages import Averages
 
 if TYPE_CHECKING:
     from ..manual import ManualOptimizer
-    from ..saver import Saver
+    from ..resume.checkpoint_saver import Saver
     from ..trainer import Trainer
 
 Hook = Callable[..., Any]

@@ -15,9 +15,9 @@ from small_fits import Tiny, capturing, loader, quiet_trainer
 
 from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
-from phalanx.framework import saver as saver_module
 from phalanx.framework.core.errors import ConfigurationError, MetricError, NonFiniteError
 from phalanx.framework.metrics.logger import Logger
+from phalanx.framework.resume.resume_point import checkpoint_saver as saver_module
 
 NAN = float("nan")
 

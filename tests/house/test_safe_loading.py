@@ -20,9 +20,9 @@ FORBIDDEN = (
 CONVERT = "framework/checkpoint/convert/"
 # Modules that a checkpoint passes on its way, by the beginning of their names.
 LOAD_PATH = (
-    *("checkpoint.py", "framework/checkpoint/", "framework/restoring.py", "framework/state/module_loading.py"),
+    *("checkpoint.py", "framework/checkpoint/", "framework/resume/restore.py", "framework/state/module_loading.py"),
     *(
-        "framework/resume.py",
+        "framework/resume/resume_point.py",
         "framework/state/module_state.py",
         "framework/state/optimizer_state.py",
         "framework/state/weight_average.py",
@@ -32,7 +32,7 @@ LOAD_PATH = (
         "framework/distributed/collective_errors.py",
         "framework/parallel/parameter_names.py",
         "framework/state/state_matching.py",
-        "framework/exporting.py",
+        "framework/resume/export.py",
     ),
     *(
         "framework/fabric/checkpoints.py",

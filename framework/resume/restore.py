@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checkpoint.codec import decode
-from .checkpoint.reader import Checkpoint
-from .core.errors import CheckpointError
-from .distributed.collective_errors import on_all_ranks
-from .parallel.parameter_names import canonical_names, names_of, renamed
-from .parallel.strategy import parameters_of
-from .run.run import Run
-from .state.extra_state import put_extra_state, saved_extra_state
-from .state.module_state import check_model, put_model, shapes_of, stored_of
-from .state.optimizer_state import load_optimizer
-from .state.state_matching import (
+from ..checkpoint.codec import decode
+from ..checkpoint.reader import Checkpoint
+from ..core.errors import CheckpointError
+from ..distributed.collective_errors import on_all_ranks
+from ..parallel.parameter_names import canonical_names, names_of, renamed
+from ..parallel.strategy import parameters_of
+from ..run.run import Run
+from ..state.extra_state import put_extra_state, saved_extra_state
+from ..state.module_state import check_model, put_model, shapes_of, stored_of
+from ..state.optimizer_state import load_optimizer
+from ..state.state_matching import (
     ModelMatch,
     OptimizerMatch,
     SavedModel,

@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.consolidate import MODEL, section_tensors
-from .checkpoint.reader import open_checkpoint
-from .checkpoint.safetensors_export import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
-from .checkpoint.stored_tensor import held
-from .checkpoint.write_plan import Snapshot
-from .checkpoint.writer import save
-from .core.errors import ConfigurationError, StorageError
-from .parallel.parameter_names import canonical_table
-from .resume import on_rank_zero
-from .run.run import Run
-from .saving import live_weights
-from .system.atomic_files import hidden_sibling, remove_tree
+from ..checkpoint.consolidate import MODEL, section_tensors
+from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.safetensors_export import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
+from ..checkpoint.stored_tensor import held
+from ..checkpoint.write_plan import Snapshot
+from ..checkpoint.writer import save
+from ..core.errors import ConfigurationError, StorageError
+from ..parallel.parameter_names import canonical_table
+from ..run.run import Run
+from ..system.atomic_files import hidden_sibling, remove_tree
+from .capture import live_weights
+from .resume_point import on_rank_zero
 
 Dtype = str | torch.dtype | None
 Size = int | str | None

@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from .api.callback import Callback
-from .checkpoint.inspect_manifest import kind_of
-from .checkpoint.latest import newest_good
-from .checkpoint.manifest import Manifest
-from .checkpoint.manifest_file import read_manifest
-from .checkpoint.stale_files import clean_own, clean_shared
-from .core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
-from .distributed.world import World
-from .launch.restart_policy import FitPlace, earlier_fit, record_fit
-from .launch.signals import is_name
-from .system.environment import attempt, error_dir
-from .system.run_directory import RunDirectory, identity_of, next_version, versions
+from ..api.callback import Callback
+from ..checkpoint.inspect_manifest import kind_of
+from ..checkpoint.latest import newest_good
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.stale_files import clean_own, clean_shared
+from ..core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
+from ..distributed.world import World
+from ..launch.restart_policy import FitPlace, earlier_fit, record_fit
+from ..launch.signals import is_name
+from ..system.environment import attempt, error_dir
+from ..system.run_directory import RunDirectory, identity_of, next_version, versions
 
 T = TypeVar("T")
 

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from .checkpoint.background_task import Background
-from .checkpoint.staging import Staging
-from .checkpoint.write_plan import Snapshot
-from .checkpoint.writer import save
-from .core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
-from .run.run import SAVED
-from .saving import capture_run
+from ..checkpoint.background_task import Background
+from ..checkpoint.staging import Staging
+from ..checkpoint.write_plan import Snapshot
+from ..checkpoint.writer import save
+from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..run.run import SAVED
+from .capture import capture_run
 
 if TYPE_CHECKING:
-    from .distributed.world import World
-    from .run.run import Run
+    from ..distributed.world import World
+    from ..run.run import Run
 
 _FAILURES_IN_A_ROW = 3
 _TOLERATED = (ConfigurationError, NonFiniteError, StorageError)

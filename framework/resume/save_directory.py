@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from .checkpoint.directory_probe import NAME, free_bytes, probe
-from .checkpoint.stale_files import clean_shared
-from .launch.signals import is_name
-from .run.run import Run
-from .saving import check_state
+from ..checkpoint.directory_probe import NAME, free_bytes, probe
+from ..checkpoint.stale_files import clean_shared
+from ..launch.signals import is_name
+from ..run.run import Run
+from .capture import check_state
 
 
 def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_only: bool, asynchronous: bool) -> None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from .checkpoint.codec import encode
-from .checkpoint.consolidate import AVERAGES
-from .checkpoint.manifest import JSON
-from .checkpoint.write_plan import Shard, Snapshot
-from .data.accumulation_window import Windows
-from .parallel.parameter_names import canonical_names, names_of
+from ..checkpoint.codec import encode
+from ..checkpoint.consolidate import AVERAGES
+from ..checkpoint.manifest import JSON
+from ..checkpoint.write_plan import Shard, Snapshot
+from ..data.accumulation_window import Windows
+from ..parallel.parameter_names import canonical_names, names_of
+from ..run.run import Run
+from ..state.extra_state import extra_state
+from ..state.module_state import encode_known, model_state
+from ..state.optimizer_state import optimizer_state, whole
 from .rank_state import capture_rank
-from .run.run import Run
-from .state.extra_state import extra_state
-from .state.module_state import encode_known, model_state
-from .state.optimizer_state import optimizer_state, whole
 
 
 def live_weights(run: Run) -> dict[str, Shard]:
