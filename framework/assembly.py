@@ -15,8 +15,6 @@ import torch
 from .api.callback import Callback
 from .api.data_module import DataModule
 from .api.train_module import TrainModule
-from .automatic import AutomaticStep
-from .batch_statistics import statistics_pass
 from .checkpoint.reader import Checkpoint
 from .core.errors import CheckpointError, ConfigurationError
 from .core.optimizer_config import resolve_optimizers
@@ -25,9 +23,12 @@ from .data.accumulation_window import Windows
 from .data.evaluation_source import EvaluationSource
 from .distributed.collective_errors import open_everywhere
 from .distributed.rank_zero_first import first_in_turn
-from .evaluation import EvaluationPlan
 from .loading import Data, require_data
-from .manual import ManualStep
+from .loop.automatic_step import AutomaticStep
+from .loop.batch_norm_statistics import statistics_pass
+from .loop.evaluation_loop import EvaluationPlan
+from .loop.fit_loop import FitLoop, FitPlan
+from .loop.manual_step import ManualStep
 from .metrics.logger_threads import LoggerFanout
 from .parallel.sync_batch_norm import share_batch_statistics
 from .plugins import check_state_keys
@@ -39,7 +40,6 @@ from .run.batch_transfer import batch_transfer
 from .run.overrides import check_closure, is_overridden
 from .run.run import Run
 from .settings import Settings
-from .training import FitLoop, FitPlan
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -12,7 +12,7 @@ from .run.run import Run
 
 if TYPE_CHECKING:
     from .data.accumulation_window import Windows
-    from .training import FitPlan
+    from .loop.fit_loop import FitPlan
 
 _TENSORBOARD_FILES = "events.out.tfevents.*"
 

@@ -21,6 +21,7 @@ from .fabric.fabric import Fabric
 from .launch.exit_hooks import install_exit_codes
 from .launch.script_launcher import launch_script
 from .launch.signals import SIGNALS, check_signals
+from .loop.fit_loop import FitLoop
 from .memory.memory_plan import MemoryPlan
 from .notebook import run_in_function
 from .parallel.strategy import Strategy
@@ -37,7 +38,6 @@ from .system.atomic_files import absolute
 from .system.entry_script import can_rerun_script
 from .system.run_directory import RunDirectory
 from .trainer_view import METRIC_KINDS, TrainerState, TrainerView
-from .training import FitLoop
 from .watchdog.heartbeat import Heartbeat, StallTimeout, resolve_stall_timeout
 
 _DEFAULT_NAME = "phalanx_logs"

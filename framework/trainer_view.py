@@ -21,14 +21,14 @@ from .core.optimizer_config import SchedulerConfig
 from .core.progress import Progress
 from .core.registry import CALLBACKS
 from .distributed.world import World
-from .evaluation import EvaluationPlan
 from .fabric.fabric import Fabric
+from .loop.evaluation_loop import EvaluationPlan
+from .loop.fit_loop import FitLoop
 from .metrics.logger import Logger
 from .parallel.strategy import Strategy
 from .run.run import Run
 from .settings import Settings
 from .system.run_directory import RunDirectory
-from .training import FitLoop
 from .watchdog.heartbeat import Heartbeat
 
 T = TypeVar("T")

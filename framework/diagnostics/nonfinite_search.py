@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..checkpoint.codec import encode
 from ..checkpoint.finite_check import has_nonfinite, is_finite
 from ..core.errors import ConfigurationError
+from ..loop.filler_batches import hidden
 from ..parallel.zero_backward import tensors_in
-from ..standins import hidden
 
 if TYPE_CHECKING:
     from ..parallel.strategy import StepFunction

@@ -27,7 +27,7 @@ from ..metrics.metric_log import MetricLog
 from ..state.weight_averages import Averages
 
 if TYPE_CHECKING:
-    from ..manual import ManualOptimizer
+    from ..loop.manual_step import ManualOptimizer
     from ..resume.checkpoint_saver import Saver
     from ..trainer import Trainer
 

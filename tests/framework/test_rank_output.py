@@ -98,8 +98,8 @@ def test_the_screen_shows_rank_0_and_what_went_wrong(tmp_path: Path, what: str) 
     assert "in training_step" in lines[place - 1]
     assert "mat1 and mat2 shapes cannot be multiplied" in lines[-1]
     # All of it is in the file.
-    assert "framework/training.py" in second
-    assert "framework/training.py" not in done.stdout
+    assert "framework/loop/fit_loop.py" in second
+    assert "framework/loop/fit_loop.py" not in done.stdout
 
 
 @pytest.mark.timeout(240)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .distributed.world import World
-from .standins import fresh
+from ..distributed.world import World
+from .filler_batches import fresh
 
 Numbered = tuple[int, Any]
 

@@ -16,17 +16,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .api.train_module import TrainModule
-from .core.errors import LoopError
-from .core.step_output import loss_of
-from .data.accumulation_window import Windows
-from .distributed.control import Agreement
-from .distributed.seed import capture, restore
-from .metrics.torchmetrics_state import metrics_set_aside
-from .parallel.strategy import StepFunction
-from .parallel.sync_batch_norm import is_collective
-from .parallel.zero_backward import Calls, CallWatch
-from .run.run import Run
+from ..api.train_module import TrainModule
+from ..core.errors import LoopError
+from ..core.step_output import loss_of
+from ..data.accumulation_window import Windows
+from ..distributed.control import Agreement
+from ..distributed.seed import capture, restore
+from ..metrics.torchmetrics_state import metrics_set_aside
+from ..parallel.strategy import StepFunction
+from ..parallel.sync_batch_norm import is_collective
+from ..parallel.zero_backward import Calls, CallWatch
+from ..run.run import Run
 
 STAND_IN: Any = object()
 """The batch that asks for a stand-in."""

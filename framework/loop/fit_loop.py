@@ -25,15 +25,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from .automatic import AutomaticStep
-from .core.errors import DataError
-from .data.accumulation_window import Windows
-from .evaluation import EvaluationPlan, evaluate, logging_to
-from .launch.signals import leave
-from .manual import ManualStep
-from .metrics.metric_log import NoLog
-from .resume.rank_state import redone, rejoin
-from .run.run import Run
+from ..core.errors import DataError
+from ..data.accumulation_window import Windows
+from ..launch.signals import leave
+from ..metrics.metric_log import NoLog
+from ..resume.rank_state import redone, rejoin
+from ..run.run import Run
+from .automatic_step import AutomaticStep
+from .evaluation_loop import EvaluationPlan, evaluate, logging_to
+from .manual_step import ManualStep
 
 
 @dataclass

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.step_output import check_loss, loss_of, outputs_for_hooks
-from .data.accumulation_window import Windows
-from .distributed.control import Agreement
-from .distributed.world import Pending
-from .parallel.strategy import StepFunction
-from .parallel.sync_batch_norm import is_collective
-from .parallel.zero_backward import zero_gradients
-from .run.overrides import StrategyOptimizer, is_overridden
-from .run.run import Run
-from .standins import STAND_IN, StandIns
-from .training_step import TrainingStep
-from .watchdog.heartbeat import LAST_BACKWARD, UPDATE
+from ..core.step_output import check_loss, loss_of, outputs_for_hooks
+from ..data.accumulation_window import Windows
+from ..distributed.control import Agreement
+from ..distributed.world import Pending
+from ..parallel.strategy import StepFunction
+from ..parallel.sync_batch_norm import is_collective
+from ..parallel.zero_backward import zero_gradients
+from ..run.overrides import StrategyOptimizer, is_overridden
+from ..run.run import Run
+from ..watchdog.heartbeat import LAST_BACKWARD, UPDATE
+from .filler_batches import STAND_IN, StandIns
+from .step_base import TrainingStep
 
 
 class AutomaticStep(TrainingStep):

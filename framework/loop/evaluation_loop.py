@@ -22,13 +22,13 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from .data.evaluation_source import EvaluationSource
-from .evaluation_rounds import in_rounds
-from .metrics.metric_entry import Entry
-from .metrics.metric_log import MetricLog, NoLog
-from .run.overrides import in_context, with_arity
-from .run.run import Run, as_numbers
-from .standins import fresh, hidden
+from ..data.evaluation_source import EvaluationSource
+from ..metrics.metric_entry import Entry
+from ..metrics.metric_log import MetricLog, NoLog
+from ..run.overrides import in_context, with_arity
+from ..run.run import Run, as_numbers
+from .filler_batches import fresh, hidden
+from .lockstep_evaluation import in_rounds
 
 # How many batches' step figures wait on a device before they are read for the loggers.
 _STEPS_WAITING = 256

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .core.errors import NonFiniteError
-from .diagnostics.async_loss_check import DeviceLossWatch
-from .diagnostics.loss_spikes import LossSpikes
-from .diagnostics.nonfinite_guard import NonFiniteGuard, Seen
-from .distributed.control import NOTE
-from .parallel.strategy import StepFunction
-from .run.overrides import in_context, with_arity
-from .run.run import Run
+from ..core.errors import NonFiniteError
+from ..diagnostics.async_loss_check import DeviceLossWatch
+from ..diagnostics.loss_spikes import LossSpikes
+from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
+from ..distributed.control import NOTE
+from ..parallel.strategy import StepFunction
+from ..run.overrides import in_context, with_arity
+from ..run.run import Run
 
 
 class TrainingStep:

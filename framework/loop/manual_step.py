@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .core.errors import ConfigurationError
-from .diagnostics.nonfinite_guard import NonFiniteGuard
-from .parallel.strategy import Traits, parameters_of
-from .run.overrides import needs_closure
-from .run.run import Run
-from .training_step import TrainingStep
+from ..core.errors import ConfigurationError
+from ..diagnostics.nonfinite_guard import NonFiniteGuard
+from ..parallel.strategy import Traits, parameters_of
+from ..run.overrides import needs_closure
+from ..run.run import Run
+from .step_base import TrainingStep
 
 _BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")
 
