@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .framework.data.combined_loader import CombinedLoader as CombinedLoader
     from .framework.distributed.seed import seed_everything as seed_everything
     from .framework.fabric.fabric import Fabric as Fabric
-    from .framework.trainer import Trainer as Trainer
+    from .framework.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
@@ -31,7 +31,7 @@ _HOMES = {
     "Fabric": ".framework.fabric.fabric",
     "PhalanxError": ".framework.core.errors",
     "TrainModule": ".framework.api.train_module",
-    "Trainer": ".framework.trainer",
+    "Trainer": ".framework.trainer.trainer",
     "checkpoint": ".checkpoint",
     "seed_everything": ".framework.distributed.seed",
 }

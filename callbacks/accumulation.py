@@ -10,7 +10,7 @@ from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer import Trainer
+    from ..framework.trainer.trainer import Trainer
 
 
 class GradientAccumulationScheduler(Callback):

@@ -15,7 +15,7 @@ from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.whole_checkpoint import remove
 
 if TYPE_CHECKING:
-    from ..framework.trainer import Trainer
+    from ..framework.trainer.trainer import Trainer
 
 
 class CheckpointRecords(Callback):

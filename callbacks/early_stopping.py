@@ -14,7 +14,7 @@ from ..framework.metrics.monitor import acts_at_epoch_end, check_mode, is_better
 
 if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer import Trainer
+    from ..framework.trainer.trainer import Trainer
 
 
 class EarlyStoppingReason(Enum):

@@ -14,7 +14,7 @@ from ..framework.parallel.strategy import parameters_of
 
 if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer import Trainer
+    from ..framework.trainer.trainer import Trainer
 
 
 class GradientNormMonitor(Callback):

@@ -24,7 +24,7 @@ from .checkpoint_records import CheckpointRecords
 
 if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer import Trainer
+    from ..framework.trainer.trainer import Trainer
 
 
 class ModelCheckpoint(CheckpointRecords):

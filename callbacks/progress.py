@@ -14,7 +14,7 @@ from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer import Trainer
+    from ..framework.trainer.trainer import Trainer
 
 _NEVER = float("inf")
 # Reading a loss from a GPU waits for all work queued there; so seldom, that costs nothing to speak of.

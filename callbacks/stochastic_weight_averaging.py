@@ -15,7 +15,7 @@ from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer import Trainer
+    from ..framework.trainer.trainer import Trainer
 
 
 class StochasticWeightAveraging(WeightAveraging):

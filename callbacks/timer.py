@@ -12,7 +12,7 @@ from ..framework.core.errors import ConfigurationError, unknown
 
 if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer import Trainer
+    from ..framework.trainer.trainer import Trainer
 
 _STAGES = ("train", "validate", "sanity_check", "test", "predict")
 

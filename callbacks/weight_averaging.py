@@ -15,7 +15,7 @@ from ..framework.state.weight_average import Average, AverageSettings
 if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
     from ..framework.core.progress import Progress
-    from ..framework.trainer import Trainer
+    from ..framework.trainer.trainer import Trainer
 
 Elementwise = Callable[[Tensor, Tensor, Tensor], Tensor]
 Listwise = Callable[[Any, Any, Any], Any]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.framework.api.train_module import TrainModule
-from phalanx.framework.trainer import Trainer
+from phalanx.framework.trainer.trainer import Trainer
 
 
 class Tiny(TrainModule):

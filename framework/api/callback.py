@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from ..trainer import Trainer
+    from ..trainer.trainer import Trainer
     from .train_module import TrainModule
 
 

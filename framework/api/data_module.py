@@ -14,7 +14,7 @@ from ..core.hyperparameters import HyperparametersMixin
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ..trainer import Trainer
+    from ..trainer.trainer import Trainer
 
 
 class DataModule(HyperparametersMixin):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..fabric.fabric import Fabric
     from ..run.run import Run
-    from ..trainer import Trainer
+    from ..trainer.trainer import Trainer
 
 _LIVE = ("_run", "_metric_log")
 

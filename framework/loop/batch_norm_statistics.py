@@ -19,13 +19,13 @@ from ..core.errors import ConfigurationError
 from ..data.dataloader import is_map_style
 from ..data.evaluation_source import EvaluationSource
 from ..distributed.seed import capture, restore
-from ..loading import Data
 from ..metrics.torchmetrics_state import metrics_set_aside
 from ..parallel.parameter_names import canonical_names
 from ..parallel.sync_batch_norm import is_collective
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from ..state.weight_average import Average
+from ..trainer.data_sources import Data
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:

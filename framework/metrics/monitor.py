@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..core.errors import ConfigurationError, MetricError, did_you_mean
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from ..trainer.trainer import Trainer
 
 
 def check_mode(who: str, mode: str) -> None:

@@ -29,7 +29,7 @@ from ..state.weight_averages import Averages
 if TYPE_CHECKING:
     from ..loop.manual_step import ManualOptimizer
     from ..resume.checkpoint_saver import Saver
-    from ..trainer import Trainer
+    from ..trainer.trainer import Trainer
 
 Hook = Callable[..., Any]
 SAVED = "saved"

@@ -14,7 +14,7 @@ from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx.callbacks import LambdaCallback, ProgressBar, RichProgressBar
 from phalanx.framework.core.errors import ConfigurationError
-from phalanx.framework.trainer import Trainer
+from phalanx.framework.trainer.trainer import Trainer
 
 
 class Shown(Tiny):

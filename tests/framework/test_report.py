@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.report import box, counted
+from phalanx.framework.trainer.run_report import box, counted
 
 
 class Watched(Regressor):

@@ -8,9 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from .core.accumulation import AccumulationSchedule, resolve_accumulation
-from .core.errors import ConfigurationError, is_count, unknown
-from .parallel.optimizer_step import check_clipping
+from ..core.accumulation import AccumulationSchedule, resolve_accumulation
+from ..core.errors import ConfigurationError, is_count, unknown
+from ..parallel.optimizer_step import check_clipping
 
 NONFINITE = ("raise", "skip", "ignore")
 DEBUG = ("collectives",)

@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .api.callback import Callback
-from .api.data_module import DataModule
-from .api.train_module import TrainModule
-from .checkpoint.reader import Checkpoint
-from .core.errors import CheckpointError, ConfigurationError
-from .core.optimizer_config import resolve_optimizers
-from .core.position_rng import mix_seed, seed_generators
-from .data.accumulation_window import Windows
-from .data.evaluation_source import EvaluationSource
-from .distributed.collective_errors import open_everywhere
-from .distributed.rank_zero_first import first_in_turn
-from .loading import Data, require_data
-from .loop.automatic_step import AutomaticStep
-from .loop.batch_norm_statistics import statistics_pass
-from .loop.evaluation_loop import EvaluationPlan
-from .loop.fit_loop import FitLoop, FitPlan
-from .loop.manual_step import ManualStep
-from .metrics.logger_threads import LoggerFanout
-from .parallel.sync_batch_norm import share_batch_statistics
+from ..api.callback import Callback
+from ..api.data_module import DataModule
+from ..api.train_module import TrainModule
+from ..checkpoint.reader import Checkpoint
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.optimizer_config import resolve_optimizers
+from ..core.position_rng import mix_seed, seed_generators
+from ..data.accumulation_window import Windows
+from ..data.evaluation_source import EvaluationSource
+from ..distributed.collective_errors import open_everywhere
+from ..distributed.rank_zero_first import first_in_turn
+from ..loop.automatic_step import AutomaticStep
+from ..loop.batch_norm_statistics import statistics_pass
+from ..loop.evaluation_loop import EvaluationPlan
+from ..loop.fit_loop import FitLoop, FitPlan
+from ..loop.manual_step import ManualStep
+from ..metrics.logger_threads import LoggerFanout
+from ..parallel.sync_batch_norm import share_batch_statistics
+from ..resume.checkpoint_saver import Saver
+from ..resume.rank_state import restore_rank
+from ..resume.restore import Resumption, agree_on_resumption, load_model, regroup, restore_run
+from ..resume.resume_point import Origin, claim_directory, find_checkpoint, on_rank_zero
+from ..run.batch_transfer import batch_transfer
+from ..run.overrides import check_closure, is_overridden
+from ..run.run import Run
+from .data_sources import Data, require_data
 from .plugins import check_state_keys
-from .resume.checkpoint_saver import Saver
-from .resume.rank_state import restore_rank
-from .resume.restore import Resumption, agree_on_resumption, load_model, regroup, restore_run
-from .resume.resume_point import Origin, claim_directory, find_checkpoint, on_rank_zero
-from .run.batch_transfer import batch_transfer
-from .run.overrides import check_closure, is_overridden
-from .run.run import Run
 from .settings import Settings
 
 if TYPE_CHECKING:

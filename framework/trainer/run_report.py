@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .api.callback import Callback
-from .run.run import Run
+from ..api.callback import Callback
+from ..run.run import Run
 
 if TYPE_CHECKING:
-    from .data.accumulation_window import Windows
-    from .loop.fit_loop import FitPlan
+    from ..data.accumulation_window import Windows
+    from ..loop.fit_loop import FitPlan
 
 _TENSORBOARD_FILES = "events.out.tfevents.*"
 

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from .api.callback import Callback
+from ..api.callback import Callback
+from ..core.errors import ConfigurationError
+from ..core.registry import CALLBACKS, LOGGERS, Registry
+from ..metrics.logger import Logger
 from .checks import check_callback
-from .core.errors import ConfigurationError
-from .core.registry import CALLBACKS, LOGGERS, Registry
-from .metrics.logger import Logger
 from .settings import Settings
 
 _SWITCHES = {

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .core.errors import ConfigurationError, did_you_mean
+from ..core.errors import ConfigurationError, did_you_mean
 
 # What other frameworks, or older versions of them, call an argument: too far from our name for a closest match.
 _OTHER_NAMES = {

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from .api.callback import Callback
-from .api.data_module import DataModule
-from .api.train_module import TrainModule
-from .core.errors import ConfigurationError
-from .loading import check_given
-from .parallel.resources import Resources
-from .run.overrides import is_overridden, with_arity
+from ..api.callback import Callback
+from ..api.data_module import DataModule
+from ..api.train_module import TrainModule
+from ..core.errors import ConfigurationError
+from ..parallel.resources import Resources
+from ..run.overrides import is_overridden, with_arity
+from .data_sources import check_given
 from .settings import Settings
 
 _NOT_HOOKS = {"log", "print", "freeze", "unfreeze", "optimizers", "lr_schedulers", "all_gather"}

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .api.train_module import TrainModule
-from .assembly import FitRequest
-from .core.errors import ConfigurationError, PhalanxError
-from .core.position_rng import RandomStream
-from .core.registry import STRATEGIES
-from .data.combined_source import prepare_training
-from .distributed.world import World
-from .fabric.collectives import RankVerbs
-from .loading import Data
-from .memory.available_memory import Memory, bytes_of, memory_there
-from .memory.formulas import LAYOUTS, ModelSize, Ranks
-from .memory.measure import (
+from ..api.train_module import TrainModule
+from ..core.errors import ConfigurationError, PhalanxError
+from ..core.position_rng import RandomStream
+from ..core.registry import STRATEGIES
+from ..data.combined_source import prepare_training
+from ..distributed.world import World
+from ..fabric.collectives import RankVerbs
+from ..memory.available_memory import Memory, bytes_of, memory_there
+from ..memory.formulas import LAYOUTS, ModelSize, Ranks
+from ..memory.measure import (
     Activations,
     optimizer_state,
     run_for_real,
@@ -30,11 +28,13 @@ from .memory.measure import (
     shapes_alone,
     size_of,
 )
-from .memory.memory_plan import MemoryPlan, candidates, fits_easily, make_plan
-from .parallel.resources import Resources
-from .run.batch_transfer import batch_transfer
-from .run.overrides import is_overridden
-from .system.environment import nvme_path
+from ..memory.memory_plan import MemoryPlan, candidates, fits_easily, make_plan
+from ..parallel.resources import Resources
+from ..run.batch_transfer import batch_transfer
+from ..run.overrides import is_overridden
+from ..system.environment import nvme_path
+from .assembly import FitRequest
+from .data_sources import Data
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .api.data_module import DataModule
-from .api.train_module import TrainModule
-from .core.errors import ConfigurationError, DataError
-from .data.combined_source import prepare_evaluations, prepare_training
-from .data.evaluation_source import EvaluationSource
-from .data.training_source import TrainingSource
-from .distributed.world import World
+from ..api.data_module import DataModule
+from ..api.train_module import TrainModule
+from ..core.errors import ConfigurationError, DataError
+from ..data.combined_source import prepare_evaluations, prepare_training
+from ..data.evaluation_source import EvaluationSource
+from ..data.training_source import TrainingSource
+from ..distributed.world import World
 from .settings import Settings
 
 _ARGUMENTS = {

@@ -12,24 +12,24 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .api.callback import Callback
-from .api.data_module import DataModule
-from .api.train_module import TrainModule
-from .core.accumulation import AccumulationSchedule
-from .core.errors import ConfigurationError
-from .core.optimizer_config import SchedulerConfig
-from .core.progress import Progress
-from .core.registry import CALLBACKS
-from .distributed.world import World
-from .fabric.fabric import Fabric
-from .loop.evaluation_loop import EvaluationPlan
-from .loop.fit_loop import FitLoop
-from .metrics.logger import Logger
-from .parallel.strategy import Strategy
-from .run.run import Run
+from ..api.callback import Callback
+from ..api.data_module import DataModule
+from ..api.train_module import TrainModule
+from ..core.accumulation import AccumulationSchedule
+from ..core.errors import ConfigurationError
+from ..core.optimizer_config import SchedulerConfig
+from ..core.progress import Progress
+from ..core.registry import CALLBACKS
+from ..distributed.world import World
+from ..fabric.fabric import Fabric
+from ..loop.evaluation_loop import EvaluationPlan
+from ..loop.fit_loop import FitLoop
+from ..metrics.logger import Logger
+from ..parallel.strategy import Strategy
+from ..run.run import Run
+from ..system.run_directory import RunDirectory
+from ..watchdog.heartbeat import Heartbeat
 from .settings import Settings
-from .system.run_directory import RunDirectory
-from .watchdog.heartbeat import Heartbeat
 
 T = TypeVar("T")
 
