@@ -9,7 +9,7 @@ HERE := $(subst /,_,$(subst $() ,_,$(CURDIR)))
 DEV := $(VENV)/dev.$(HERE)
 BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
-TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py))))))
+TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
 .PHONY: help demo test lint types ops parity matrix bench kill chaos faults soak format clean
 

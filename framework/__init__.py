@@ -1,1 +1,1 @@
-"""Every contract of phalanx, and the way of a batch through them."""
+"""The contracts of phalanx and the training engine. A sub-package imports only those before it; see CONTRIBUTING."""

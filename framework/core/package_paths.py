@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PACKAGE_ROOT = Path(__file__).absolute().parents[1]
+PACKAGE_ROOT = Path(__file__).absolute().parents[2]
 _FOLDERS = ("framework", "strategies", "callbacks", "loggers", "cli")
 
 # The package may have been imported through a link. Tests and examples beside the folders are a user's code.
 OWN_FOLDERS = tuple(f"{root / folder}/" for root in {PACKAGE_ROOT, PACKAGE_ROOT.resolve()} for folder in _FOLDERS)
+
+
+def folder_of(room: str) -> str:
+    """Return the path of a sub-package of ``framework``, with a slash at its end."""
+    folder = PACKAGE_ROOT / "framework" / room
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
+    return f"{folder}/"

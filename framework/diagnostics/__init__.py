@@ -1,1 +1,1 @@
-""""""
+"""Non-finite losses and gradients, loss spikes, and collectives that differ between ranks."""

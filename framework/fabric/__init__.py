@@ -1,1 +1,1 @@
-"""``Fabric``: the machinery of a run as verbs for people's own loops."""
+"""`Fabric`: the verbs for a training loop that the user writes."""

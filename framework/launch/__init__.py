@@ -1,1 +1,1 @@
-""""""
+"""Starting, supervising, signalling and ending ranks."""

@@ -1,1 +1,1 @@
-""""""
+"""The training loop, the evaluation loop, and one optimizer step."""

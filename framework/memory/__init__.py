@@ -1,1 +1,1 @@
-"""What a model needs of memory under each strategy, and what is there."""
+"""The memory that a model needs under each strategy, and the memory that is available."""

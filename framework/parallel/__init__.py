@@ -1,1 +1,1 @@
-""""""
+"""The `Strategy` contract and what all strategies share."""

@@ -1,1 +1,1 @@
-""""""
+"""The live state of one fit, validation, test or prediction."""

@@ -1,1 +1,1 @@
-""""""
+"""The canonical state of live modules and optimizers, and averages of weights."""

@@ -1,1 +1,1 @@
-""""""
+"""`Trainer`: settings are checked, a run is assembled, and a stage is executed."""

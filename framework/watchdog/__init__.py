@@ -1,1 +1,1 @@
-""""""
+"""Detection of ranks that make no progress: heartbeats, limits, stack dumps."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.package_paths import folder_of
 from .heartbeat import Beat
 
 # How long ranks have for their answer, and for how long it must not have grown to be whole.
@@ -27,10 +28,10 @@ _STATES = {
     "D": "waiting for a disk or a device",
     "Z": "gone",
 }
-# Where a rank is while it waits for another one.
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_WAITING = ("/torch/distributed/", "/deepspeed/comm/", f"{_HERE}/world.py", f"{_HERE}/board.py", f"{_HERE}/turns.py")
-_RUNNER = f"{_HERE}/fork_server_main.py"
+# The innermost frames of a rank that waits for another one: collectives, the store, the shared-memory reduction.
+WAITING = ("/torch/distributed/", "/deepspeed/comm/", folder_of("distributed"))
+# What runs a rank's script lies below the user's own frames.
+_RUNNER = folder_of("launch")
 _WAITING_INNERMOST = ("/torch/autograd/graph.py",)
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
 
@@ -52,7 +53,7 @@ class Stacks:
     @property
     def waits(self) -> bool:
         """Whether it waits for another rank, as far as its stack tells."""
-        return _any_in(self.frames[:3], _WAITING) or _any_in(self.frames[:1], _WAITING_INNERMOST)
+        return _any_in(self.frames[:3], WAITING) or _any_in(self.frames[:1], _WAITING_INNERMOST)
 
     @property
     def collects(self) -> bool:

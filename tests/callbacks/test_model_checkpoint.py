@@ -17,7 +17,7 @@ from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
 from phalanx.framework.core.errors import ConfigurationError, MetricError, NonFiniteError
 from phalanx.framework.metrics.logger import Logger
-from phalanx.framework.resume.resume_point import checkpoint_saver as saver_module
+from phalanx.framework.resume import checkpoint_saver as saver_module
 
 NAN = float("nan")
 

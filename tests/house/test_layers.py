@@ -27,7 +27,7 @@ def package_sources(root: Path = ROOT) -> dict[str, str]:
 
 
 def module_name(path: Path) -> str:
-    """Return ``framework.distributed.world`` for ``framework/distributed/world.py`` and ``framework.__init__`` for a folder's own file."""
+    """Return ``framework.a.b`` for ``framework/a/b.py``, and ``framework.__init__`` for the folder itself."""
     return ".".join(path.with_suffix("").parts)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+from phalanx.framework.metrics import logger_threads as log_fanout
 from phalanx.framework.metrics.logger_threads import LoggerFanout
-from phalanx.framework.metrics.torchmetrics_state import logger_threads as log_fanout
 from phalanx.loggers import Logger
 
 

@@ -18,7 +18,7 @@ from phalanx import Fabric
 from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 class KeepsAll(ModelCheckpoint):

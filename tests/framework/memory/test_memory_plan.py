@@ -22,7 +22,7 @@ from phalanx.framework.memory.available_memory import Memory, host_memory
 from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
 from phalanx.framework.memory.measure import Activations, optimizer_state, run_on_shapes, shapes_alone, size_of
 from phalanx.framework.memory.memory_plan import MemoryPlan, make_plan, shown
-from phalanx.framework.trainer.trainer import auto_strategy as planning
+from phalanx.framework.trainer import auto_strategy as planning
 
 FP32, BF16 = PRECISIONS["32-true"], PRECISIONS["bf16-mixed"]
 GB = 10**9
@@ -428,7 +428,7 @@ import os
 import sys
 sys.path.insert(0, {tests!r})
 from models import Regressor, loader, silent_trainer
-from phalanx.framework.trainer.trainer import auto_strategy as planning
+from phalanx.framework.trainer import auto_strategy as planning
 from phalanx.framework.memory.available_memory import Memory
 planning.memory_there = lambda *_: Memory(2500, 2500)
 for _ in range(2):
