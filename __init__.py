@@ -12,6 +12,7 @@ from .framework.core.lazy_exports import face
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from .framework.api.callback import Callback as Callback
+    from .framework.api.contracts import TrainerView as TrainerView
     from .framework.api.data_module import DataModule as DataModule
     from .framework.api.train_module import TrainModule as TrainModule
     from .framework.core.accumulation import AccumulationSchedule as AccumulationSchedule
@@ -32,6 +33,7 @@ _HOMES = {
     "PhalanxError": ".framework.core.errors",
     "TrainModule": ".framework.api.train_module",
     "Trainer": ".framework.trainer.trainer",
+    "TrainerView": ".framework.api.contracts",
     "checkpoint": ".checkpoint",
     "seed_everything": ".framework.distributed.seed",
 }

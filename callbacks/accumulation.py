@@ -9,8 +9,8 @@ from ..framework.core.accumulation import AccumulationSchedule
 from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer.trainer import Trainer
 
 
 class GradientAccumulationScheduler(Callback):
@@ -36,7 +36,7 @@ class GradientAccumulationScheduler(Callback):
         """Return the factor of an epoch, from 0."""
         return self.schedule(epoch, 0)
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
         if not module.automatic_optimization and self.schedule.largest > 1:

@@ -15,7 +15,7 @@ from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.whole_checkpoint import remove
 
 if TYPE_CHECKING:
-    from ..framework.trainer.trainer import Trainer
+    from ..framework.api.contracts import TrainerView
 
 
 class CheckpointRecords(Callback):
@@ -99,7 +99,7 @@ class CheckpointRecords(Callback):
         self._current = state["current_score"]
         self._giving_way = list(state.get("giving_way", []))
 
-    def _forget_missing(self, trainer: Trainer) -> None:
+    def _forget_missing(self, trainer: TrainerView) -> None:
         """Drop what was deleted since the checkpoint that the run was resumed from, and delete what had given way.
 
         Collective.

@@ -10,11 +10,12 @@ import torch
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
-from ..framework.metrics.monitor import acts_at_epoch_end, check_mode, is_better, missing_metric
+from ..framework.metrics.monitor import check_mode, is_better, missing_metric
+from .monitoring import acts_at_epoch_end
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer.trainer import Trainer
 
 
 class EarlyStoppingReason(Enum):
@@ -121,25 +122,25 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state["stopping_reason"])
         self.stopping_reason_message = state["stopping_reason_message"]
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         if trainer.global_step == 0:
             self._start_anew()
         # A run that was stopped for want of patience must not start again by being resumed.
         elif self.wait_count and self.wait_count >= self.patience:
             trainer.request_stop(self.stopping_reason_message or self._out_of_patience())
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
         # An epoch that a stop cut short has validated nothing.
         if trainer.progress.epoch_ended and acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: TrainerView, module: TrainModule) -> None:
         if trainer.state.stage != "fit" or trainer.sanity_checking:
             return
         if not acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
-    def _check(self, trainer: Trainer) -> None:
+    def _check(self, trainer: TrainerView) -> None:
         if trainer.fast_dev_run:
             return
         metrics = trainer.callback_metrics

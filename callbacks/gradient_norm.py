@@ -13,8 +13,8 @@ from ..framework.core.errors import ConfigurationError
 from ..framework.parallel.strategy import parameters_of
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer.trainer import Trainer
 
 
 class GradientNormMonitor(Callback):
@@ -39,18 +39,18 @@ class GradientNormMonitor(Callback):
         self._every = 1
         self._named: Sequence[tuple[Optimizer, str, list[Tensor]]] = ()
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._every = trainer.settings.log_every_n_steps
+    def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
+        self._every = trainer.log_every_n_steps
         self._named = [
             (optimizer, f"grad_norm-{number}" if number else "grad_norm", parameters_of(optimizer))
             for number, optimizer in enumerate(trainer.optimizers)
         ]
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: TrainerView, module: TrainModule, optimizer: Optimizer) -> None:
         # A step is logged by the number it has when it is done.
         if (trainer.global_step + 1) % self._every:
             return
         for own, name, parameters in self._named:
             if own is optimizer:
-                norm = trainer.fabric.strategy.gradient_norm(parameters, self.norm_type)
+                norm = trainer.strategy.gradient_norm(parameters, self.norm_type)
                 module.log(name, norm, on_step=True, on_epoch=False)

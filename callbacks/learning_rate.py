@@ -11,8 +11,8 @@ from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer.trainer import Trainer
 
 
 class LearningRateMonitor(Callback):
@@ -51,40 +51,40 @@ class LearningRateMonitor(Callback):
             return self.logging_interval != "epoch"
         return super().wants(hook)
 
-    def check(self, trainer: Trainer, stage: str) -> None:
+    def check(self, trainer: TrainerView, stage: str) -> None:
         if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigurationError("LearningRateMonitor needs a logger: give the Trainer one, or leave it out.")
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._every = trainer.settings.log_every_n_steps
+    def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
+        self._every = trainer.log_every_n_steps
         self._taken_step = -1
         self._sources = self._name_optimizers(trainer)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: TrainerView, module: TrainModule) -> None:
         if self.logging_interval != "step" and (values := self._values("epoch")):
             trainer.log_metrics(values)
 
-    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, module: TrainModule, batch: Any, batch_idx: int) -> None:
         # The rate that this step is taken with; schedulers move on before the step's end, where it is logged.
         step = trainer.global_step
         if (step + 1) % self._every == 0 and step != self._taken_step:
             self._taken_step, self._taken = step, self._values("step")
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._taken and trainer.global_step > self._taken_step:
             trainer.log_metrics(self._taken)
             self._taken = {}
 
-    def _name_optimizers(self, trainer: Trainer) -> list[tuple[Optimizer, str, set[str]]]:
+    def _name_optimizers(self, trainer: TrainerView) -> list[tuple[Optimizer, str, set[str]]]:
         """Return each optimizer with its name and the intervals that its rate changes by."""
         seen: Counter[type] = Counter()
         sources: list[tuple[Optimizer, str, set[str]]] = []
         for optimizer in trainer.optimizers:
             _check_group_names(optimizer)
         named: set[int] = set()
-        for config in trainer.lr_schedulers:
+        for config in trainer.lr_scheduler_configs:
             optimizer = config.scheduler.optimizer
             named.add(id(optimizer))
             sources.append((optimizer, config.name or _numbered(optimizer, seen), {config.interval}))

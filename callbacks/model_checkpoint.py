@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from ..framework.checkpoint.file_names import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
+from ..framework.checkpoint.save_request import SaveRequest
 from ..framework.checkpoint.save_schedule import SaveSchedule
 from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
 from ..framework.metrics.logger import Logger
-from ..framework.metrics.monitor import acts_at_epoch_end, check_mode, missing_metric
-from ..framework.resume.checkpoint_saver import SaveOrder
-from ..framework.resume.save_directory import make_ready
+from ..framework.metrics.monitor import check_mode, missing_metric
 from ..framework.system.atomic_files import absolute
 from .checkpoint_plan import SavePlan
 from .checkpoint_records import CheckpointRecords
+from .monitoring import acts_at_epoch_end
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer.trainer import Trainer
 
 
 class ModelCheckpoint(CheckpointRecords):
@@ -153,6 +153,10 @@ class ModelCheckpoint(CheckpointRecords):
         """The directory that was given, and what tells the names that this callback gives; None for the run's own."""
         return None if self._given_dirpath is None else (Path(self._given_dirpath), self._names.gives)
 
+    @property
+    def saved_checkpoints(self) -> ModelCheckpoint:
+        return self
+
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def wants(self, hook: str) -> bool:
@@ -160,22 +164,21 @@ class ModelCheckpoint(CheckpointRecords):
             return self._schedule.within_epochs
         return super().wants(hook)
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
         if self._given_dirpath is None and (stage == "fit" or self.dirpath is None):
             self.dirpath = os.path.abspath(trainer.checkpoint_dir)
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.run is not None and not trainer.fast_dev_run and (self._kept.saves or self.save_last):
+    def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
+        if not trainer.fast_dev_run and (self._kept.saves or self.save_last):
             assert self.dirpath is not None
-            names = self._names
-            make_ready(trainer.run, Path(self.dirpath), names.gives, self.save_weights_only, self.asynchronous)
+            trainer.prepare_saves(Path(self.dirpath), self._names.gives, self.save_weights_only, self.asynchronous)
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin(trainer.global_step)
         self._forget_missing(trainer)
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
         # Within a window, or after an update that was skipped, there is nothing new to save.
@@ -185,7 +188,7 @@ class ModelCheckpoint(CheckpointRecords):
         if self._schedule.step_is_due(step) or (self._schedule.interval is not None and self._its_time(trainer)):
             self._save_or_defer(trainer)
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: TrainerView, module: TrainModule) -> None:
         if trainer.state.stage != "fit" or trainer.sanity_checking:
             return
         self._validated = True
@@ -193,7 +196,7 @@ class ModelCheckpoint(CheckpointRecords):
         if self._deferred or (not at_epoch_end and self._schedule.epoch_is_due(trainer.current_epoch)):
             self._save_or_defer(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
         if self.monitor is not None and not trainer.progress.epoch_ended:
             self._leave_out_cut_epoch(trainer)
             return
@@ -201,7 +204,7 @@ class ModelCheckpoint(CheckpointRecords):
         if self._deferred or (at_epoch_end and self._schedule.epoch_is_due(trainer.current_epoch)):
             self._save_or_defer(trainer, last_chance=self._validated or not trainer.val_enabled)
 
-    def _leave_out_cut_epoch(self, trainer: Trainer) -> None:
+    def _leave_out_cut_epoch(self, trainer: TrainerView) -> None:
         """An epoch that a stop cut short has no figures of its own to rank a checkpoint by."""
         self._deferred = False
         if not self._kept.paths and not self.save_last:
@@ -210,13 +213,13 @@ class ModelCheckpoint(CheckpointRecords):
                 "known. ModelCheckpoint(save_last=True) saves the end in any case."
             )
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._settle(trainer)
+    def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
+        self._finish_saves(trainer)
         step = trainer.global_step
         if self.save_last and step not in (self._saved_step, self._first_step) and not trainer.fast_dev_run:
             self._save(trainer, replace(self._plan(trainer), path="", counts=False))
 
-    def _its_time(self, trainer: Trainer) -> bool:
+    def _its_time(self, trainer: TrainerView) -> bool:
         """Whether the time is up by rank 0's clock, of which all learn at the next step."""
         trigger = f"save by {self.state_key}"
         if trigger in trainer.fired_triggers:
@@ -246,10 +249,10 @@ class ModelCheckpoint(CheckpointRecords):
         versions = (self.STARTING_VERSION, self.enable_version_counter)
         return CheckpointNames(self._template, last, self.CHECKPOINT_JOIN_CHAR, self.FILE_EXTENSION, *versions)
 
-    def _save_or_defer(self, trainer: Trainer, last_chance: bool = False) -> None:
+    def _save_or_defer(self, trainer: TrainerView, last_chance: bool = False) -> None:
         if trainer.fast_dev_run or (trainer.global_step == self._saved_step and not self._deferred):
             return
-        self._settle(trainer)
+        self._finish_saves(trainer)
         self._schedule.restart_clock()
         plan = self._plan(trainer)
         if plan.missing is not None and last_chance:
@@ -259,11 +262,11 @@ class ModelCheckpoint(CheckpointRecords):
             self._save(trainer, plan)
         self._deferred = plan.missing is not None
 
-    def _plan(self, trainer: Trainer) -> SavePlan:
+    def _plan(self, trainer: TrainerView) -> SavePlan:
         """Return what is to be done, as rank 0 sees it. Collective."""
         return trainer.world.broadcast_object(self._own_plan(trainer) if trainer.is_global_zero else SavePlan())
 
-    def _own_plan(self, trainer: Trainer) -> SavePlan:
+    def _own_plan(self, trainer: TrainerView) -> SavePlan:
         logged, names = trainer.callback_metrics, self._names
         metrics: dict[str, Any] = {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
         # One that this run knows nothing of is another's.
@@ -278,14 +281,12 @@ class ModelCheckpoint(CheckpointRecords):
         path = names.free(self.dirpath, metrics, self._kept.gives_way) if accepted else ""
         return SavePlan(last, path, score, counts=True)
 
-    def _settle(self, trainer: Trainer) -> None:
+    def _finish_saves(self, trainer: TrainerView) -> None:
         """Wait for the save before: what is decided next rests on what came of it. Collective."""
-        if trainer.run is not None:
-            trainer.run.saver.settle()
+        trainer.finish_saves()
 
-    def _save(self, trainer: Trainer, plan: SavePlan) -> None:
+    def _save(self, trainer: TrainerView, plan: SavePlan) -> None:
         """Save what a plan says; the records are made first, since they are part of what is saved. Collective."""
-        assert trainer.run is not None
         before, previous, targets = self.state_dict(), {*self._kept.paths, self.last_model_path}, plan.targets
         self._record(plan)
         if not targets:
@@ -293,18 +294,20 @@ class ModelCheckpoint(CheckpointRecords):
             return
         self._giving_way = sorted(previous - {"", *targets, *self._kept.paths, self.last_model_path})
         self._saved_step = trainer.global_step
-        order = SaveOrder(
+        request = SaveRequest(
             Path(targets[0]),
             self.save_weights_only,
             self.asynchronous,
             also=Path(targets[1]) if len(targets) > 1 else None,
-            owner=self.state_key,
+            failure_key=self.state_key,
             prune=partial(self._remove, set(self._giving_way)),
-            settled=partial(self._settled, trainer, plan, before),
+            on_done=partial(self._finished, trainer, plan, before),
         )
-        trainer.run.saver.save(order)
+        trainer.request_save(request)
 
-    def _settled(self, trainer: Trainer, plan: SavePlan, before: dict[str, Any], error: PhalanxError | None) -> None:
+    def _finished(
+        self, trainer: TrainerView, plan: SavePlan, before: dict[str, Any], error: PhalanxError | None
+    ) -> None:
         """Take note of what came of a save, on every rank."""
         if error is not None:
             self._restore(before)
@@ -326,7 +329,7 @@ class ModelCheckpoint(CheckpointRecords):
             self._newest = plan.path
             self._kept.add(plan.path, plan.score)
 
-    def _tell_loggers(self, trainer: Trainer) -> None:
+    def _tell_loggers(self, trainer: TrainerView) -> None:
         for logger in trainer.loggers:
             if type(logger).after_save_checkpoint is Logger.after_save_checkpoint:
                 continue
@@ -335,7 +338,7 @@ class ModelCheckpoint(CheckpointRecords):
             except Exception as error:
                 trainer.note(f"{type(logger).__name__} failed after a checkpoint ({type(error).__name__}: {error}).")
 
-    def _tell(self, trainer: Trainer, plan: SavePlan) -> None:
+    def _tell(self, trainer: TrainerView, plan: SavePlan) -> None:
         if not self.verbose:
             return
         score = f", {self.monitor} = {plan.score:.6g}" if plan.score is not None else ""

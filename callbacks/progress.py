@@ -13,8 +13,8 @@ from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer.trainer import Trainer
 
 _NEVER = float("inf")
 # Reading a loss from a GPU waits for all work queued there; so seldom, that costs nothing to speak of.
@@ -54,9 +54,10 @@ class ProgressBar(Callback):
     def state_key(self) -> str:
         return "ProgressBar"
 
-    def show(self, text: str) -> None:
+    def show(self, text: str) -> bool:
         """Print a line, above the bar where there is one."""
         self._screen.show(text)
+        return True
 
     def wants(self, hook: str) -> bool:
         return super().wants(hook) and (self._active or hook == "setup")
@@ -66,7 +67,7 @@ class ProgressBar(Callback):
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
         self._active = trainer.is_global_zero
         self._frames.clear()
         self._next_look = _NEVER
@@ -74,65 +75,83 @@ class ProgressBar(Callback):
             self._screen.close()
             self._screen = self._make_screen()
 
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
         self._screen.close()
 
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, module: TrainModule, exception: BaseException) -> None:
         self._screen.close()
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: TrainerView, module: TrainModule) -> None:
         last = trainer.max_epochs
         label = f"epoch {trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
         self._frames.clear()
         self._begin(label, trainer.num_training_batches, trainer.progress.batch_in_epoch)
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if time.monotonic() >= self._next_look:
             self._draw(trainer, batch_idx + 1)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
         if self._frames:
             frame = self._frames.pop()
             self._screen.end(frame.ended(trainer.progress.batch_in_epoch, _figures(trainer)))
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._next_look = _NEVER
         self._screen.close()
 
-    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: TrainerView, module: TrainModule) -> None:
         label = "sanity check" if trainer.sanity_checking else "validation"
         self._begin(label, _NEVER if trainer.sanity_checking else sum(trainer.num_val_batches) or _NEVER)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: TrainerView,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._count(trainer)
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._finish(trainer, quiet=trainer.state.stage == "fit")
 
-    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_test_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin("test", _NEVER)
 
     def on_test_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: TrainerView,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._count(trainer)
 
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_test_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._finish(trainer)
 
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin("prediction", _NEVER)
 
     def on_predict_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: TrainerView,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._count(trainer)
 
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._finish(trainer)
 
     # ---- the parts --------------------------------------------------------------------------------------------------
@@ -142,13 +161,13 @@ class ProgressBar(Callback):
         self._frames.append(_Frame(label, total, now, done, now, done))
         self._next_look = now + self._screen.seconds
 
-    def _count(self, trainer: Trainer) -> None:
+    def _count(self, trainer: TrainerView) -> None:
         frame = self._frames[-1]
         frame.counted += 1
         if time.monotonic() >= self._next_look:
             self._draw(trainer, frame.counted)
 
-    def _draw(self, trainer: Trainer, done: int) -> None:
+    def _draw(self, trainer: TrainerView, done: int) -> None:
         frame = self._frames[-1]
         loss = trainer.latest_loss
         frame.look(done, time.monotonic())
@@ -158,7 +177,7 @@ class ProgressBar(Callback):
         pause = self._screen.pause(frame)
         self._next_look = time.monotonic() + (max(pause, _DEVICE_SECONDS) if on_device else pause)
 
-    def _finish(self, trainer: Trainer, quiet: bool = False) -> None:
+    def _finish(self, trainer: TrainerView, quiet: bool = False) -> None:
         if not self._frames:
             return
         frame = self._frames.pop()
@@ -308,7 +327,7 @@ class _Live:
             self._bar = None
 
 
-def _figures(trainer: Trainer) -> str:
+def _figures(trainer: TrainerView) -> str:
     """Return the loss and the metrics of the bar; reads them, so on a GPU it waits for them.
 
     The newest loss is left out where the user shows one of his own.

@@ -14,8 +14,8 @@ from ..framework.state.weight_average import AverageSettings
 from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer.trainer import Trainer
 
 
 class StochasticWeightAveraging(WeightAveraging):
@@ -104,7 +104,7 @@ class StochasticWeightAveraging(WeightAveraging):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._first_rates = state["first_rates"]
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage != "fit":
             return
@@ -128,7 +128,7 @@ class StochasticWeightAveraging(WeightAveraging):
     def _settings(self) -> AverageSettings:
         return replace(super()._settings(), statistics_batches=self.statistics_batches)
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
         groups = len(trainer.optimizers[0].param_groups)
         if isinstance(self.swa_lrs, list) and len(self.swa_lrs) != groups:
             raise ConfigurationError(
@@ -136,12 +136,11 @@ class StochasticWeightAveraging(WeightAveraging):
                 "give one for each, or a single number."
             )
 
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        assert trainer.run is not None
+    def on_train_epoch_start(self, trainer: TrainerView, module: TrainModule) -> None:
         since = trainer.current_epoch - self._start
         if since < 0:
             return
-        trainer.run.schedulers_rest = True
+        trainer.pause_lr_schedulers()
         groups = trainer.optimizers[0].param_groups
         if self._first_rates is None:
             self._first_rates = [float(group["lr"]) for group in groups]

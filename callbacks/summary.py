@@ -13,8 +13,8 @@ from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer.trainer import Trainer
 
 _UNITS = ("", " K", " M", " B", " T")
 
@@ -34,7 +34,7 @@ class ModelSummary(Callback):
             raise ConfigurationError(f"ModelSummary(max_depth={max_depth!r}): give a number of levels, or -1 for all.")
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
         if trainer.is_global_zero and self.max_depth != 0:
             trainer.note(summarize(module, self.max_depth))
 

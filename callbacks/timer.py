@@ -11,8 +11,8 @@ from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, unknown
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.trainer.trainer import Trainer
 
 _STAGES = ("train", "validate", "sanity_check", "test", "predict")
 
@@ -86,48 +86,48 @@ class Timer(Callback):
         self._starts.pop("train", None)
         self._ends.pop("train", None)
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin("train")
         if self._limit_seconds is not None:
             self._deadline = self._starts["train"] + self._limit_seconds - self._trained_before
             # What was loaded may have used up the time already, whatever the interval.
             self._check(trainer)
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._ends["train"] = time.monotonic()
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if time.monotonic() >= self._deadline:
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._check(trainer)
 
-    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin("sanity_check" if trainer.sanity_checking else "validate")
 
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._ends["sanity_check" if trainer.sanity_checking else "validate"] = time.monotonic()
 
-    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_test_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin("test")
 
-    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_test_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._ends["test"] = time.monotonic()
 
-    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin("predict")
 
-    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+    def on_predict_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._ends["predict"] = time.monotonic()
 
     def _begin(self, stage: str) -> None:
         self._starts[stage] = time.monotonic()
         self._ends.pop(stage, None)
 
-    def _check(self, trainer: Trainer) -> None:
+    def _check(self, trainer: TrainerView) -> None:
         if time.monotonic() < self._deadline:
             return
         # Asked for once: the run may have to go on to its min_steps.

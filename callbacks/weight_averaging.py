@@ -13,9 +13,9 @@ from ..framework.core.errors import ConfigurationError, is_count
 from ..framework.state.weight_average import Average, AverageSettings
 
 if TYPE_CHECKING:
+    from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
     from ..framework.core.progress import Progress
-    from ..framework.trainer.trainer import Trainer
 
 Elementwise = Callable[[Tensor, Tensor, Tensor], Tensor]
 Listwise = Callable[[Any, Any, Any], Any]
@@ -128,10 +128,9 @@ class WeightAveraging(Callback):
         # What there is to keep is the average, which checkpoints hold by themselves.
         return {}
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        assert trainer.run is not None
-        self._progress = trainer.run.progress
-        average = trainer.run.averages.add(self._settings(), trainer.run)
+    def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
+        self._progress = trainer.progress
+        average = trainer.add_average(self._settings())
         self._average = average if stage == "fit" else None
 
     def _settings(self) -> AverageSettings:
@@ -145,7 +144,7 @@ class WeightAveraging(Callback):
             stays=self.average_at_end,
         )
 
-    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
         self._average = None
 
 

@@ -14,7 +14,7 @@ from ..core.hyperparameters import HyperparametersMixin
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ..trainer.trainer import Trainer
+    from .contracts import TrainerView
 
 
 class DataModule(HyperparametersMixin):
@@ -23,7 +23,11 @@ class DataModule(HyperparametersMixin):
     ``prepare_data`` runs on one rank of each node, then ``setup`` on all ranks, then the loaders are asked for.
     """
 
-    trainer: Trainer | None = None
+    trainer: TrainerView | None = None
+
+    def attach(self, trainer: TrainerView) -> None:
+        """Set ``trainer``. Called by the Trainer at the start of a stage."""
+        self.trainer = trainer
 
     def prepare_data(self) -> None:
         """Download or write data; called on one rank of each node. Keep no state here: other ranks would lack it."""

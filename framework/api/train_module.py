@@ -18,15 +18,13 @@ from ..metrics.logger import Logger
 from ..metrics.metric_log import MetricLog, NoLog
 from ..metrics.torchmetrics_state import logged_items
 from ..state.module_loading import rebuild_module
-from .callback import Callback
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
     from typing_extensions import Self
 
     from ..fabric.fabric import Fabric
-    from ..run.run import Run
-    from ..trainer.trainer import Trainer
+    from .contracts import AttachedRun, CallbackContract, TrainerView
 
 _LIVE = ("_run", "_metric_log")
 
@@ -45,6 +43,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
     """What took the place of the first parts of names since checkpoints were saved: ``{"net": "body.net"}``."""
     example_input_array: Any = None
     _metric_log: MetricLog | NoLog | None
+    _run: AttachedRun | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +56,16 @@ class TrainModule(HyperparametersMixin, nn.Module):
         if self._logs_directly:
             del state["log"]
         return state
+
+    def attach(self, run: AttachedRun) -> None:
+        """Make this module part of a run. Called by the Trainer."""
+        self._run = run
+
+    def detach(self) -> None:
+        """Make this module independent of its run: optimizers are untoggled, and ``self.log`` does nothing."""
+        self.untoggle_optimizer()
+        self.log_to(None)
+        self._run = None
 
     def log_to(self, log: MetricLog | NoLog | None) -> MetricLog | NoLog | None:
         """Let ``self.log`` write to another log, or to none; return the one before. Called by loops."""
@@ -125,7 +134,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         """
         raise NotImplementedError
 
-    def configure_callbacks(self) -> Sequence[Callback] | Callback:
+    def configure_callbacks(self) -> Sequence[CallbackContract] | CallbackContract:
         """Return callbacks that this module brings along; they replace the Trainer's of the same class."""
         return []
 
@@ -295,7 +304,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
                     if id(parameter) not in mine and parameter not in kept:
                         kept[parameter] = parameter.requires_grad
                         parameter.requires_grad = False
-        self._tell_of_frozen()
+        self._live.trainability_changed()
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo ``toggle_optimizer``."""
@@ -303,13 +312,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         for parameter, requires_grad in toggled.items():
             parameter.requires_grad = requires_grad
         if toggled:
-            self._tell_of_frozen()
-
-    def _tell_of_frozen(self) -> None:
-        """Let a strategy whose forward passes use other tensors than the optimizers hold know what was toggled."""
-        strategy = self._live.fabric.strategy
-        if strategy.traits.reduces_in_backward:
-            strategy.refresh(self)
+            self._live.trainability_changed()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Generator[None, None, None]:
@@ -335,16 +338,15 @@ class TrainModule(HyperparametersMixin, nn.Module):
     # ---- the run --------------------------------------------------------------------------------------------------
 
     @property
-    def _live(self) -> Run:
-        run: Run | None = self.__dict__.get("_run")
-        if run is None:
+    def _live(self) -> AttachedRun:
+        if self._run is None:
             raise ConfigurationError(
                 f"{type(self).__name__} belongs to no run: hand it to Trainer.fit, validate, test or predict."
             )
-        return run
+        return self._run
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> TrainerView:
         """The Trainer that runs this module."""
         return self._live.trainer
 
@@ -359,7 +361,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         parameter = next(self.parameters(), None)
         if parameter is not None:
             return parameter.device
-        return self._live.world.device if self.__dict__.get("_run") is not None else torch.device("cpu")
+        return self._live.world.device if self._run is not None else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -369,26 +371,22 @@ class TrainModule(HyperparametersMixin, nn.Module):
     @property
     def current_epoch(self) -> int:
         """The epoch in progress, from 0."""
-        run: Run | None = self.__dict__.get("_run")
-        return run.progress.epoch if run is not None else 0
+        return self._run.progress.epoch if self._run is not None else 0
 
     @property
     def global_step(self) -> int:
         """Optimizer updates applied."""
-        run: Run | None = self.__dict__.get("_run")
-        return run.progress.global_step if run is not None else 0
+        return self._run.progress.global_step if self._run is not None else 0
 
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""
-        run: Run | None = self.__dict__.get("_run")
-        return run.world.rank if run is not None else 0
+        return self._run.world.rank if self._run is not None else 0
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node."""
-        run: Run | None = self.__dict__.get("_run")
-        return run.world.local_rank if run is not None else 0
+        return self._run.world.local_rank if self._run is not None else 0
 
     @property
     def logger(self) -> Logger | None:

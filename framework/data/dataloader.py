@@ -23,8 +23,8 @@ from torch.utils.data import (
 
 from ..core.errors import ConfigurationError, DataError
 from ..core.position_rng import SeededDataset
-from ..launch.signals import start_worker
 from .samplers import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
+from .worker_process import start_worker
 
 # When the first line about a long reading comes, and how long after it each further one.
 _PATIENCE_SECONDS = 3.0

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..core.position_rng import RandomStream, SeededBatch, SeededIndex, mix_seed
+from ..distributed.partition import ceil_div, part_of
 
 _MOST_KEPT = 1 << 26
 
@@ -25,18 +26,6 @@ def length_of(thing: Any) -> int | None:
         return len(thing)
     except (TypeError, NotImplementedError, OverflowError):
         return None
-
-
-def ceil_div(count: int, by: int) -> int:
-    """Return ``count / by`` rounded up."""
-    return -(-count // by)
-
-
-def part_of(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Return where rank's part of ``count`` items begins and ends: contiguous, as even as possible, maybe empty."""
-    even, rest = divmod(count, size)
-    begin = rank * even + min(rank, rest)
-    return begin, begin + even + (rank < rest)
 
 
 def permutation(count: int, seed: int, epoch: int) -> Sequence[int]:

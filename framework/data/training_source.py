@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.position_rng import mix_seed
+from ..distributed.partition import ceil_div
 from .dataloader import (
     Passes,
     check_loader,
@@ -27,7 +28,7 @@ from .dataloader import (
     skip,
     tell_epoch,
 )
-from .samplers import TrainingSampler, ceil_div, length_of
+from .samplers import TrainingSampler, length_of
 
 Position = dict[str, Any]
 """How much of an epoch is consumed, in JSON values."""

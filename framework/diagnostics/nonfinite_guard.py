@@ -127,7 +127,7 @@ class NonFiniteGuard:
                 f"{IN_ALL} and {SHARE_OF_ALL:.0%}. {_ADVICE}"
             )
         if self.skipped & (self.skipped - 1) == 0:
-            self.run.trainer.note(f"An update was left out ({self.skipped} so far): {what}")
+            self.run.note(f"An update was left out ({self.skipped} so far): {what}")
 
     # ---- what is told ---------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class NonFiniteGuard:
     def _keep(self, seen: Seen, began: str) -> str:
         """Write the batch into the run's directory, where the run has one; return where, or why not."""
         run, progress = self.run, self.run.progress
-        if seen.batch is None or not run.trainer.writes or self._kept >= _MOST_KEPT:
+        if seen.batch is None or not run.context.writes or self._kept >= _MOST_KEPT:
             return ""
         self._kept += 1
         facts = {
@@ -180,10 +180,10 @@ class NonFiniteGuard:
         }
         name = f"step={progress.global_step}-rank={run.world.rank}"
         try:
-            return str(keep_batch(run.trainer.run_dir / FOLDER, name, seen.batch, facts))
+            return str(keep_batch(run.context.directory.path / FOLDER, name, seen.batch, facts))
         except PhalanxError as error:
             with suppress(Exception):
-                run.trainer.note(f"The batch was not kept: {error}")
+                run.note(f"The batch was not kept: {error}")
             return ""
 
     def _describe(self, findings: list[Finding], of_loss: bool) -> str:

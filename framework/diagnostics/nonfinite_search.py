@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..checkpoint.codec import encode
 from ..checkpoint.finite_check import has_nonfinite, is_finite
 from ..core.errors import ConfigurationError
-from ..loop.filler_batches import hidden
 from ..parallel.zero_backward import tensors_in
+from .isolated_step import isolated
 
 if TYPE_CHECKING:
     from ..parallel.strategy import StepFunction
@@ -58,7 +58,7 @@ def first_module(run: Run, step: StepFunction, batch: Any, index: int) -> str:
             label = f"{name} ({type(part).__name__})"
             handles.append(part.register_forward_hook(_looker(label, met)))
     try:
-        with hidden(run.module), torch.no_grad():
+        with isolated(run.module), torch.no_grad():
             step(batch, index)
     except Exception as error:
         return f"run once more, its step raised {type(error).__name__}"
@@ -77,7 +77,7 @@ def local_gradient(run: Run, step: StepFunction, batch: Any, index: int) -> bool
     """Run a step once more; return whether the gradients of its loss, this rank's alone, are finite."""
     trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
-        with hidden(run.module):
+        with isolated(run.module):
             output = step(batch, index)
             loss = output["loss"] if isinstance(output, dict) else output
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)

@@ -9,7 +9,9 @@ there a second exchange, of the names. In one process nothing is exchanged at al
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +20,33 @@ from ..core.errors import DesyncError, did_you_mean
 from .straggler import Pace
 from .world import World
 
-NOTE = "note"
-"""The trigger of what rank 0 should tell a person; its payload is the text."""
+
+class Signal(str, Enum):
+    """The triggers of phalanx's own. Users may raise others, by any other name."""
+
+    NONFINITE = "nonfinite"
+    """A rank found a loss that is NaN or infinite; the payload is the error's message."""
+    NOTE = "note"
+    """Something to show on rank 0; the payload is the text."""
+    SAVE_DONE = "saved"
+    """An asynchronous save has finished; the payload is the save's number."""
+    END_EPOCH = "end_epoch"
+    """A hook wants no more batches of this epoch."""
+    CONTINUE = "go_on"
+    """A stop that was requested before is withdrawn."""
+    PREEMPT = "leave"
+    """A rank received a preemption signal, or a job's time is nearly up; the payload is the signal's name."""
+    STOP = "stop"
+    """Training is to stop; the payload is the reason, which may be empty."""
+    VALIDATE = "validate"
+    """Rank 0's clock says that a validation is due."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+Sent = dict[int, Any]
+"""The payloads of one trigger by the rank that raised it."""
 
 # Steps are told apart by their squares too: modulo this, sums of those over thousands of ranks stay exact in float64.
 _STEPS_TOLD = 1 << 20
@@ -59,7 +86,8 @@ class Triggers:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.fired: dict[str, dict[int, Any]] = {}
+        self.fired: dict[str, Sent] = {}
+        self._handlers: dict[Signal, Callable[[Sent], None]] = {}
         self.raised: dict[str, Any] = {}
         """What this rank has raised and no boundary has seen. The loop looks whether it is empty in every step."""
         self.posted: deque[tuple[str, Any]] = deque()
@@ -69,6 +97,17 @@ class Triggers:
         self._launched: tuple[torch.Tensor, Any, dict[str, Any]] | None = None
         self._marks = self._told = (0.0, 0.0)
         self._step = 0
+
+    def on(self, signal: Signal, handler: Callable[[Sent], None]) -> None:
+        """Call ``handler`` with ``{rank: payload}`` whenever ``signal`` has fired and ``handle`` is called."""
+        self._handlers[signal] = handler
+        self._handlers = {signal: self._handlers[signal] for signal in Signal if signal in self._handlers}
+
+    def handle(self) -> None:
+        """Call the handlers of all signals that have fired, in the order of ``Signal``."""
+        for signal, handler in self._handlers.items():
+            if (sent := self.fired.get(signal)) is not None:
+                handler(sent)
 
     def set(self, name: str, payload: Any = None) -> None:
         """Raise a trigger on this rank. Safe in a signal handler; raising it twice before it fires keeps the first."""
@@ -161,7 +200,7 @@ class Triggers:
 
     def _tell(self, text: str | None) -> None:
         if text is not None:
-            self.fired.setdefault(NOTE, {})[0] = text
+            self.fired.setdefault(Signal.NOTE, {})[0] = text
 
     def agree(self) -> dict[str, dict[int, Any]]:
         """Exchange what was raised and wait for it: the blocking form. Collective. Returns ``fired``."""

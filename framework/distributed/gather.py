@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.errors import ConfigurationError, DesyncError
-from ..data.samplers import part_of
+from .partition import part_of
 from .world import World
 
 _PEOPLE_SHOWN = 8

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from ..checkpoint.codec import decode
 from ..checkpoint.consolidate import consolidate
 from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.open_on_all_ranks import open_on_all_ranks
 from ..checkpoint.stored_tensor import held
 from ..checkpoint.whole_checkpoint import weights
 from ..checkpoint.writer import save
 from ..core.errors import CheckpointError, ConfigurationError
-from ..distributed.collective_errors import on_all_ranks, open_everywhere
+from ..distributed.collective_errors import on_all_ranks, on_rank_zero
 from ..distributed.seed import capture
 from ..distributed.seed import restore as restore_generators
 from ..parallel.parameter_names import renamed
-from ..resume.resume_point import on_rank_zero
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
 from ..system.atomic_files import remove_tree
@@ -93,7 +93,7 @@ class CheckpointVerbs(TrainingVerbs):
             CheckpointError: on all ranks; there is no checkpoint, it is damaged, or does not fit. The message lists all
                 that does not, and nothing has changed then.
         """
-        checkpoint, renames = open_everywhere(self.world, path), rename or {}
+        checkpoint, renames = open_on_all_ranks(self.world, path), rename or {}
         if state is None:
             return on_all_ranks(self.world, lambda: Saved.read(checkpoint, None, renames).remainder(()))
 
@@ -184,7 +184,7 @@ class CheckpointVerbs(TrainingVerbs):
         """
         state = self._everything()
         self.load(input_dir, state)
-        documents = open_everywhere(self.world, input_dir, verified=True).rank_documents
+        documents = open_on_all_ranks(self.world, input_dir, verified=True).rank_documents
         if len(documents) == self.world.size and documents[self.world.rank] is not None:
             restore_generators(decode(documents[self.world.rank])["random"])
 

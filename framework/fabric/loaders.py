@@ -21,9 +21,9 @@ from ..data.rounds import (
     known_rounds,
     local_rounds,
 )
-from ..data.samplers import ceil_div
 from ..data.training_source import NO_BATCH, IterableSource, Position, TrainingSource
 from ..distributed.data_parallel import DataRanks
+from ..distributed.partition import ceil_div
 from ..distributed.world import World
 
 

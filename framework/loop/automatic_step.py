@@ -117,7 +117,7 @@ class AutomaticStep(TrainingStep):
                         agreement = self.triggers.read()
                         mean = agreement.total_weight / self.world_size
                     if self.triggers.fired:
-                        self.run.heed_triggers()
+                        self.run.triggers.handle()
                 self._drop_gradients()
             weight = 1.0 if weights is None else weights[position]
             if position == final:
@@ -155,7 +155,7 @@ class AutomaticStep(TrainingStep):
 
     def _heed(self) -> None:
         if self.triggers.fired:
-            self.run.heed_triggers()
+            self.run.triggers.handle()
 
     def _weights(self, batches: list[Any]) -> Sequence[float]:
         if self.weigh is None:

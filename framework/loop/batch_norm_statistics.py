@@ -18,14 +18,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core.errors import ConfigurationError
 from ..data.dataloader import is_map_style
 from ..data.evaluation_source import EvaluationSource
-from ..distributed.seed import capture, restore
-from ..metrics.torchmetrics_state import metrics_set_aside
+from ..diagnostics.isolated_step import isolated
 from ..parallel.parameter_names import canonical_names
 from ..parallel.sync_batch_norm import is_collective
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from ..state.weight_average import Average
-from ..trainer.data_sources import Data
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
@@ -49,13 +47,13 @@ class StatisticsPass:
 
     def __call__(self, average: Average) -> None:
         """Compute the statistics, and hold them in the average. Collective."""
-        run, module = self.run, self.run.module
+        module = self.run.module
         layers = batch_norms(module)
         wanted = average.settings.statistics_batches
         limit = min((n for n in (wanted, self.limit) if n is not None), default=None)
         try:
             average.put_in(share_buffers=False)
-            with _unseen(run), _gathering(module, layers):
+            with isolated(module, keep_buffers=False), torch.no_grad(), _gathering(module, layers):
                 count = self._feed(limit, layers)
                 statistics = self._agreed(layers, count)
         except BaseException:
@@ -102,8 +100,21 @@ class StatisticsPass:
         return found
 
 
-def statistics_pass(run: Run, data: Data, transfer: Any, batches: int | None) -> StatisticsPass | None:
+def statistics_pass(
+    run: Run,
+    loaders: Callable[[], Any],
+    source: Callable[[], EvaluationSource],
+    transfer: Callable[[Any, int], Any] | None,
+    batches: int | None,
+) -> StatisticsPass | None:
     """Return the pass that a run's averages need, or None where the module keeps no batch statistics.
+
+    Args:
+        run: the fit.
+        loaders: returns the training loaders as the user gave them.
+        source: returns a source that reads the training data apart from training.
+        transfer: moves a batch of loader 0 to the device; None where batches stay where they are.
+        batches: micro-batches of each rank in an epoch; None where that is not known.
 
     Raises:
         ConfigurationError: the training data cannot be read apart from training.
@@ -111,28 +122,15 @@ def statistics_pass(run: Run, data: Data, transfer: Any, batches: int | None) ->
     asked = any(average.settings.statistics_batches != 0 for average in run.averages)
     if not asked or not batch_norms(run.module):
         return None
-    loaders = data.loaders("train")
-    if not is_map_style(loaders):
+    given = loaders()
+    if not is_map_style(given):
         raise ConfigurationError(
             "StochasticWeightAveraging computes batch norm's statistics in a pass over the training data, which "
-            f"train_dataloaders ({type(loaders).__name__}) cannot be read for without moving where training stands in "
+            f"train_dataloaders ({type(given).__name__}) cannot be read for without moving where training stands in "
             "it: give one DataLoader over a dataset with indices, or statistics_batches=0 to use the module's own."
         )
     limit = None if batches is None else batches * run.world.data_size
-    return StatisticsPass(run, data.evaluation("train")[0], transfer, limit)
-
-
-@contextmanager
-def _unseen(run: Run) -> Generator[None, None, None]:
-    """Run steps that no log, metric or random generator notices, without gradients."""
-    log = run.module.log_to(None)
-    random = capture()
-    try:
-        with metrics_set_aside(run.module), torch.no_grad():
-            yield
-    finally:
-        restore(random)
-        run.module.log_to(log)
+    return StatisticsPass(run, source(), transfer, limit)
 
 
 @contextmanager

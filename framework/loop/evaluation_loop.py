@@ -23,11 +23,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..data.evaluation_source import EvaluationSource
+from ..diagnostics.isolated_step import fresh, isolated
 from ..metrics.metric_entry import Entry
 from ..metrics.metric_log import MetricLog, NoLog
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run, as_numbers
-from .filler_batches import fresh, hidden
 from .lockstep_evaluation import in_rounds
 
 # How many batches' step figures wait on a device before they are read for the loggers.
@@ -192,7 +192,7 @@ def _idle_step(run: Run, plan: EvaluationPlan, step: Callable[..., Any], index: 
     """Return a call of a step on a batch that nobody sees. Collective where the step is."""
 
     def idle(batch: Any) -> None:
-        with hidden(run.module):
+        with isolated(run.module):
             batch = fresh(batch)
             step(batch if plan.transfer is None else plan.transfer(batch, index), 0, index)
 

@@ -8,23 +8,19 @@ do not see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, contextmanager
-from copy import copy
+from collections.abc import Callable, Generator
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..api.train_module import TrainModule
 from ..core.errors import LoopError
 from ..core.step_output import loss_of
 from ..data.accumulation_window import Windows
+from ..diagnostics.isolated_step import fresh, isolated
 from ..distributed.control import Agreement
-from ..distributed.seed import capture, restore
-from ..metrics.torchmetrics_state import metrics_set_aside
 from ..parallel.strategy import StepFunction
-from ..parallel.sync_batch_norm import is_collective
 from ..parallel.zero_backward import Calls, CallWatch
 from ..run.run import Run
 
@@ -133,7 +129,7 @@ class StandIns:
 
     def _stand_in(self, own: Any, index: int) -> Tensor:
         """Return the loss of a batch that has one; ``own`` is this rank's batch without a loss, if it has any."""
-        with hidden(self._run.module), closing(self._candidates(own, index)) as candidates:
+        with isolated(self._run.module), closing(self._candidates(own, index)) as candidates:
             for batch, place in candidates:
                 given = fresh(batch) if self._transfer is None else self._transfer(fresh(batch))
                 _, loss, calls = self._run_step(given, place)
@@ -163,43 +159,3 @@ class StandIns:
                 yield from islice(coming, _MOST_TRIED)
         for batch, place in [*known, *([] if own is None else [(own, index)])]:
             yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))
-
-
-@contextmanager
-def hidden(module: TrainModule) -> Generator[None, None, None]:
-    """Run steps unseen: by the log, metrics, random generators, and buffers but those that ranks compute together."""
-    log = module.log_to(None)
-    random = capture()
-    buffers = _own_buffers(module)
-    for part, name, buffer in buffers:
-        part._buffers[name] = buffer.clone()
-    try:
-        with metrics_set_aside(module):
-            yield
-    finally:
-        # The objects themselves come back: what autograd saved of the copies is not written to.
-        for part, name, buffer in buffers:
-            part._buffers[name] = buffer
-        restore(random)
-        module.log_to(log)
-
-
-def _own_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [
-        (part, name, buffer)
-        for part in module.modules()
-        if not is_collective(part)
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-
-
-def fresh(batch: Any) -> Any:
-    """Return a batch of new containers with the same tensors in them, for a step may take things out of a batch."""
-    if batch.__class__ is dict:
-        return {key: fresh(value) for key, value in batch.items()}
-    if batch.__class__ is list:
-        return [fresh(value) for value in batch]
-    if batch.__class__ is tuple:
-        return tuple(fresh(value) for value in batch)
-    return copy(batch) if isinstance(batch, Mapping) else batch

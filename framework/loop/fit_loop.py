@@ -27,8 +27,9 @@ from dataclasses import dataclass
 
 from ..core.errors import DataError
 from ..data.accumulation_window import Windows
-from ..launch.signals import leave
+from ..distributed.control import Signal
 from ..metrics.metric_log import NoLog
+from ..resume.preempted_save import leave
 from ..resume.rank_state import redone, rejoin
 from ..run.run import Run
 from .automatic_step import AutomaticStep
@@ -102,7 +103,7 @@ class FitLoop:
         with logging_to(run, NoLog("on_train_end or on_fit_end", "log in on_train_epoch_end instead")):
             run.call("on_train_end")
             # What is told at the end is on the disk by then.
-            run.saver.settle()
+            run.saver.finish()
             run.call("on_fit_end")
         if run.progress.epoch_ended:
             run.progress.next_epoch()
@@ -134,7 +135,7 @@ class FitLoop:
         ends = plan.max_epochs is not None and plan.max_epochs >= 0
         if plan.max_steps >= 0 and not ends and self.windows.full != 0 and not self._told_of_no_end:
             self._told_of_no_end = True
-            self.run.trainer.note(
+            self.run.note(
                 f"epoch {self.run.progress.epoch} made no optimizer step, and only max_steps={plan.max_steps} ends "
                 "this run: where training_step returns None for every batch, or every update overflows, it never gets "
                 "there. Set max_epochs as well."
@@ -169,7 +170,7 @@ class FitLoop:
                 if one_rank and (triggers.raised or triggers.fired or triggers.posted):
                     triggers.take()
                 if triggers.fired:
-                    run.heed_triggers()
+                    run.triggers.handle()
                 if every is not None or plan.validate_every_seconds is not None:
                     self._validate_in_epoch(every)
                 if progress.epoch_cut:
@@ -249,7 +250,7 @@ class FitLoop:
     def _validate_in_epoch(self, every: int | None) -> None:
         progress, plan = self.run.progress, self.plan
         # A run that is to leave does so first; resumed, it comes here again.
-        if self.run.told_to_leave is not None:
+        if self.run.preempted_by is not None:
             return
         if plan.validation is None or progress.validated_at == progress.global_batch:
             return
@@ -266,11 +267,11 @@ class FitLoop:
     def _validate_by_clock(self, seconds: float) -> None:
         # Rank 0's clock decides for all.
         run = self.run
-        if "validate" in run.triggers.fired:
+        if Signal.VALIDATE in run.triggers.fired:
             self._validated_time = self.clock()
             self._validate()
         elif run.world.is_global_zero and self.clock() - self._validated_time >= seconds:
-            run.triggers.set("validate")
+            run.triggers.set(Signal.VALIDATE)
 
     def _validate(self) -> None:
         run, plan = self.run, self.plan
@@ -311,17 +312,17 @@ class FitLoop:
         """Exchange what callbacks have raised at a boundary outside the batches. Collective."""
         run = self.run
         run.triggers.agree()
-        run.heed_triggers()
+        run.triggers.handle()
         self._leave_if_told()
 
     def _leave_if_told(self) -> None:
         """Save and end a run that was told to from outside. Collective then."""
-        if self.run.told_to_leave is not None:
-            leave(self.run, self.run.trainer.preemption_dir)
+        if self.run.preempted_by is not None:
+            leave(self.run, self.run.context.preemption_directory())
 
     def _may_stop(self) -> bool:
         plan, progress = self.plan, self.run.progress
-        if self.run.told_to_leave is not None:
+        if self.run.preempted_by is not None:
             return not self.run.in_window
         epochs = progress.epoch + (1 if progress.epoch_ended else 0)
         return (plan.min_epochs is None or epochs >= plan.min_epochs) and (

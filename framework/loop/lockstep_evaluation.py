@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..diagnostics.isolated_step import fresh
 from ..distributed.world import World
-from .filler_batches import fresh
 
 Numbered = tuple[int, Any]
 

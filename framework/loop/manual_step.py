@@ -81,6 +81,13 @@ class ManualOptimizer:
         self.reduced = False
         return result
 
+    def gradients_added(self) -> None:
+        """Reduce again before the next update: a backward pass adds gradients of this rank alone.
+
+        Averaging gradients that were averaged before leaves them as they are.
+        """
+        self.reduced = False
+
     def reduce(self) -> None:
         """Average the gradients over ranks, once for each update: before it, or before they are clipped. Collective."""
         if self._reduces and not self.reduced:
@@ -151,8 +158,8 @@ class ManualStep(TrainingStep):
         # step.
         self.forward = self.routed(training=self.reduced_before)
         self.stepped = False
-        run.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
-        run.manual_backward = self.manual_backward
+        self.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
+        run.use_manual(self.manual_optimizers, self.manual_backward)
         run.fabric.updater.settles_later = True
 
     def _note(self) -> None:
@@ -164,9 +171,8 @@ class ManualStep(TrainingStep):
         self.note_loss(loss)
         for hook in self.before_backward:
             hook(loss)
-        for optimizer in self.run.manual_optimizers:
-            # What this adds is this rank's alone; averaging what was averaged before leaves it as it is.
-            optimizer.reduced = False
+        for optimizer in self.manual_optimizers:
+            optimizer.gradients_added()
         scaled = loss if scaler is None else loss * scaler.scale
         if self.closes:
             self.strategy.sync_gradients(False)
@@ -189,7 +195,7 @@ class ManualStep(TrainingStep):
             self.triggers.launch(self.progress.attempts, float(used), used)
             agreement = self.triggers.read()
             if self.triggers.fired:
-                self.run.heed_triggers()
+                self.run.triggers.handle()
             # Optimizers communicate in the user's step, so a batch counts only where every rank has one.
             if agreement.ranks_with_data < self.world_size:
                 return False

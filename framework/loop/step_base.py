@@ -11,7 +11,7 @@ from ..core.errors import NonFiniteError
 from ..diagnostics.async_loss_check import DeviceLossWatch
 from ..diagnostics.loss_spikes import LossSpikes
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
-from ..distributed.control import NOTE
+from ..distributed.control import Signal
 from ..parallel.strategy import StepFunction
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
@@ -74,7 +74,7 @@ class TrainingStep:
         )
         if self.world_size == 1:
             raise NonFiniteError(message)
-        self.triggers.set("nonfinite", message)
+        self.triggers.set(Signal.NONFINITE, message)
 
     def note_loss(self, loss: Tensor) -> None:
         """Keep a loss for whoever shows it, and see whether it is finite."""
@@ -100,7 +100,7 @@ class TrainingStep:
         """Have rank 0 note a loss of this rank that is far above those before it."""
         where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
         self.triggers.set(
-            NOTE,
+            Signal.NOTE,
             f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self.progress.epoch}){where}; it had been "
             f"about {self.spikes.mean:.4g}, give or take {self.spikes.deviation:.2g}.",
         )
@@ -129,7 +129,7 @@ class TrainingStep:
         for hook in self.batch_start:
             if hook(batch, index) == -1:
                 self.refused = True
-                self.triggers.set("end_epoch")
+                self.triggers.set(Signal.END_EPOCH)
         return batch
 
     def refresh(self) -> None:

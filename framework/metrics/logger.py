@@ -5,12 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from ..api.callback import Callback
+
+class SavedCheckpoints(Protocol):
+    """What a logger is told of the callback that saved a checkpoint."""
+
+    @property
+    def best_model_path(self) -> str: ...
+    @property
+    def best_model_score(self) -> Tensor | None: ...
+    @property
+    def last_model_path(self) -> str: ...
 
 
 class Logger(ABC):
@@ -76,5 +85,5 @@ class Logger(ABC):
         number of optimizer steps, ``state`` what ``state_dict`` returned then, empty where that is not known.
         """
 
-    def after_save_checkpoint(self, callback: Callback) -> None:
+    def after_save_checkpoint(self, callback: SavedCheckpoints) -> None:
         """Called after a checkpoint was written."""

@@ -1,14 +1,10 @@
-"""What callbacks that watch a metric have in common: better or worse, and the error for a metric nobody logged."""
+"""Comparison of a monitored metric, and the error for a metric that was not logged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigurationError, MetricError, did_you_mean
-
-if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
 
 
 def check_mode(who: str, mode: str) -> None:
@@ -22,7 +18,7 @@ def check_mode(who: str, mode: str) -> None:
 
 
 def is_better(value: float, than: float, mode: str) -> bool:
-    """Whether a value is strictly better than another; NaN is better than nothing, and nothing is better than NaN."""
+    """Whether a value is strictly better than another. Any comparison with NaN is False."""
     return value < than if mode == "min" else value > than
 
 
@@ -33,15 +29,3 @@ def missing_metric(who: str, name: str, known: Iterable[str]) -> MetricError:
         f"{who} needs the metric {name!r}, which was not logged.{did_you_mean(name, names)} "
         f"Logged: {', '.join(names) or 'nothing'}."
     )
-
-
-def acts_at_epoch_end(trainer: Trainer, choice: bool | None) -> bool:
-    """Whether a metric is looked at when training epochs end, rather than after validations; ``choice`` None decides.
-
-    One validation in each epoch comes right before the epoch's end, where the training's own metrics are known too.
-    """
-    if choice is not None:
-        return choice
-    interval = trainer.val_check_interval
-    once = interval is None or (isinstance(interval, float) and interval == 1.0)
-    return not trainer.val_enabled or (once and trainer.check_val_every_n_epoch == 1)

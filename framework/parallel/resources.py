@@ -46,6 +46,10 @@ class Resources:
         """Whether ranks are still to be started: more than one is asked for, and no launcher started this process."""
         return self.world_size > 1 and self.place.launcher is None and self.place.size == 1
 
+    def use_placement(self, place: Placement) -> None:
+        """Be the process at this place among the ranks: a forked rank is not where its parent is."""
+        self.place = place
+
     def connect(self) -> World:
         """Join the process group and take the device. Collective."""
         if self.place.local_rank == 0:

@@ -41,7 +41,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         "unsaved_hparams": unsaved,
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
-        "run": run.trainer.directory.identity,
+        "run": run.context.directory.identity,
         # For people: nothing is decided by them.
         "strategy": run.fabric.strategy.name,
         "precision": run.fabric.precision.name,

@@ -1,7 +1,7 @@
 """``Saver``: a run's saves, written here or behind the training, and what becomes of them.
 
     save      Collective: waits for the save before, captures the run, writes it or hands a copy to a thread
-    settle    Collective: what came of the save behind the training is heeded, on all ranks alike
+    finish    Collective: what came of the save behind the training is heeded, on all ranks alike
     close     the end, however it came; no collective
 
 Behind the training every rank's thread writes its part; they agree among themselves on a world of their own. When rank
@@ -14,20 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from ..checkpoint.background_task import Background
+from ..checkpoint.save_request import SaveRequest
 from ..checkpoint.staging import Staging
 from ..checkpoint.write_plan import Snapshot
 from ..checkpoint.writer import save
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
-from ..run.run import SAVED
+from ..distributed.control import Signal
 from .capture import capture_run
 
 if TYPE_CHECKING:
+    from ..data.accumulation_window import Windows
     from ..distributed.world import World
     from ..run.run import Run
 
@@ -48,40 +49,12 @@ def _moments(optimizer: Optimizer) -> int:
     return 2 if "betas" in defaults else int(bool(defaults.get("momentum", 1)))
 
 
-def _nothing(error: PhalanxError | None) -> None: ...
-
-
-def _keep_all() -> list[str]:
-    return []
-
-
-@dataclass
-class SaveOrder:
-    """What is to be saved, and what is to happen then."""
-
-    path: Path
-    weights_only: bool = False
-    asynchronous: bool = False
-    also: Path | None = None
-    """A second name for the same checkpoint."""
-    owner: str = ""
-    """Who counts failures in a row."""
-    tolerant: bool = True
-    """Whether training goes on where it fails."""
-    prune: Callable[[], list[str]] = _keep_all
-    """Called on rank 0 once the checkpoint is there, perhaps on another thread; returns what a person should know."""
-    settled: Callable[[PhalanxError | None], None] = _nothing
-    """Called on every rank, on the thread that trains, with what came of it."""
-    step: int = 0
-    """The optimizer step at which the run was captured."""
-
-
 @dataclass
 class _Pending:
     """A save behind the training."""
 
     number: int
-    order: SaveOrder
+    request: SaveRequest
     work: Background
     notes: list[str] = field(default_factory=list)
 
@@ -91,6 +64,7 @@ class Saver:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._windows: Windows | None = None
         self._staging = Staging(run.world.device)
         self._apart: World | None = None
         self._pending: _Pending | None = None
@@ -102,6 +76,10 @@ class Saver:
     def sharded(self) -> bool:
         """Whether every rank writes a part."""
         return not self._run.fabric.strategy.traits.replicates
+
+    def follow(self, windows: Windows) -> None:
+        """Save the position in these windows with every checkpoint from now on."""
+        self._windows = windows
 
     def prepare(self, size: int = 0) -> None:
         """Get ready for saves behind the training, of about ``size`` bytes on this rank. Collective."""
@@ -121,39 +99,38 @@ class Saver:
             elements += moments * sum(size for name, size in sizes.items() if name in trained)
         return _ELEMENT_BYTES * elements
 
-    def save(self, order: SaveOrder) -> None:
+    def save(self, request: SaveRequest) -> None:
         """Save the run as it stands after its last optimizer step. Collective.
 
         Raises:
-            NonFiniteError: on all ranks; a weight is NaN or infinite, and the order is not tolerant.
-            StorageError: on all ranks; it could not be written, and the order is not tolerant, or it was the third in
+            NonFiniteError: on all ranks; a weight is NaN or infinite, and the request is not tolerant.
+            StorageError: on all ranks; it could not be written, and the request is not tolerant, or it was the third in
                 a row. What was there is untouched.
             ConfigurationError: an accumulation window is under way.
         """
         run = self._run
         run.check_together("save_checkpoint")
-        self.settle()
+        self.finish()
         if run.in_window:
             raise ConfigurationError(
                 "save_checkpoint was called within an optimizer step, where gradients are half gathered: call "
                 "it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
             )
-        windows = run.trainer.loop.windows if run.trainer.loop is not None else None
         notes: list[str] = []
         error: BaseException | None = None
         with run.heartbeat.section("save"):
-            snapshot = capture_run(run, windows, run.trainer.seed, order.weights_only)
-            order.step = run.progress.global_step
-            if order.asynchronous:
-                self._write_behind(order, snapshot)
+            snapshot = capture_run(run, self._windows, run.seed, request.weights_only)
+            request.step = run.progress.global_step
+            if request.asynchronous:
+                self._write_behind(request, snapshot)
                 return
             try:
-                self._write(order, snapshot, run.world, notes, lambda: False)
+                self._write(request, snapshot, run.world, notes, lambda: False)
             except PhalanxError as met:
                 error = met
-        self._heed(order, error, notes)
+        self._heed(request, error, notes)
 
-    def settle(self, number: int | None = None) -> None:
+    def finish(self, number: int | None = None) -> None:
         """Wait for the save behind the training, if there is one, and heed what came of it. Collective.
 
         With ``number`` only for that one. Raises as ``save`` does for it.
@@ -164,7 +141,7 @@ class Saver:
         with self._run.heartbeat.section("save"):
             pending.work.wait()
         self._pending = None
-        self._heed(pending.order, pending.work.error, pending.notes)
+        self._heed(pending.request, pending.work.error, pending.notes)
 
     def end(self) -> None:
         """Settle, and raise if the last save of somebody failed: nothing comes after it that would make up for it.
@@ -174,7 +151,7 @@ class Saver:
         Raises:
             StorageError: on all ranks.
         """
-        self.settle()
+        self.finish()
         for _, error in self._failures.values():
             raise StorageError(f"the training is done, but its last checkpoint is not on the disk: {error}") from None
 
@@ -185,20 +162,20 @@ class Saver:
         if pending is not None:
             alone = self._run.world.size == 1
             if not pending.work.wait(0.2 if alone else _GRACE_SECONDS[alone]) and alone:
-                self._run.trainer.note(f"{pending.order.path} is still being written: interrupt to leave it.")
+                self._run.note(f"{pending.request.path} is still being written: interrupt to leave it.")
                 pending.work.wait(_GRACE_SECONDS[alone])
             pending.work.give_up()
             over = pending.work.wait(_LAST_SECONDS)
             if not over or pending.work.error is not None:
-                lost = StorageError(f"{pending.order.path} was not saved: the run ended before it was written.")
-                self._run.trainer.note(str(lost))
-                pending.order.settled(lost)
+                lost = StorageError(f"{pending.request.path} was not saved: the run ended before it was written.")
+                self._run.note(str(lost))
+                pending.request.on_done(lost)
         # One that a thread may still use goes with that thread.
         if self._apart is not None and (pending is None or over):
             self._apart.close()
         self._apart = None
 
-    def _write_behind(self, order: SaveOrder, snapshot: Snapshot) -> None:
+    def _write_behind(self, request: SaveRequest, snapshot: Snapshot) -> None:
         self.prepare()
         run, apart = self._run, self._apart
         assert apart is not None
@@ -214,46 +191,46 @@ class Saver:
 
         def write() -> None:
             self._staging.finish()
-            self._write(order, snapshot, apart, notes, lambda: work is not None and work.given_up)
+            self._write(request, snapshot, apart, notes, lambda: work is not None and work.given_up)
 
         def over() -> None:
             if run.world.is_global_zero:
-                run.triggers.post(SAVED, number)
+                run.triggers.post(Signal.SAVE_DONE, number)
 
         work = Background(write, over)
-        self._pending = _Pending(number, order, work, notes)
+        self._pending = _Pending(number, request, work, notes)
 
     def _write(
         self,
-        order: SaveOrder,
+        request: SaveRequest,
         snapshot: Snapshot,
         world: World,
         notes: list[str],
         given_up: Callable[[], bool],
     ) -> None:
-        when = f"at optimizer step {order.step}"
-        save(order.path, snapshot, world, self.sharded, also=order.also, finite=when, given_up=given_up)
+        when = f"at optimizer step {request.step}"
+        save(request.path, snapshot, world, self.sharded, also=request.also, finite=when, given_up=given_up)
         if world.is_global_zero:
-            notes += order.prune()
+            notes += request.prune()
 
-    def _heed(self, order: SaveOrder, error: BaseException | None, notes: list[str]) -> None:
+    def _heed(self, request: SaveRequest, error: BaseException | None, notes: list[str]) -> None:
         """Act on what came of a save; the same on all ranks."""
-        note = self._run.trainer.note
+        note = self._run.note
         for text in notes:
             note(text)
         if error is None:
-            self._failures.pop(order.owner, None)
-            order.settled(None)
+            self._failures.pop(request.failure_key, None)
+            request.on_done(None)
             return
         if isinstance(error, PhalanxError):
-            order.settled(error)
-        if not order.tolerant or not isinstance(error, _TOLERATED):
+            request.on_done(error)
+        if not request.tolerant or not isinstance(error, _TOLERATED):
             raise error
         if isinstance(error, NonFiniteError):
-            note(f"No checkpoint was saved at step {order.step}: {error}")
+            note(f"No checkpoint was saved at step {request.step}: {error}")
             return
-        count = 1 + (self._failures[order.owner][0] if order.owner in self._failures else 0)
-        self._failures[order.owner] = count, error
+        count = 1 + (self._failures[request.failure_key][0] if request.failure_key in self._failures else 0)
+        self._failures[request.failure_key] = count, error
         if count >= _FAILURES_IN_A_ROW:
             raise type(error)(f"{error} It was the third save in a row that failed, so the run ends.") from None
         note(f"{error} Training goes on, and older checkpoints are as they were ({count} of 3 in a row).")

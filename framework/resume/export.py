@@ -16,11 +16,11 @@ from ..checkpoint.stored_tensor import held
 from ..checkpoint.write_plan import Snapshot
 from ..checkpoint.writer import save
 from ..core.errors import ConfigurationError, StorageError
+from ..distributed.collective_errors import on_rank_zero
 from ..parallel.parameter_names import canonical_table
 from ..run.run import Run
 from ..system.atomic_files import hidden_sibling, remove_tree
 from .capture import live_weights
-from .resume_point import on_rank_zero
 
 Dtype = str | torch.dtype | None
 Size = int | str | None

@@ -78,6 +78,6 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
         windows.source.restore([mine[0].get("data")], own=True)
     else:
         windows.source.restore([decode(document.get("data")) for document in kept], own=False)
-        seed_generators(mix_seed(run.trainer.seed, run.progress.attempts, world.data_rank))
+        seed_generators(mix_seed(run.seed, run.progress.attempts, world.data_rank))
     random = mine[0]["random"] if same else capture()
     run.redone_from, run.marks = {**_state(run), "random": random}, run.loggers.mark()

@@ -135,7 +135,7 @@ def regroup(run: Run, plan: Resumption) -> None:
         for name, trains in _thawed(run, index, plan.checkpoint.document["optimizers"][index], match)
     ]
     if changed:
-        run.trainer.note(f"As when {plan.checkpoint.path.name} was saved: {listed(changed)}")
+        run.note(f"As when {plan.checkpoint.path.name} was saved: {listed(changed)}")
 
 
 def _thawed(run: Run, index: int, described: Mapping[str, Any], match: OptimizerMatch) -> Iterator[tuple[str, bool]]:
@@ -158,7 +158,7 @@ def restore_run(run: Run, plan: Resumption) -> None:
     checkpoint, strategy, state = plan.checkpoint, run.fabric.strategy, plan.state
     put_model(strategy, run.module, stored_of(checkpoint, plan.model))
     left = [*plan.left, *put_extra_state(run.module, state.get("extra", {}), run.module.checkpoint_renames)]
-    run.averages.load(checkpoint, plan.model.tensors, run.trainer.note)
+    run.averages.load(checkpoint, plan.model.tensors, run.note)
     for index, match in plan.optimizers.items():
         described = checkpoint.document["optimizers"][index]
         load_optimizer(strategy, run.optimizers[index], described, match, checkpoint, index)
@@ -172,7 +172,7 @@ def restore_run(run: Run, plan: Resumption) -> None:
     unclaimed = set(state["callbacks"]) - {callback.state_key for callback in run.callbacks}
     forgotten = sorted(key for key in unclaimed if state["callbacks"][key])
     if forgotten:
-        run.trainer.note(
+        run.note(
             f"{checkpoint.path} holds the state of callbacks that this run does not have, or has with other arguments; "
             f"it is left: {listed(forgotten)}"
         )
@@ -198,7 +198,7 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
 
     match = on_all_ranks(run.world, compared)
     put_model(strategy, module, stored_of(checkpoint, match))
-    run.averages.load_into_module(checkpoint, match.tensors, run.trainer.note)
+    run.averages.load_into_module(checkpoint, match.tensors, run.note)
     extra = put_extra_state(module, saved_extra_state(checkpoint), module.checkpoint_renames)
     _tell_left(run, checkpoint, [*match.problems, *extra])
 
@@ -206,4 +206,4 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
 def _tell_left(run: Run, checkpoint: Checkpoint, left: list[str]) -> None:
     if left:
         why = "" if run.module.strict_loading else ", as strict_loading is False"
-        run.trainer.note(f"Of {checkpoint.path} this was left{why}: {listed(left)}")
+        run.note(f"Of {checkpoint.path} this was left{why}: {listed(left)}")

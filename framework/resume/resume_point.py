@@ -7,20 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
-from ..api.callback import Callback
+from ..api.callback import saved_by
+from ..api.contracts import CallbackContract
 from ..checkpoint.inspect_manifest import kind_of
 from ..checkpoint.latest import newest_good
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.stale_files import clean_own, clean_shared
-from ..core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
+from ..core.errors import CheckpointError, ConfigurationError, StorageError
+from ..distributed.collective_errors import on_rank_zero
 from ..distributed.world import World
 from ..launch.restart_policy import FitPlace, earlier_fit, record_fit
-from ..launch.signals import is_name
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory, identity_of, next_version, versions
+from .preempted_save import is_name
 
 T = TypeVar("T")
 
@@ -76,7 +78,7 @@ def checked_checkpoint_path(given: str | Path | None) -> str | Path | None:
 def claim_directory(
     directory: RunDirectory,
     given: str | Path | None,
-    callbacks: Sequence[Callback],
+    callbacks: Sequence[CallbackContract],
     world: World,
     note: Callable[[str], None],
     writes: bool,
@@ -121,13 +123,12 @@ def claim_directory(
         return replace(found, version=directory.version, identity=directory.identity)
 
     origin = on_rank_zero(world, claim)
-    directory.version, directory.identity = origin.version, origin.identity
-    directory.claimed = True
+    directory.adopt(origin.version, True, origin.identity)
     return origin
 
 
 def _continued(
-    before: FitPlace, directory: RunDirectory, callbacks: Sequence[Callback], note: Callable[[str], None]
+    before: FitPlace, directory: RunDirectory, callbacks: Sequence[CallbackContract], note: Callable[[str], None]
 ) -> Origin | None:
     """Return where a fit stands that an earlier attempt of this launch began; None where it saved nothing."""
     if before.identity is None:
@@ -146,21 +147,7 @@ def _run_of(manifest: Manifest) -> object:
     return manifest.document.get("run") if isinstance(manifest.document, dict) else None
 
 
-def on_rank_zero(world: World, function: Callable[[], T]) -> T:
-    """Run a function on rank 0 and return its result, or raise its error, on all ranks. Collective."""
-    outcome: tuple[T | None, PhalanxError | None] = (None, None)
-    if world.is_global_zero:
-        try:
-            outcome = (function(), None)
-        except PhalanxError as error:
-            outcome = (None, error)
-    result, failure = world.broadcast_object(outcome)
-    if failure is not None:
-        raise failure
-    return cast(T, result)
-
-
-def _clean(directory: RunDirectory, callbacks: Sequence[Callback], note: Callable[[str], None]) -> bool:
+def _clean(directory: RunDirectory, callbacks: Sequence[CallbackContract], note: Callable[[str], None]) -> bool:
     """Delete what a killed process left where this run saves, its lock held; say whether a checkpoint was put back."""
     places = _places(callbacks)
     interrupted = any(map(_is_interrupted, (directory.checkpoints, *places)))
@@ -199,7 +186,7 @@ def _clean_passed_over(directory: RunDirectory, found: Origin, note: Callable[[s
                 other.release()
 
 
-def _interrupted(root: Path, name: str, there: Sequence[int], callbacks: Sequence[Callback]) -> int | None:
+def _interrupted(root: Path, name: str, there: Sequence[int], callbacks: Sequence[CallbackContract]) -> int | None:
     """Return the newest version in which a checkpoint was being replaced: it can be put back under that lock."""
     shared = any(map(_is_interrupted, _places(callbacks)))
     for version in reversed(there):
@@ -216,17 +203,17 @@ def _gives_any(rules: Sequence[Callable[[str], bool]], name: str) -> bool:
     return any(gives(name) for gives in rules)
 
 
-def _places(callbacks: Sequence[Callback]) -> dict[Path, list[Callable[[str], bool]]]:
+def _places(callbacks: Sequence[CallbackContract]) -> dict[Path, list[Callable[[str], bool]]]:
     """Return the directories of their own that callbacks save into, each with what tells the names that they give."""
     places: dict[Path, list[Callable[[str], bool]]] = {}
-    for callback in callbacks:
-        if (place := getattr(callback, "saves_into", None)) is not None:
+    for saved in saved_by(callbacks):
+        if (place := saved.saves_into) is not None:
             places.setdefault(place[0], [is_name]).append(place[1])
     return places
 
 
 def _find(
-    given: str | Path | None, root: Path, name: str, callbacks: Sequence[Callback], note: Callable[[str], None]
+    given: str | Path | None, root: Path, name: str, callbacks: Sequence[CallbackContract], note: Callable[[str], None]
 ) -> Origin:
     fresh = next_version(root, name)
     if given is None:
@@ -245,7 +232,7 @@ def _find(
 
 
 def _newest(
-    root: Path, name: str, callbacks: Sequence[Callback], note: Callable[[str], None], refuse: Refuse | None
+    root: Path, name: str, callbacks: Sequence[CallbackContract], note: Callable[[str], None], refuse: Refuse | None
 ) -> tuple[int | None, Path] | None:
     """Return the newest good checkpoint of a run and the version that it belongs to, or None.
 
@@ -267,7 +254,7 @@ def find_checkpoint(
     given: str | Path,
     root: Path,
     name: str,
-    callbacks: Sequence[Callback],
+    callbacks: Sequence[CallbackContract],
     note: Callable[[str], None],
     refuse: Refuse | None = None,
 ) -> Path:
@@ -277,15 +264,14 @@ def find_checkpoint(
         CheckpointError: there is none.
     """
     if given == "best":
-        paths = [getattr(callback, "best_model_path", "") for callback in callbacks]
-        best = next((path for path in paths if path), "")
+        best = next((saved.best_model_path for saved in saved_by(callbacks) if saved.best_model_path), "")
         if not best:
             raise CheckpointError(
                 "ckpt_path='best' but no ModelCheckpoint has saved one yet: fit first, or give a path."
             )
         return Path(best)
     if given in ("last", "auto"):
-        own = next((path for c in callbacks if (path := getattr(c, "last_model_path", ""))), "")
+        own = next((saved.last_model_path for saved in saved_by(callbacks) if saved.last_model_path), "")
         if own:
             return Path(own)
         newest = _newest(root, name, callbacks, note, refuse)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..checkpoint.directory_probe import NAME, free_bytes, probe
 from ..checkpoint.stale_files import clean_shared
-from ..launch.signals import is_name
 from ..run.run import Run
 from .capture import check_state
+from .preempted_save import is_name
 
 
 def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_only: bool, asynchronous: bool) -> None:
@@ -23,14 +23,14 @@ def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_
         StorageError: on all ranks; a checkpoint could not be saved in it.
         ConfigurationError: there is a state that no checkpoint can keep.
     """
-    trainer, saver = run.trainer, run.saver
+    saver = run.saver
     if not weights_only:
         check_state(run)
-    if run.world.is_global_zero and directory != Path(os.path.abspath(trainer.checkpoint_dir)):
-        clean_shared(directory, lambda name: name == NAME or is_name(name) or gives(name), trainer.note)
+    if run.world.is_global_zero and directory != Path(os.path.abspath(run.context.directory.checkpoints)):
+        clean_shared(directory, lambda name: name == NAME or is_name(name) or gives(name), run.note)
     probe(directory, run.world, saver.sharded)
     size, free = saver.estimate(weights_only), free_bytes(directory)
     if free is not None and free < size:
-        trainer.note(f"A checkpoint takes about {size:,} bytes, and {free:,} are free in {directory}: make room.")
+        run.note(f"A checkpoint takes about {size:,} bytes, and {free:,} are free in {directory}: make room.")
     if asynchronous:
         saver.prepare(size // run.world.size if saver.sharded else size)

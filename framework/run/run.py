@@ -1,11 +1,12 @@
-"""``Run``: the live state of one fit or evaluation. Loops write it, callbacks read it through the Trainer."""
+"""``Run``: the live state of one fit, validation, test or prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,25 +18,65 @@ from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
 from ..core.optimizer_config import SchedulerConfig
 from ..core.progress import Progress
-from ..distributed.control import NOTE, Triggers
+from ..distributed.control import Sent, Signal, Triggers
 from ..distributed.world import World
 from ..fabric.fabric import Fabric
-from ..launch.signals import TRIGGER as LEAVE
 from ..metrics.logger_threads import LoggerFanout
 from ..metrics.metric_entry import Entry
 from ..metrics.metric_log import MetricLog
+from ..state.weight_average import Average, AverageSettings
 from ..state.weight_averages import Averages
 
 if TYPE_CHECKING:
-    from ..loop.manual_step import ManualOptimizer
-    from ..resume.checkpoint_saver import Saver
-    from ..trainer.trainer import Trainer
+    from ..api.contracts import TrainerView
+    from ..checkpoint.save_request import SaveRequest
+    from ..system.run_directory import RunDirectory
+    from ..watchdog.heartbeat import Heartbeat
 
 Hook = Callable[..., Any]
-SAVED = "saved"
-"""The trigger of a save behind the training that is over; its payload is the save's number."""
 # Which entries of a log are for whom.
 _WANTED = {"progress_bar": "prog_bar", "logged": "logger"}
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a run needs of the Trainer that started it."""
+
+    view: TrainerView
+    """The Trainer, as hooks get it."""
+    note: Callable[[str], None]
+    """Shows a line on the console of rank 0."""
+    directory: RunDirectory
+    heartbeat: Heartbeat
+    writes: bool
+    """Whether the run writes files."""
+    requeue: bool
+    """Whether a preempted SLURM job is put back into the queue."""
+    has_failed: Callable[[], bool]
+    """Whether an error has ended the run, so that other ranks may never reach another collective."""
+    preemption_directory: Callable[[], Path | None]
+    """The directory of the checkpoint of a preempted run; None where the run keeps no checkpoints."""
+
+
+class ManualOptimizer(Protocol):
+    """An optimizer under manual optimization: its gradients may still have to be reduced over ranks."""
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+    def reduce(self) -> None: ...
+
+
+class RunSaver(Protocol):
+    """The saves of a run; see ``resume.checkpoint_saver``."""
+
+    @property
+    def sharded(self) -> bool: ...
+    def prepare(self, size: int = 0) -> None: ...
+    def estimate(self, weights_only: bool) -> int: ...
+    def save(self, request: SaveRequest) -> None: ...
+    def finish(self, number: int | None = None) -> None: ...
+    def end(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Run:
@@ -43,14 +84,16 @@ class Run:
 
     def __init__(
         self,
-        trainer: Trainer,
+        context: RunContext,
         fabric: Fabric,
         module: TrainModule,
         callbacks: Sequence[Callback],
         loggers: LoggerFanout,
         stage: str,
     ) -> None:
-        self.trainer = trainer
+        self.context = context
+        self.trainer = context.view
+        self.note = context.note
         self.fabric = fabric
         self.world: World = fabric.world
         self.module = module
@@ -58,14 +101,14 @@ class Run:
         self.loggers = loggers
         self.stage = stage
         self.progress = Progress()
-        self.heartbeat = trainer.heartbeat
+        self.heartbeat = context.heartbeat
+        self.seed = 0
         self.triggers = Triggers(self.world)
         self.accumulation = AccumulationSchedule(1)
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
         self.schedulers: list[SchedulerConfig] = []
-        self.schedulers_rest = False
-        """Whether learning rates are somebody else's to set for now."""
+        self.schedulers_paused = False
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
         self.triggers.table = self.train_log
@@ -82,15 +125,16 @@ class Run:
         self.evaluating = False
         self.stop_reason: str | None = None
         self.stop_requested = False
-        self.told_to_leave: tuple[int, str] | None = None
-        """The rank that was told from outside to end, and the signal."""
+        self.preempted_by: tuple[int, str] | None = None
+        """The rank that received a preemption signal, and the signal's name."""
         self.resumed: tuple[Path, int] | None = None
         """The checkpoint that this run goes on from, and how many batches it had seen by then."""
         self.in_window = False
         self.manual_backward: Callable[..., None] = _no_loop
         self.restore_layers: Callable[[], None] | None = None
-        self.saver: Saver
-        """Set as the run is made."""
+        self.saver: RunSaver
+        """Set by ``attach_saver`` before anything runs."""
+        self._register_handlers()
 
     def check_together(self, what: str) -> None:
         """Refuse what all ranks must do where an error has parted them.
@@ -98,11 +142,33 @@ class Run:
         Raises:
             ConfigurationError: an error ends this run, and other ranks may never come.
         """
-        if self.world.size > 1 and self.trainer.state.status == "interrupted":
+        if self.world.size > 1 and self.context.has_failed():
             raise ConfigurationError(
                 f"{what} was called after an error, in on_exception or later, where it would wait for ranks that may "
                 "never come: the newest checkpoint is what to go on from, with ckpt_path='auto'."
             )
+
+    def continue_counting(self, progress: Progress) -> None:
+        """Count from where an earlier fit ended."""
+        self.progress = progress
+
+    def use_seed(self, seed: int) -> None:
+        """Derive data order and generators from this seed."""
+        self.seed = seed
+
+    def resume_from(self, checkpoint: Path) -> None:
+        """Record the checkpoint that this run was restored from."""
+        self.resumed = checkpoint, self.progress.global_batch
+
+    def use_manual(self, optimizers: Sequence[ManualOptimizer], backward: Callable[..., None]) -> None:
+        """Let the module's training step do backward passes and updates itself."""
+        self.manual_optimizers, self.manual_backward = list(optimizers), backward
+
+    def configure(
+        self, optimizers: list[Optimizer], schedulers: list[SchedulerConfig], accumulation: AccumulationSchedule
+    ) -> None:
+        """Set the optimizers, their schedulers, and the accumulation schedule."""
+        self.optimizers, self.schedulers, self.accumulation = optimizers, schedulers, accumulation
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
@@ -209,36 +275,73 @@ class Run:
             )
         return known[name]
 
-    # ---- stopping -------------------------------------------------------------------------------------------------
+    # ---- signals --------------------------------------------------------------------------------------------------
 
-    def heed_triggers(self) -> None:
-        """Act on what has fired; the same on every rank.
+    def attach_saver(self, saver: RunSaver) -> None:
+        """Save through this saver."""
+        self.saver = saver
+        self.triggers.on(Signal.SAVE_DONE, lambda sent: saver.finish(next(iter(sent.values()))))
+
+    def _register_handlers(self) -> None:
+        """Register a handler for each signal; they run in the order of ``Signal``, the same on every rank."""
+        on = self.triggers.on
+        on(Signal.NONFINITE, self._raise_nonfinite)
+        on(Signal.NOTE, self._show_notes)
+        on(Signal.END_EPOCH, self._cut_epoch)
+        on(Signal.CONTINUE, self._withdraw_stop)
+        on(Signal.PREEMPT, self._preempt)
+        on(Signal.STOP, self._stop)
+
+    def _raise_nonfinite(self, sent: Sent) -> None:
+        raise NonFiniteError(next(iter(sent.values())))
+
+    def _show_notes(self, sent: Sent) -> None:
+        # Shown once, although what fired is looked at again at the end of the step.
+        self.triggers.fired.pop(Signal.NOTE, None)
+        for text in sent.values():
+            self.note(text)
+
+    def _cut_epoch(self, sent: Sent) -> None:
+        self.progress.epoch_cut = True
+
+    def _withdraw_stop(self, sent: Sent) -> None:
+        self.stop_requested = self.preempted_by is not None
+
+    def _preempt(self, sent: Sent) -> None:
+        self.stop_requested = True
+        self.preempted_by = min(sent.items())
+
+    def _stop(self, sent: Sent) -> None:
+        self.stop_requested = True
+        self.stop_reason = next((reason for reason in sent.values() if reason), self.stop_reason)
+
+    # ---- updates --------------------------------------------------------------------------------------------------
+
+    def trainability_changed(self) -> None:
+        """Report frozen parameters to a strategy whose forward passes use other tensors than the optimizers hold."""
+        strategy = self.fabric.strategy
+        if strategy.traits.reduces_in_backward:
+            strategy.refresh(self.module)
+
+    def add_average(self, settings: AverageSettings) -> Average:
+        """Maintain an average of the weights from now on.
 
         Raises:
-            NonFiniteError: a rank met a loss that is NaN or infinite.
-            StorageError: saves behind the training failed again and again.
+            ConfigurationError: it conflicts with another average of this run.
         """
-        fired = self.triggers.fired
-        if "nonfinite" in fired:
-            raise NonFiniteError(next(iter(fired["nonfinite"].values())))
-        for text in fired.pop(NOTE, {}).values():
-            self.trainer.note(text)
-        if SAVED in fired:
-            self.saver.settle(next(iter(fired[SAVED].values())))
-        if "end_epoch" in fired:
-            self.progress.epoch_cut = True
-        if "go_on" in fired:
-            self.stop_requested = self.told_to_leave is not None
-        if LEAVE in fired:
-            self.stop_requested = True
-            self.told_to_leave = min(fired[LEAVE].items())
-        if "stop" in fired:
-            self.stop_requested = True
-            self.stop_reason = next((reason for reason in fired["stop"].values() if reason), self.stop_reason)
+        return self.averages.add(Average(settings, self.module, self.fabric.strategy, self.world, self._toggled))
+
+    def _toggled(self) -> Sequence[Optimizer]:
+        """Return the optimizers whose parameters a step may freeze for a while."""
+        return () if self.module.automatic_optimization else self.optimizers
+
+    def pause_lr_schedulers(self) -> None:
+        """Leave learning rates to a callback from now on."""
+        self.schedulers_paused = True
 
     def update_learning_rates(self, interval: str) -> None:
         """Advance the schedulers of an interval that are due; under manual optimization the user advances them."""
-        if not self.module.automatic_optimization or self.schedulers_rest:
+        if not self.module.automatic_optimization or self.schedulers_paused:
             return
         progress = self.progress
         count = progress.global_step if interval == "step" else progress.epoch + 1

@@ -7,24 +7,23 @@ whoever asks for the state of the run gets them from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..checkpoint.consolidate import AVERAGES as SECTION
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.stored_tensor import HeldShard, SavedTensor, StoredTensors, read_piece
 from ..checkpoint.write_plan import Shard
+from ..distributed.world import World
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import canonical_names
-from ..parallel.strategy import parameters_of
+from ..parallel.strategy import Strategy, parameters_of
 from .module_state import model_state, put_model, shapes_of
-
-if TYPE_CHECKING:
-    from ..run.run import Run
 
 # So much is converted at once where weights are of another dtype or on another device than their average.
 _CHUNK_ELEMENTS = 1 << 24
@@ -77,12 +76,21 @@ class Average:
     unfrozen joins when the next epoch starts, with the value that it has had so far.
     """
 
-    def __init__(self, settings: AverageSettings, run: Run) -> None:
+    def __init__(
+        self,
+        settings: AverageSettings,
+        module: nn.Module,
+        strategy: Strategy,
+        world: World,
+        toggled: Callable[[], Sequence[Optimizer]],
+    ) -> None:
         self.settings = settings
         self.count = 0
         self.last_epoch = -1
-        self._run = run
-        self._strategy = run.fabric.strategy
+        self._module = module
+        self._strategy = strategy
+        self._world = world
+        self._toggled = toggled
         self.is_rebound = self._strategy.traits.swaps_weights
         """Whether every update finds the live tensors anew, as the strategy has their state on a disk."""
         self._entries: dict[str, _Entry] = {}
@@ -119,11 +127,10 @@ class Average:
         return live.detach().to(self.settings.device or live.device, dtype, copy=True)
 
     def _candidates(self) -> Iterator[tuple[str, Shard, bool]]:
-        run, module = self._run, self._run.module
+        module = self._module
         state, canonical = model_state(self._strategy, module), canonical_names(module)
         # Steps that toggle optimizers freeze what the others train for a while.
-        toggled = [] if module.automatic_optimization else run.optimizers
-        chosen = {id(parameter) for optimizer in toggled for parameter in parameters_of(optimizer)}
+        chosen = {id(parameter) for optimizer in self._toggled() for parameter in parameters_of(optimizer)}
         for own_name, parameter in module.named_parameters(remove_duplicate=False):
             name = canonical(own_name)
             if name in state and (parameter.requires_grad or id(parameter) in chosen or self._keeps(name)):
@@ -140,7 +147,7 @@ class Average:
     def _sort(self) -> None:
         """Tell tensors that meet their average as they are from those to be converted first."""
         self._direct, self._others, self._reread = ([], []), [], []
-        buffers = _buffers(self._run.module)
+        buffers = _buffers(self._module)
         elements = _CHUNK_ELEMENTS
         for name, entry in self._entries.items():
             own, live = entry.own, entry.live.tensor
@@ -203,7 +210,7 @@ class Average:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether giving weights back takes all ranks."""
-        return self._strategy.traits.gathers_loaded and self._run.world.size > 1
+        return self._strategy.traits.gathers_loaded and self._world.size > 1
 
     def put_in(self, share_buffers: bool = True) -> None:
         """Let the module compute with the averages; the live weights are set aside. Collective.
@@ -219,7 +226,7 @@ class Average:
             self._let_go()
         self._write({entry.names[0]: entry.own for entry in entries})
         if share_buffers and any(entry.is_buffer for entry in entries):
-            self._strategy.sync_buffers(self._run.module)
+            self._strategy.sync_buffers(self._module)
 
     def take_out(self) -> None:
         """Give the module its live weights back. Collective."""
@@ -229,7 +236,7 @@ class Average:
 
     def load_into_module(self, tensors: StoredTensors) -> None:
         """Let the module have weights and buffers that are stored. Collective."""
-        put_model(self._strategy, self._run.module, tensors)
+        put_model(self._strategy, self._module, tensors)
 
     def _write(self, tensors: dict[str, Tensor]) -> None:
         stored = {name: HeldShard(self._entries[name].shard(tensor)) for name, tensor in tensors.items()}
@@ -252,7 +259,7 @@ class Average:
         """Return this rank's part of the averages, by ``<key>/<parameter or buffer>``."""
         if not self.count:
             return {}
-        first = self._strategy.traits.replicates or self._run.world.is_global_zero
+        first = self._strategy.traits.replicates or self._world.is_global_zero
         return {
             f"{self.settings.key}/{name}": entry.shard(entry.own)
             for entry in self._entries.values()
@@ -263,8 +270,8 @@ class Average:
     def whole_state(self) -> dict[str, Tensor]:
         """Return the module's state dict with averages in it, whole, on rank 0; elsewhere {}. Collective."""
         own = {name: entry.shard(entry.own) for entry in self._entries.values() for name in entry.names}
-        state = model_state(self._strategy, self._run.module)
-        return dict(whole_tensors({name: own.get(name, shard) for name, shard in state.items()}, self._run.world))
+        state = model_state(self._strategy, self._module)
+        return dict(whole_tensors({name: own.get(name, shard) for name, shard in state.items()}, self._world))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint's document keeps."""

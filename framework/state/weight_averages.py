@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoint.consolidate import AVERAGES as SECTION
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.write_plan import Shard
 from ..core.errors import ConfigurationError
-from .weight_average import Average, AverageSettings
-
-if TYPE_CHECKING:
-    from ..run.run import Run
+from .weight_average import Average
 
 
 class Averages:
@@ -30,12 +27,13 @@ class Averages:
     def __len__(self) -> int:
         return len(self._averages)
 
-    def add(self, settings: AverageSettings, run: Run) -> Average:
-        """Keep an average from now on.
+    def add(self, average: Average) -> Average:
+        """Maintain an average from now on; return it.
 
         Raises:
             ConfigurationError: there is one with that key, or another one is evaluated with.
         """
+        settings = average.settings
         if settings.key in self._averages:
             raise ConfigurationError(
                 f"two callbacks keep an average named {settings.key!r}, so a checkpoint could not tell them apart: "
@@ -48,7 +46,7 @@ class Averages:
                     f"the averages {rival!r} and {settings.key!r} are both to be in the module: give one of their "
                     f"callbacks {argument}=False."
                 )
-        average = self._averages[settings.key] = Average(settings, run)
+        self._averages[settings.key] = average
         return average
 
     # ---- while a fit runs -----------------------------------------------------------------------------------------

@@ -76,6 +76,11 @@ class RunDirectory:
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         self._lock = descriptor
 
+    def adopt(self, version: int, claimed: bool, identity: str | None = None) -> None:
+        """Take over what another process found: the version, whether it is claimed, and its identity."""
+        self.version, self.claimed = version, claimed
+        self.identity = identity or self.identity
+
     def release(self) -> None:
         """Let the lock go."""
         if self._lock is not None:

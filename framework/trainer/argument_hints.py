@@ -1,10 +1,12 @@
-"""Arguments that a Trainer does not have, and switches that are no switches: what is meant, in one sentence."""
+"""Constructor arguments declared by a dataclass, and hints for arguments that do not exist."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ..core.errors import ConfigurationError, did_you_mean
 
@@ -53,27 +55,46 @@ _ELSEWHERE = {
 }
 
 
-def refuse_unknown(arguments: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Refuse arguments that a constructor gathered in ``**unknown_arguments``.
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def takes(settings: Callable[P, T]) -> Callable[[Callable[[Any, T], None]], Callable[Concatenate[Any, P], None]]:
+    """Let a constructor take the fields of a dataclass as its keyword arguments, and receive the dataclass.
+
+    The signature and the list of arguments in the docstring are those of the dataclass.
+    """
+    declared = {each.name: each for each in fields(settings)}  # type: ignore[arg-type]
+
+    def decorate(constructor: Callable[[Any, T], None]) -> Callable[Concatenate[Any, P], None]:
+        @wraps(constructor)
+        def construct(self: Any, *positional: Any, **arguments: Any) -> None:
+            if positional:
+                raise TypeError(f"{construct.__qualname__} takes keyword arguments only, but got {positional[0]!r}.")
+            refuse_unknown(arguments, list(declared))
+            constructor(self, settings(**arguments))  # type: ignore[call-arg]
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [own, *inspect.signature(settings).parameters.values()]
+        construct.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        lines = [f"    {name}: {each.metadata['documentation']}" for name, each in declared.items()]
+        construct.__doc__ = f"{constructor.__doc__}\n\nArgs:\n" + "\n".join(lines)
+        return cast("Callable[Concatenate[Any, P], None]", construct)
+
+    return decorate
+
+
+def refuse_unknown(arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse arguments that are not among the known ones.
 
     Raises:
-        ConfigurationError: there is one; the message says which of the known ones is meant, or where it belongs.
+        ConfigurationError: there is one; the message names the closest known one, or where it belongs.
     """
     for name, value in arguments.items():
-        known = [n for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+        if name in known:
+            continue
         given = f"Trainer({name}={value!r}): there is no such argument"
         if name in _ELSEWHERE:
             raise ConfigurationError(f"{given}; {_ELSEWHERE[name]}.")
         hint = f" Did you mean {_OTHER_NAMES[name]!r}?" if name in _OTHER_NAMES else did_you_mean(name, known)
         raise ConfigurationError(f"{given}.{hint} Known: {', '.join(known)}.")
-
-
-def check_flags(**flags: bool | None) -> None:
-    """Refuse what is neither True, False nor None.
-
-    Raises:
-        ConfigurationError: an argument is something else.
-    """
-    for name, value in flags.items():
-        if value is not None and not isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r} must be True or False.")

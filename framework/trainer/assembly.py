@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 
 from ..api.callback import Callback
-from ..api.data_module import DataModule
-from ..api.train_module import TrainModule
+from ..checkpoint.open_on_all_ranks import open_on_all_ranks
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import mix_seed, seed_generators
 from ..data.accumulation_window import Windows
 from ..data.evaluation_source import EvaluationSource
-from ..distributed.collective_errors import open_everywhere
+from ..distributed.collective_errors import on_rank_zero
 from ..distributed.rank_zero_first import first_in_turn
 from ..loop.automatic_step import AutomaticStep
 from ..loop.batch_norm_statistics import statistics_pass
@@ -33,48 +30,41 @@ from ..parallel.sync_batch_norm import share_batch_statistics
 from ..resume.checkpoint_saver import Saver
 from ..resume.rank_state import restore_rank
 from ..resume.restore import Resumption, agree_on_resumption, load_model, regroup, restore_run
-from ..resume.resume_point import Origin, claim_directory, find_checkpoint, on_rank_zero
+from ..resume.resume_point import Origin, claim_directory, find_checkpoint
 from ..run.batch_transfer import batch_transfer
 from ..run.overrides import check_closure, is_overridden
 from ..run.run import Run
 from .data_sources import Data, require_data
 from .plugins import check_state_keys
+from .session import Session, StageRequest
 from .settings import Settings
 
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
-
-@dataclass
-class FitRequest:
-    """What an entry point of the Trainer was handed."""
-
-    module: TrainModule
-    given: dict[str, Any]
-    datamodule: DataModule | None = None
-    ckpt_path: str | Path | None = None
-    keep_predictions: bool = True
-
-
-def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
+def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     """Build the loop of a fit, restored from a checkpoint where one is asked for. Collective."""
-    settings, module = trainer.settings, request.module
-    run = _begin(trainer, request, "fit")
+    settings, module = session.settings, request.module
+    run = _begin(session, request, "fit")
     origin = claim_directory(
-        trainer.directory, request.ckpt_path, trainer.callbacks, run.world, trainer.note, trainer.writes
+        session.directory, request.ckpt_path, session.callbacks, run.world, session.note, session.writes
     )
     checkpoint = None
     if origin.checkpoint is not None:
-        checkpoint = open_everywhere(run.world, origin.checkpoint, origin.verified)
-    trainer.seed = _agreed_seed(run, checkpoint)
-    for logger in trainer.loggers:
-        logger.attach(trainer.directory.root, trainer.directory.name, trainer.directory.version)
+        checkpoint = open_on_all_ranks(run.world, origin.checkpoint, origin.verified)
+    session.use_seed(_agreed_seed(run, checkpoint))
+    session.attach_loggers()
     _prepare(run, request, "fit")
-    run.accumulation = trainer.accumulation
-    data = Data(run.world, module, request.datamodule, request.given, trainer.seed, trainer.use_distributed_sampler)
-    loop = _loop(trainer, run, data, request, checkpoint)
-    trainer.attach_loop(loop)
-    _place_model(trainer, run)
+    run.accumulation = session.accumulation
+    data = Data(
+        run.world,
+        module,
+        request.datamodule,
+        request.given,
+        session.seed,
+        session.settings.shards_data,
+    )
+    loop = _loop(session, run, data, request, checkpoint)
+    session.attach_loop(loop)
+    _place_model(session, run)
     _configure_optimizers(run, settings)
     resumption = None
     if checkpoint is not None:
@@ -86,45 +76,55 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
     if loop.plan.validation is not None:
         loop.plan.validation.transfer = transfer
-    run.averages.recompute = statistics_pass(run, data, transfer, loop.windows.full)
+    run.averages.recompute = statistics_pass(
+        run,
+        partial(data.loaders, "train"),
+        lambda: data.evaluation("train")[0],
+        transfer,
+        loop.windows.full,
+    )
     if module.automatic_optimization:
-        loop.step = AutomaticStep(run, train_transfer, settings.nonfinite, settings.clipping, loop.windows)
+        loop.step = AutomaticStep(run, train_transfer, settings.given.nonfinite, settings.clipping, loop.windows)
     else:
-        loop.step = ManualStep(run, train_transfer, settings.nonfinite)
+        loop.step = ManualStep(run, train_transfer, settings.given.nonfinite)
     if resumption is not None:
         _restore(loop, resumption, origin)
     elif run.world.data_rank > 0:
         # Ranks draw different numbers from here on (dropout); rank 0 stays where one process would be.
-        seed_generators(mix_seed(trainer.seed, run.world.data_rank))
+        seed_generators(mix_seed(session.seed, run.world.data_rank))
     return loop
 
 
-def assemble_evaluation(trainer: Trainer, request: FitRequest, stage: str) -> tuple[Run, EvaluationPlan]:
+def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> tuple[Run, EvaluationPlan]:
     """Build what ``validate``, ``test`` or ``predict`` runs. Collective."""
-    run = _begin(trainer, request, stage)
-    trainer.seed = _agreed_seed(run, None)
-    if trainer.loggers and not trainer.directory.claimed:
-        claim_directory(trainer.directory, None, trainer.callbacks, run.world, trainer.note, trainer.writes)
-    for logger in trainer.loggers:
-        logger.attach(trainer.directory.root, trainer.directory.name, trainer.directory.version)
+    run = _begin(session, request, stage)
+    session.use_seed(_agreed_seed(run, None))
+    if session.loggers and not session.directory.claimed:
+        claim_directory(session.directory, None, session.callbacks, run.world, session.note, session.writes)
+    session.attach_loggers()
     _prepare(run, request, stage)
     data = Data(
-        run.world, request.module, request.datamodule, request.given, trainer.seed, trainer.use_distributed_sampler
+        run.world,
+        request.module,
+        request.datamodule,
+        request.given,
+        session.seed,
+        session.settings.shards_data,
     )
     sources = data.evaluation(stage)
     require_data(sources, stage)
-    _place_model(trainer, run)
+    _place_model(session, run)
     run.fabric.strategy.setup(request.module, [], training=False)
     if request.ckpt_path is not None:
         found = on_rank_zero(
             run.world,
             lambda: find_checkpoint(
-                request.ckpt_path or "", trainer.directory.root, trainer.directory.name, trainer.callbacks, trainer.note
+                request.ckpt_path or "", session.directory.root, session.directory.name, session.callbacks, session.note
             ),
         )
-        checkpoint = open_everywhere(run.world, found)
+        checkpoint = open_on_all_ranks(run.world, found)
         load_model(run, checkpoint)
-    plan = _evaluation_plan(trainer, stage, sources)
+    plan = _evaluation_plan(session, stage, sources)
     plan.transfer = batch_transfer(run.fabric, request.module, request.datamodule)
     return run, plan
 
@@ -132,18 +132,19 @@ def assemble_evaluation(trainer: Trainer, request: FitRequest, stage: str) -> tu
 # ---- the parts -----------------------------------------------------------------------------------
 
 
-def _begin(trainer: Trainer, request: FitRequest, stage: str) -> Run:
+def _begin(session: Session, request: StageRequest, stage: str) -> Run:
     """Make the run and bind module and Trainer to it."""
-    world = trainer.fabric.world
+    world = session.fabric.world
     brought = request.module.configure_callbacks()
-    callbacks = _with_brought(trainer.callbacks, [brought] if isinstance(brought, Callback) else list(brought))
-    trainer.callbacks = callbacks
-    fanout = LoggerFanout(trainer.loggers if world.is_global_zero else [], trainer.note)
-    run = Run(trainer, trainer.fabric, request.module, callbacks, fanout, stage)
-    run.saver = Saver(run)
-    request.module.__dict__["_run"] = run
+    more = cast("list[Callback]", list(brought) if isinstance(brought, Sequence) else [brought])
+    callbacks = _with_brought(session.callbacks, more)
+    session.use_callbacks(callbacks)
+    fanout = LoggerFanout(session.loggers if world.is_global_zero else [], session.note)
+    run = Run(session.context(), session.fabric, request.module, callbacks, fanout, stage)
+    run.attach_saver(Saver(run))
+    request.module.attach(run)
     request.module.log_to(run.train_log)
-    trainer.attach_run(run)
+    session.attach_run(run)
     run.heartbeat.reach()
     return run
 
@@ -156,7 +157,7 @@ def _with_brought(callbacks: Sequence[Callback], brought: list[Callback]) -> lis
     return merged
 
 
-def _prepare(run: Run, request: FitRequest, stage: str) -> None:
+def _prepare(run: Run, request: StageRequest, stage: str) -> None:
     """Run the hooks that get data ready, and ``setup``. Collective."""
     module, datamodule = run.module, request.datamodule
     # However long it takes: a download computes nothing, and the others wait for it.
@@ -180,12 +181,12 @@ def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
     return run.world.broadcast_object(torch.initial_seed())
 
 
-def _place_model(trainer: Trainer, run: Run) -> None:
+def _place_model(session: Session, run: Run) -> None:
     """Build what the module left for ``configure_model``, and put it on its device in its dtype."""
     module, precision = run.module, run.fabric.precision
     with run.fabric.strategy.building():
         module.configure_model()
-    if trainer.sync_batchnorm and run.world.size > 1:
+    if session.settings.given.sync_batchnorm and run.world.size > 1:
         run.restore_layers = share_batch_statistics(module, run.world.device.type)
     run.fabric.strategy.place(module)
     if precision.converts_inputs:
@@ -218,22 +219,22 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
     check_closure(run.optimizers[0])
 
 
-def _loop(trainer: Trainer, run: Run, data: Data, request: FitRequest, checkpoint: Checkpoint | None) -> FitLoop:
-    settings = trainer.settings
+def _loop(session: Session, run: Run, data: Data, request: StageRequest, checkpoint: Checkpoint | None) -> FitLoop:
+    settings = session.settings
     position = _position(checkpoint)
     if checkpoint is not None:
         run.progress.load_state_dict(checkpoint.document["progress"])
 
     def sources() -> tuple[Any, int | None]:
         source = data.training(settings)
-        source.announce_by(trainer.note)
+        source.announce_by(session.note)
         return source, settings.limit_batches("train", data.agreed_length(source, None))
 
     source, full = sources()
     windows = Windows(source, run.accumulation, run.progress, full, run.world.size)
     validation = None
     if is_overridden("validation_step", run.module):
-        validation = _evaluation_plan(trainer, "validate", data.evaluation("validate"))
+        validation = _evaluation_plan(session, "validate", data.evaluation("validate"))
         if validation is not None:
             validation.seen = run.evaluated_batches
     elif request.given.get("validate") is not None:
@@ -242,19 +243,19 @@ def _loop(trainer: Trainer, run: Run, data: Data, request: FitRequest, checkpoin
     loop = FitLoop(run, plan, windows, time.monotonic)
     if position is not None:
         windows.resume(position, settings.limit_batches("train", data.agreed_length(source, position)))
-    if settings.reload_every:
-        loop.reload_every = settings.reload_every
-        loop.reload = _reloader(trainer, loop, data, sources)
+    if settings.given.reload_dataloaders_every_n_epochs:
+        loop.reload_every = settings.given.reload_dataloaders_every_n_epochs
+        loop.reload = _reloader(session, loop, data, sources)
     return loop
 
 
-def _reloader(trainer: Trainer, loop: FitLoop, data: Data, sources: Callable[[], Any]) -> Callable[[], None]:
+def _reloader(session: Session, loop: FitLoop, data: Data, sources: Callable[[], Any]) -> Callable[[], None]:
     def reload() -> None:
         source, full = sources()
         loop.windows.source, loop.windows.full = source, full
         validation = loop.plan.validation
         if validation is not None:
-            fresh = _evaluation_plan(trainer, "validate", data.evaluation("validate"))
+            fresh = _evaluation_plan(session, "validate", data.evaluation("validate"))
             if fresh is not None:
                 validation.sources, validation.limits = fresh.sources, fresh.limits
 
@@ -272,12 +273,12 @@ def _position(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
     return position
 
 
-def _evaluation_plan(trainer: Trainer, stage: str, sources: list[EvaluationSource]) -> Any:
-    settings = trainer.settings
-    if stage == "validate" and trainer.state.stage == "fit" and (not sources or settings.limits["validate"] == 0):
+def _evaluation_plan(session: Session, stage: str, sources: list[EvaluationSource]) -> Any:
+    settings = session.settings
+    if stage == "validate" and session.state.stage == "fit" and (not sources or settings.limits["validate"] == 0):
         return None
     limits = [settings.limit_batches(stage, source.len_batches()) for source in sources]
-    return EvaluationPlan(stage, sources, limits, None, trainer.inference_mode)
+    return EvaluationPlan(stage, sources, limits, None, session.settings.given.inference_mode)
 
 
 def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: int | None) -> FitPlan:
@@ -314,7 +315,7 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
 
 def _tell_of_other_data(run: Run, then: str | None, now: str | None) -> None:
     if None not in (then, now) and then != now:
-        run.trainer.note(
+        run.note(
             f"The checkpoint was saved within an epoch of {then}; the data has {now} now. The epoch goes on at the "
             "same place, so that samples may be seen twice in it, or not at all."
         )
@@ -331,7 +332,7 @@ def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
     if origin.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
     restore_rank(run, checkpoint, loop.windows)
-    run.resumed = checkpoint.path, progress.global_batch
+    run.resume_from(checkpoint.path)
     plan, done = loop.plan, progress.epoch + progress.epoch_ended
     for name, limit, stands, what in (
         ("max_epochs", plan.max_epochs, done, "epochs"),

@@ -1,11 +1,11 @@
-"""From a Trainer, a module and its data to a ``MemoryPlan``; and what ``strategy="auto"`` makes of it."""
+"""The memory plan of a module and its data, and the choice of a strategy for ``strategy="auto"``."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +33,8 @@ from ..parallel.resources import Resources
 from ..run.batch_transfer import batch_transfer
 from ..run.overrides import is_overridden
 from ..system.environment import nvme_path
-from .assembly import FitRequest
 from .data_sources import Data
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .session import Session, StageRequest
 
 _CANNOT_BE_ASKED = (PhalanxError, ImportError, OSError)
 
@@ -55,36 +52,36 @@ class _Findings:
 # ---- a plan -------------------------------------------------------------------------------------------------------
 
 
-def plan_memory(trainer: Trainer, request: FitRequest, activation_bytes: int | None) -> MemoryPlan:
+def plan_memory(session: Session, request: StageRequest, activation_bytes: int | None) -> MemoryPlan:
     """Return the plan of one process that starts no ranks."""
-    resources = trainer.fabric.resources
+    resources = session.fabric.resources
     module = request.module
     # Where ranks are still to be started, this process stays beside them, and keeps the model it holds.
     memory = _memory(resources, () if resources.must_launch else _tensors(module))
-    findings = _look(trainer, request, memory, activation_bytes)
-    return _plan(trainer, module, memory, findings)
+    findings = _look(session, request, memory, activation_bytes)
+    return _plan(session, module, memory, findings)
 
 
-def settle_strategy(trainer: Trainer, request: FitRequest) -> None:
+def choose_strategy(session: Session, request: StageRequest) -> None:
     """Decide what ``strategy="auto"`` stands for in a fit, alike on all ranks, and take it. Collective.
 
     Where the model takes but a small part of the memory, nothing is measured and nothing is said. Else every rank runs
     a micro-batch, all at once, since a step may hold collectives of the user's; and all decide by the same figures.
     """
-    resources = trainer.fabric.resources
+    resources = session.fabric.resources
     if not resources.auto:
         return
-    world, module = trainer.fabric.world, request.module
+    world, module = session.fabric.world, request.module
     own = _memory(resources, _tensors(module))
     memory = own.least(world.all_gather_object(own))
     name = candidates(world.size)[0]
     if not _is_small(module, resources, memory):
-        found = world.all_gather_object(_look(trainer, request, memory, None))
-        plan = _plan(trainer, module, memory, _most(found))
-        trainer.note(plan.table(candidates(world.size)))
+        found = world.all_gather_object(_look(session, request, memory, None))
+        plan = _plan(session, module, memory, _most(found))
+        session.note(plan.table(candidates(world.size)))
         name = plan.chosen
     if name != resources.strategy.name:
-        trainer.fabric.use_strategy(STRATEGIES.load(name)())
+        session.fabric.use_strategy(STRATEGIES.load(name)())
 
 
 def _is_small(module: TrainModule, resources: Resources, memory: Memory) -> bool:
@@ -95,12 +92,12 @@ def _is_small(module: TrainModule, resources: Resources, memory: Memory) -> bool
     return fits_easily(size_of(built), _ranks(resources), resources.precision, memory)
 
 
-def _plan(trainer: Trainer, module: TrainModule, memory: Memory, findings: _Findings) -> MemoryPlan:
-    resources = trainer.fabric.resources
+def _plan(session: Session, module: TrainModule, memory: Memory, findings: _Findings) -> MemoryPlan:
+    resources = session.fabric.resources
     refusals = {
         name: refusal
         for name in LAYOUTS
-        if (refusal := _refusal(name, resources, module, findings.optimizers, trainer.settings.clipping)) is not None
+        if (refusal := _refusal(name, resources, module, findings.optimizers, session.settings.clipping)) is not None
     }
     return make_plan(
         findings.size,
@@ -111,7 +108,7 @@ def _plan(trainer: Trainer, module: TrainModule, memory: Memory, findings: _Find
         findings.activations,
         refusals,
         findings.notes,
-        accumulates=trainer.accumulation.constant != 1,
+        accumulates=session.accumulation.constant != 1,
     )
 
 
@@ -155,12 +152,12 @@ def _tensors(module: TrainModule) -> Iterator[Tensor]:
 # ---- looking at the model -----------------------------------------------------------------------------------------
 
 
-def _look(trainer: Trainer, request: FitRequest, memory: Memory, activation_bytes: int | None) -> _Findings:
+def _look(session: Session, request: StageRequest, memory: Memory, activation_bytes: int | None) -> _Findings:
     """Find a model's size, its optimizers' state and its activations; what cannot be found is noted.
 
     User code runs on copies here, outside a run. It may fail in any way, which is no reason not to train.
     """
-    resources, module = trainer.fabric.resources, request.module
+    resources, module = session.fabric.resources, request.module
     notes: list[str] = []
     size, built = size_of(module), None
     try:
@@ -180,7 +177,7 @@ def _look(trainer: Trainer, request: FitRequest, memory: Memory, activation_byte
         activations = Activations(activation_bytes, casts)
     else:
         try:
-            activations = _measure(trainer, request, size, memory)
+            activations = _measure(session, request, size, memory)
         except Exception as error:
             notes.append(f"Activations could not be measured, and count as nothing: {_said(error)}")
     return _Findings(size, activations, optimizers, tuple(notes))
@@ -191,17 +188,17 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {text}{'' if text.endswith('.') else '.'}"
 
 
-def _measure(trainer: Trainer, request: FitRequest, size: ModelSize, memory: Memory) -> Activations:
+def _measure(session: Session, request: StageRequest, size: ModelSize, memory: Memory) -> Activations:
     """Run a micro-batch's forward, and on CUDA its backward, on a copy.
 
     With data where that takes at most half of the memory; else on shapes alone.
     """
-    fabric, module = trainer.fabric, request.module
+    fabric, module = session.fabric, request.module
     if not module.automatic_optimization:
         raise ConfigurationError("with manual optimization a step updates weights, so it is not run ahead of training.")
     place = fabric.resources.place
     world = World(place, _device(fabric.resources))
-    batch = _first_batch(trainer, request, world)
+    batch = _first_batch(session, request, world)
     # The copy, its gradients, and as much again for what it keeps.
     if 3 * size.elements * fabric.precision.storage.itemsize < memory.device / 2:
         transfer = batch_transfer(_Here(fabric.resources, world), module, request.datamodule)
@@ -216,9 +213,9 @@ def _device(resources: Resources) -> torch.device:
     return torch.device("cuda", place if resources.indices is None else resources.indices[place])
 
 
-def _first_batch(trainer: Trainer, request: FitRequest, world: World) -> Any:
+def _first_batch(session: Session, request: StageRequest, world: World) -> Any:
     """Return this rank's first micro-batch; generators and loaders stay as they were."""
-    settings, datamodule = trainer.settings, request.datamodule
+    settings, datamodule = session.settings, request.datamodule
     with RandomStream(0).entered():
         if datamodule is not None:
             # What it sets on itself is for this copy.
@@ -231,9 +228,9 @@ def _first_batch(trainer: Trainer, request: FitRequest, world: World) -> Any:
         source = prepare_training(
             loaders,
             rank=world.rank,
-            size=trainer.world_size,
+            size=session.fabric.resources.world_size,
             seed=0,
-            shard=trainer.use_distributed_sampler,
+            shard=session.settings.shards_data,
             sequential=bool(settings.overfit_batches),
         )
         return next(source.start(0))

@@ -60,7 +60,6 @@ def check_fit(
     datamodule: DataModule | None,
     settings: Settings,
     resources: Resources,
-    shard: bool,
 ) -> None:
     """Refuse what ``fit`` could not train.
 
@@ -72,6 +71,7 @@ def check_fit(
     check_devices(module)
     resources.strategy.check_module(module)
     value, algorithm = settings.clipping
+    shard = settings.shards_data
     if value is not None:
         resources.strategy.check_clipping(algorithm)
     check_given("train", given, module, datamodule, resources.data_size, shard, required=True)

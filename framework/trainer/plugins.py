@@ -40,28 +40,19 @@ def resolve_loggers(given: Any, settings: Settings) -> list[Logger]:
     return [] if settings.fast_dev_run else loggers
 
 
-def resolve_callbacks(
-    given: Any,
-    settings: Settings,
-    enable_checkpointing: bool | None,
-    enable_progress_bar: bool | None,
-    enable_model_summary: bool | None,
-) -> list[Callback]:
+def resolve_callbacks(settings: Settings) -> list[Callback]:
     """Return the callbacks of the user, then those that are there by default and not the user's already.
 
     Raises:
         UnknownNameError: a name is not known.
         ConfigurationError: something is no callback, two share a state key, or two arguments contradict one another.
     """
+    given = settings.given.callbacks
     items = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
     callbacks: list[Callback] = [_built(CALLBACKS, item, Callback, "callback") for item in items]
     for callback in callbacks:
         check_callback(callback)
-    defaults = {
-        "model_summary": enable_model_summary,
-        "progress_bar": enable_progress_bar,
-        "model_checkpoint": enable_checkpointing,
-    }
+    defaults = {name: getattr(settings.given, switch) for name, switch in _SWITCHES.items()}
     if settings.barebones:
         wrong = next((f"{_SWITCHES[name]}=True" for name, wanted in defaults.items() if wanted), None)
         if callbacks or wrong:

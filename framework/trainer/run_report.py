@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..api.callback import Callback
+from ..api.callback import Callback, saved_by
 from ..run.run import Run
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
     reason = f": {run.stop_reason}" if run.stop_reason else ""
     steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
     lines = [f"trained    {steps}, {epochs}{reason}"]
-    best = next((path for c in callbacks if (path := getattr(c, "best_model_path", ""))), "")
-    last = next((path for c in callbacks if (path := getattr(c, "last_model_path", ""))), "") or best
-    for callback in callbacks:
-        monitor, score = getattr(callback, "monitor", None), getattr(callback, "best_model_score", None)
-        if monitor is not None and score is not None:
-            lines.append(f"best       {monitor} = {float(score):.5g}")
+    records = saved_by(callbacks)
+    best = next((saved.best_model_path for saved in records if saved.best_model_path), "")
+    last = next((saved.last_model_path for saved in records if saved.last_model_path), "") or best
+    for saved in records:
+        if saved.monitor is not None and saved.best_model_score is not None:
+            lines.append(f"best       {saved.monitor} = {float(saved.best_model_score):.5g}")
             break
     if best or last:
         lines.append(f"checkpoint {shortened(best or last)}")
@@ -117,7 +117,7 @@ def _curves(directory: Path) -> list[str]:
 def report(run: Run, callbacks: list[Callback]) -> dict[str, Any]:
     """Return how a fit ended, for the report in the run's directory."""
     progress = run.progress
-    best = next((str(path) for c in callbacks if (path := getattr(c, "best_model_path", ""))), None)
+    best = next((str(saved.best_model_path) for saved in saved_by(callbacks) if saved.best_model_path), None)
     return {
         "epochs": progress.epoch,
         "optimizer_steps": progress.global_step,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..core.errors import StorageError
 from ..diagnostics.collective_trace import comparing_collectives
+from ..distributed.control import Signal
 from ..launch.exit_hooks import install_rank_hooks
-from ..launch.signals import TRIGGER as LEAVE
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
 from ..loop.evaluation_loop import evaluate, predict
@@ -21,74 +21,68 @@ from ..system.environment import current_job, hiding_secrets, tell_of_no_trouble
 from ..system.redaction import without_secrets
 from ..system.run_directory import REPORT
 from ..watchdog.in_process_watchdog import watched
-from .assembly import FitRequest, assemble_evaluation, assemble_fit
-from .auto_strategy import settle_strategy
+from .assembly import assemble_evaluation, assemble_fit
+from .auto_strategy import choose_strategy
 from .run_report import box, end_lines, report, start_lines
-from .trainer_view import TrainerState
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .session import Session, StageRequest
 
 
-def run_stage(trainer: Trainer, stage: str, request: FitRequest) -> Any:
+def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
     """Run a stage and return what it comes to: None for a fit, else a list with an item for each loader. Collective."""
-    with running(trainer, stage, request):
+    with running(session, stage, request):
         if stage == "fit":
-            return _fit(trainer, request)
-        run, plan = assemble_evaluation(trainer, request, stage)
+            return _fit(session, request)
+        run, plan = assemble_evaluation(session, request, stage)
         results: Any = predict(run, plan, request.keep_predictions) if stage == "predict" else evaluate(run, plan)
         run.loggers.finalize("success")
         return results
 
 
 @contextmanager
-def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None, None, None]:
+def running(session: Session, stage: str, request: StageRequest) -> Generator[None, None, None]:
     """Hold a run: what is set up is taken down, whatever happens in between."""
-    place = trainer.fabric.resources.place
+    place = session.fabric.resources.place
     install_rank_hooks(place)
     tell_of_no_trouble(place)
-    trainer.state = TrainerState(stage, "running")
-    trainer.last_module, trainer.datamodule = request.module, request.datamodule
-    if request.datamodule is not None:
-        request.datamodule.trainer = trainer
-    with watched(trainer.heartbeat, trainer.fabric.resources.place, trainer.stall_limits):
+    session.begin(stage, request)
+    with watched(session.heartbeat, place, session.settings.stall_limits):
         try:
             yield
-            trainer.heartbeat.enter("teardown")
-            trainer.state.status = "finished"
-            if trainer.run is not None:
-                trainer.run.fabric.strategy.restore(trainer.run.module)
-            _teardown(trainer, stage)
+            session.heartbeat.enter("teardown")
+            session.finish("finished")
+            if session.run is not None:
+                session.run.fabric.strategy.restore(session.run.module)
+            _teardown(session, stage)
         except BaseException as error:
-            trainer.heartbeat.enter("teardown")
-            trainer.state.status = "interrupted"
+            session.heartbeat.enter("teardown")
+            session.finish("interrupted")
             tell_of_trouble(place, error)
-            _fail(trainer, stage, error)
+            _fail(session, stage, error)
             raise
         finally:
-            _let_go(trainer, request)
+            _release(session, request)
 
 
-def _fit(trainer: Trainer, request: FitRequest) -> None:
-    limit = TimeLimit(current_job(), trainer.time_limit_margin)
-    with SignalWatch(trainer.preemption_signals) as watch, limit:
-        settle_strategy(trainer, request)
-        loop = assemble_fit(trainer, request)
+def _fit(session: Session, request: StageRequest) -> None:
+    limit = TimeLimit(current_job(), session.settings.time_limit_margin)
+    with SignalWatch(session.settings.preemption_signals) as watch, limit:
+        choose_strategy(session, request)
+        loop = assemble_fit(session, request)
         watch.tell(loop.run.triggers)
         if loop.run.world.is_global_zero:
-            limit.tell(loop.run.triggers, LEAVE)
-        _begin(trainer, loop)
+            limit.tell(loop.run.triggers, Signal.PREEMPT)
+        _begin(session, loop)
         with ExitStack() as modes:
-            if trainer.settings.detect_anomaly:
+            if session.settings.given.detect_anomaly:
                 modes.enter_context(torch.autograd.set_detect_anomaly(True))
-            if trainer.settings.debug == "collectives":
+            if session.settings.given.debug == "collectives":
                 modes.enter_context(comparing_collectives(loop.run, loop.step))
             loop()
         loop.run.saver.end()
-        _end(trainer, loop)
+        _end(session, loop)
 
 
-def _begin(trainer: Trainer, loop: FitLoop) -> None:
+def _begin(session: Session, loop: FitLoop) -> None:
     """Tell loggers and the person how the fit is set up."""
     run = loop.run
     if hyperparameters := without_secrets(run.module.hparams_to_log):
@@ -96,87 +90,103 @@ def _begin(trainer: Trainer, loop: FitLoop) -> None:
     if not run.world.is_global_zero:
         return
     run.loggers.log_graph(run.module)
-    if trainer.writes:
-        _keep(trainer, "config.json", trainer.configuration())
+    if session.writes:
+        _keep(session, "config.json", _configuration(session))
     _, unsaved = encode_known(dict(run.module.hparams))
-    if unsaved and trainer.checkpoint_callback is not None:
-        trainer.note(
+    if unsaved and session.checkpoint_callback is not None:
+        session.note(
             f"Checkpoints do not hold the hyperparameters {', '.join(unsaved)}, which are secrets by their names or of "
             "types that no file keeps: pass them to load_from_checkpoint, or leave them out with "
             "save_hyperparameters(ignore=...)."
         )
-    if not trainer.settings.barebones:
-        logs = trainer.run_dir if trainer.loggers else None
-        saver = trainer.checkpoint_callback
-        saves = (getattr(saver, "dirpath", None) or trainer.checkpoint_dir) if saver is not None else None
-        trainer.note(box("phalanx", start_lines(run, loop.plan, loop.windows, logs, saves)))
+    if not session.settings.barebones:
+        logs = session.directory.path if session.loggers else None
+        saves = session.checkpoint_directory() if session.checkpoint_callback is not None else None
+        session.note(box("phalanx", start_lines(run, loop.plan, loop.windows, logs, saves)))
 
 
-def _end(trainer: Trainer, loop: FitLoop) -> None:
+def _end(session: Session, loop: FitLoop) -> None:
     """Close the loggers; tell the person what came of the fit and what to do next."""
     run = loop.run
     run.loggers.finalize("success")
     if not run.world.is_global_zero:
         return
-    if trainer.writes:
-        _keep(trainer, REPORT, report(run, trainer.callbacks))
-    if not trainer.settings.barebones:
-        trainer.note(box("done", end_lines(run, trainer.callbacks, trainer.log_dir, trainer.checkpoint_dir)))
+    if session.writes:
+        _keep(session, REPORT, report(run, session.callbacks))
+    if not session.settings.barebones:
+        session.note(
+            box("done", end_lines(run, session.callbacks, _log_directory(session), session.directory.checkpoints))
+        )
 
 
-def _keep(trainer: Trainer, name: str, document: Any) -> None:
+def _keep(session: Session, name: str, document: Any) -> None:
     """Write a document into the run's directory; a run goes on without it."""
     try:
-        trainer.directory.write_json(name, document)
+        session.directory.write_json(name, document)
     except StorageError as error:
-        trainer.note(f"{name} is missing: {error}")
+        session.note(f"{name} is missing: {error}")
 
 
-def _fail(trainer: Trainer, stage: str, error: BaseException) -> None:
+def _fail(session: Session, stage: str, error: BaseException) -> None:
     """Tell callbacks and loggers. No collective: other ranks may never come.
 
     What a callback raises here is told of, and takes the place of nothing: the error stays the run's.
     """
-    run = trainer.run
+    run = session.run
     if run is None:
         return
     for callback in run.callbacks:
         if callback.wants("on_exception"):
             try:
-                callback.on_exception(trainer, run.module, error)
+                callback.on_exception(session.view, run.module, error)
             except Exception as another:
-                trainer.note(f"{type(callback).__name__}.on_exception failed: {type(another).__name__}: {another}")
-    if run.world.is_global_zero and trainer.writes and stage == "fit":
+                session.note(f"{type(callback).__name__}.on_exception failed: {type(another).__name__}: {another}")
+    if run.world.is_global_zero and session.writes and stage == "fit":
         told = hiding_secrets()(f"{type(error).__name__}: {error}")
         with suppress(Exception):
-            trainer.directory.write_json(REPORT, report(run, trainer.callbacks) | {"stopped": told})
+            session.directory.write_json(REPORT, report(run, session.callbacks) | {"stopped": told})
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
 
-def _teardown(trainer: Trainer, stage: str) -> None:
-    run = trainer.run
+def _teardown(session: Session, stage: str) -> None:
+    run = session.run
     if run is None:
         return
-    if trainer.datamodule is not None:
-        trainer.datamodule.teardown(stage)
+    if session.datamodule is not None:
+        session.datamodule.teardown(stage)
     for callback in run.callbacks:
         if callback.wants("teardown"):
-            callback.teardown(trainer, run.module, stage)
+            callback.teardown(session.view, run.module, stage)
     run.module.teardown(stage)
 
 
-def _let_go(trainer: Trainer, request: FitRequest) -> None:
-    run = trainer.run
+def _release(session: Session, request: StageRequest) -> None:
+    """Release everything that the stage held, however it ended. No collective."""
+    run = session.run
     if run is not None:
-        trainer.last_progress = run.progress
-        trainer.last_metrics = {kind: run.metric_view(kind) for kind in trainer.last_metrics}
+        session.keep_results()
         run.saver.close()
         run.fabric.strategy.teardown()
         if run.restore_layers is not None:
             run.restore_layers()
         run.world.close()
-    request.module.untoggle_optimizer()
-    request.module.log_to(None)
-    request.module.__dict__["_run"] = None
-    trainer.directory.release()
-    trainer.run = trainer.loop = None
+    request.module.detach()
+    session.directory.release()
+    session.forget_run()
+
+
+def _configuration(session: Session) -> dict[str, Any]:
+    """Return the resolved settings, as they are written into the run's directory."""
+    resources = session.fabric.resources
+    return {
+        "strategy": resources.strategy.name,
+        "world_size": resources.world_size,
+        "precision": resources.precision.name,
+        "seed": session.seed,
+        **session.settings.document(),
+        "accumulation": str(session.accumulation),
+    }
+
+
+def _log_directory(session: Session) -> str | None:
+    return next((directory for logger in session.loggers if (directory := logger.log_dir)), None)

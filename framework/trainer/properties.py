@@ -1,11 +1,9 @@
-"""``TrainerView``: what callbacks, loggers and users read of a Trainer. It changes nothing."""
+"""The read-only properties of ``Trainer``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +13,6 @@ from torch.optim import Optimizer
 from ..api.callback import Callback
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
-from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import SchedulerConfig
 from ..core.progress import Progress
@@ -29,28 +26,14 @@ from ..parallel.strategy import Strategy
 from ..run.run import Run
 from ..system.run_directory import RunDirectory
 from ..watchdog.heartbeat import Heartbeat
+from .session import Session, TrainerState
 from .settings import Settings
 
 T = TypeVar("T")
 
-METRIC_KINDS = ("callback", "logged", "progress_bar")
-
-
-@dataclass
-class TrainerState:
-    """What a Trainer is doing, and how its last run ended: ``"running"``, ``"finished"`` or ``"interrupted"``."""
-
-    stage: str = "fit"
-    status: str = "initializing"
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last run came to its end."""
-        return self.status == "finished"
-
 
 class Setting(Generic[T]):
-    """A read-only attribute of a Trainer: one of its settings. Setting it later would change nothing: refused."""
+    """A read-only attribute of a Trainer: one of its settings. Assigning it later would have no effect: refused."""
 
     def __init__(self, read: Callable[[Settings], T]) -> None:
         self._read = read
@@ -59,38 +42,17 @@ class Setting(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, trainer: TrainerView, owner: type) -> T:
+    def __get__(self, trainer: TrainerProperties, owner: type) -> T:
         return self._read(trainer.settings)
 
-    def __set__(self, trainer: TrainerView, value: Any) -> None:
+    def __set__(self, trainer: TrainerProperties, value: Any) -> None:
         raise ConfigurationError(f"trainer.{self._name} is read when the Trainer is made: give it to Trainer(...).")
 
 
-class TrainerView:
-    """What is known of a Trainer and its run. ``Trainer`` sets it up."""
+class TrainerProperties:
+    """The read-only side of ``Trainer``: its settings, and the state of its session."""
 
-    settings: Settings
-    fabric: Fabric
-    callbacks: list[Callback]
-    loggers: list[Logger]
-    preemption_signals: tuple[str, ...]
-    requeue: bool
-    time_limit_margin: timedelta
-    stall_limits: tuple[float, ...]
-    heartbeat: Heartbeat
-    directory: RunDirectory
-    state: TrainerState
-    accumulation: AccumulationSchedule
-    seed: int
-    run: Run | None
-    """The run under way; None between runs."""
-    loop: FitLoop | None
-    """The loop of the fit under way."""
-    datamodule: DataModule | None
-    """The DataModule of the current or last run."""
-    last_module: TrainModule | None
-    last_progress: Progress
-    last_metrics: dict[str, dict[str, Tensor]]
+    _session: Session
 
     # ---- settings -------------------------------------------------------------------------------------------------
 
@@ -111,6 +73,71 @@ class TrainerView:
     gradient_clip_val = Setting(lambda settings: settings.clipping[0])
     gradient_clip_algorithm = Setting(lambda settings: settings.clipping[1])
     default_root_dir = Setting(lambda settings: str(settings.root))
+
+    # ---- the session ----------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, resolved."""
+        return self._session.settings
+
+    @property
+    def fabric(self) -> Fabric:
+        """The Fabric beneath this Trainer."""
+        return self._session.fabric
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The callbacks, in the order of their calls but for those that run last."""
+        return self._session.callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: Sequence[Callback]) -> None:
+        self._session.use_callbacks(callbacks)
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        return self._session.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Sequence[Logger]) -> None:
+        self._session.loggers[:] = loggers
+
+    @property
+    def state(self) -> TrainerState:
+        """The stage in progress, and how the last one ended."""
+        return self._session.state
+
+    @property
+    def seed(self) -> int:
+        """The seed that data order and generators of the current or last run derive from."""
+        return self._session.seed
+
+    @property
+    def run(self) -> Run | None:
+        """The run in progress; None between runs."""
+        return self._session.run
+
+    @property
+    def loop(self) -> FitLoop | None:
+        """The loop of the fit in progress."""
+        return self._session.loop
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The DataModule of the current or last stage."""
+        return self._session.datamodule
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The directory of the run."""
+        return self._session.directory
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The signs of life of this rank."""
+        return self._session.heartbeat
 
     # ---- ranks ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +196,7 @@ class TrainerView:
     @property
     def progress(self) -> Progress:
         """How far the current or last fit has come."""
-        return self.run.progress if self.run is not None and self.run.stage == "fit" else self.last_progress
+        return self.run.progress if self.run is not None and self.run.stage == "fit" else self._session.last_progress
 
     @property
     def current_epoch(self) -> int:
@@ -234,9 +261,9 @@ class TrainerView:
     @property
     def module(self) -> TrainModule:
         """The module of the current or last run."""
-        if self.last_module is None:
+        if self._session.module is None:
             raise ConfigurationError("this Trainer has no module yet: call fit, validate, test or predict.")
-        return self.last_module
+        return self._session.module
 
     lightning_module = module
     model = module
@@ -294,10 +321,7 @@ class TrainerView:
     @property
     def preemption_dir(self) -> Path | None:
         """Where a run saves that is told from outside to end; None where it keeps no checkpoints."""
-        saver = self.checkpoint_callback
-        if saver is None or self.fast_dev_run:
-            return None
-        return Path(getattr(saver, "dirpath", None) or self.checkpoint_dir)
+        return self._session.preemption_directory()
 
     @property
     def log_dir(self) -> str | None:
@@ -307,7 +331,7 @@ class TrainerView:
     @property
     def writes(self) -> bool:
         """Whether this run keeps files."""
-        return bool(self.loggers) or self.checkpoint_callback is not None
+        return self._session.writes
 
     # ---- figures --------------------------------------------------------------------------------------------------
 
@@ -327,7 +351,7 @@ class TrainerView:
         return self._metrics("progress_bar")
 
     def _metrics(self, kind: str) -> dict[str, Tensor]:
-        return self.run.metric_view(kind) if self.run is not None else self.last_metrics[kind]
+        return self.run.metric_view(kind) if self.run is not None else self._session.last_metrics[kind]
 
     @property
     def num_training_batches(self) -> int | float:

@@ -1,0 +1,37 @@
+"""``SaveRequest``: one save of a run, and the actions that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import PhalanxError
+
+
+def _nothing(error: PhalanxError | None) -> None: ...
+
+
+def _delete_none() -> list[str]:
+    return []
+
+
+@dataclass
+class SaveRequest:
+    """One save of a run, and the actions that follow it."""
+
+    path: Path
+    weights_only: bool = False
+    asynchronous: bool = False
+    also: Path | None = None
+    """A second name for the same checkpoint."""
+    failure_key: str = ""
+    """Failures in a row are counted for each key."""
+    tolerant: bool = True
+    """Whether training continues after a failure."""
+    prune: Callable[[], list[str]] = _delete_none
+    """Called on rank 0 once the checkpoint is complete, perhaps on another thread; returns lines for the console."""
+    on_done: Callable[[PhalanxError | None], None] = _nothing
+    """Called on every rank, on the training thread, with the error of a failed save or None."""
+    step: int = 0
+    """The optimizer step at which the run was captured; set by the saver."""

@@ -1,0 +1,36 @@
+"""Worker processes of a DataLoader: they end with their rank, and outlive a signal to the process group for a while."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from ..system.processes import end_with_parent
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
+"""The signals at which a run can be preempted."""
+HANDLED_SIGNALS = tuple(name for name in SIGNALS if hasattr(signal, name))
+# A signal to the process group reaches the workers too, while their rank may still need batches for this long.
+WORKER_SECONDS = 10.0
+
+
+def start_worker(own: Callable[[int], None] | None, worker: int) -> None:
+    """Be a loader's worker: where the whole process group is told to end, its rank needs it a while longer.
+
+    It goes when its rank does. ``own`` is the loader's ``worker_init_fn``.
+    """
+    if threading.current_thread().name == "MainThread":
+        # Of a worker that another thread forked it is that thread that it would go with.
+        end_with_parent()
+    for name in HANDLED_SIGNALS:
+        signal.signal(getattr(signal, name), end_worker_later)
+    if own is not None:
+        own(worker)
+
+
+def end_worker_later(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal in a worker: end ``WORKER_SECONDS`` later."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, WORKER_SECONDS)

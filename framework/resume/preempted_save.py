@@ -1,0 +1,78 @@
+"""The last save of a preempted run, and its end with the exit code that says "run the same command again"."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.save_request import SaveRequest
+from ..core.errors import CheckpointError, NonFiniteError, Preempted, StorageError
+from ..launch.slurm import NEAR_END, REQUEUED_AT, requeue
+from ..run.run import Run
+from ..system.environment import current_job
+
+_CHECKPOINT, _CHECKPOINTS = "preempted{}.ckpt", re.compile(r"preempted(-v\d+)?\.ckpt")
+
+
+def is_name(name: str) -> bool:
+    """Whether ``name`` may be that of a checkpoint of a run that was told to end."""
+    return _CHECKPOINTS.fullmatch(name) is not None
+
+
+def _own_path(directory: Path, identity: str | None) -> Path:
+    """Return the path of this run's checkpoint, which may exist; those of other runs stay."""
+    version = 0
+    while True:
+        path = directory / _CHECKPOINT.format(f"-v{version}" if version else "")
+        if not os.path.lexists(path):
+            return path
+        with suppress(CheckpointError, StorageError):
+            if read_manifest(path).document.get("run") == identity is not None:
+                return path
+        version += 1
+
+
+def leave(run: Run, directory: Path | None) -> NoReturn:
+    """Save a run that was told to end, as it stands between two optimizer steps, and end it. Collective.
+
+    Raises:
+        Preempted: always, but after a SIGINT.
+        KeyboardInterrupt: after a SIGINT.
+        StorageError: it could not be saved.
+    """
+    assert run.preempted_by is not None
+    rank, name = run.preempted_by
+    step = run.progress.global_step
+    where = f"rank {rank} got {name}" if run.world.size > 1 else f"{name} came"
+    if name == NEAR_END:
+        where = "the job's time is nearly up"
+    message = f"{where}: stopped after optimizer step {step}, {_saved(run, directory)}"
+    if name == "SIGINT":
+        run.note(message)
+        raise KeyboardInterrupt(message)
+    job = current_job()
+    if job is not None and name in REQUEUED_AT and run.context.requeue and run.world.is_global_zero:
+        run.note(requeue(job))
+    raise Preempted(message)
+
+
+def _saved(run: Run, directory: Path | None) -> str:
+    """Save a run and return the end of the sentence that tells of it. Collective."""
+    if run.progress.global_batch == 0:
+        return "before there was anything to save; run the same command again."
+    if run.resumed is not None and run.resumed[1] == run.progress.global_batch:
+        # What it would write, which may be large, is on the disk already.
+        return f"with nothing new since {run.resumed[0]}; run the same command again."
+    if directory is None:
+        return "and saved nothing, since this run keeps no checkpoints."
+    identity = run.context.directory.identity
+    path = run.world.broadcast_object(str(_own_path(directory, identity)) if run.world.is_global_zero else "")
+    try:
+        run.saver.save(SaveRequest(Path(path), tolerant=False))
+    except NonFiniteError as error:
+        return f"and saved nothing: {error}"
+    return f"and saved {path}; the same command with ckpt_path='auto' goes on from there."

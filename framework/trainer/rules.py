@@ -1,0 +1,126 @@
+"""Rules of single arguments of a Trainer: each checks a value, and returns it as the engine uses it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigurationError, is_count, unknown
+
+Limit = int | float
+Rule = Callable[[str, Any], Any]
+"""Takes the name and the value of an argument; returns the value to use, or raises ``ConfigurationError``."""
+
+
+def at_least(least: int) -> Rule:
+    """Return the rule of whole numbers of at least ``least``; None means that none was given."""
+
+    def rule(name: str, value: Any) -> Any:
+        if value is not None and not is_count(value, least):
+            raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
+        return value
+
+    return rule
+
+
+def one_of(*names: str, optional: bool = False) -> Rule:
+    """Return the rule of a choice among names."""
+
+    def rule(name: str, value: Any) -> Any:
+        if value not in names and not (optional and value is None):
+            raise unknown(name, str(value), names)
+        return value
+
+    return rule
+
+
+def flag(name: str, value: Any) -> Any:
+    """Rule of switches: True, False, or None where the default is chosen later."""
+    if value is not None and not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r} must be True or False.")
+    return value
+
+
+def batch_limit(name: str, value: Any) -> Limit:
+    """Rule of numbers of batches: an int counts batches, a float is a fraction of all; None means all."""
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (
+        isinstance(value, float) and value > 1.0
+    ):  # fmt: skip
+        raise ConfigurationError(
+            f"{name}={value!r} must be a number of batches (an int from 0) or a fraction (a float from 0.0 to 1.0)."
+        )
+    return value
+
+
+def interval(name: str, value: Any) -> Limit | timedelta:
+    """Rule of ``val_check_interval``: batches, a fraction of an epoch, or a time."""
+    if isinstance(value, (str, dict, timedelta)):
+        return duration(name, value)
+    limit = batch_limit(name, value)
+    if not limit:
+        raise ConfigurationError(
+            f"{name}={value} would never validate: leave it out, and set limit_val_batches=0 for that."
+        )
+    return limit
+
+
+def duration(name: str, value: Any) -> timedelta:
+    """Rule of times: ``"DD:HH:MM:SS"``, a dict of ``timedelta`` arguments, or a ``timedelta``."""
+    rule = "must be a timedelta, a dict such as {'hours': 2}, or a string 'DD:HH:MM:SS'"
+    try:
+        if isinstance(value, str):
+            days, hours, minutes, seconds = (int(part) for part in value.split(":"))
+            found = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        elif isinstance(value, dict):
+            found = timedelta(**value)
+        else:
+            found = value
+        positive = found > timedelta(0)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"{name}={value!r} {rule}.") from None
+    if not positive:
+        raise ConfigurationError(f"{name}={value!r} must be longer than zero.")
+    return found
+
+
+def optional_duration(name: str, value: Any) -> timedelta | None:
+    """Rule of times that may be None."""
+    return None if value is None else duration(name, value)
+
+
+def dev_run(name: str, value: Any) -> int:
+    """Rule of ``fast_dev_run``: a switch, or a number of batches."""
+    if not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"{name}={value!r} must be True, False or a number of batches from 0.")
+    return int(value)
+
+
+def directory(name: str, value: Any) -> Path:
+    """Rule of directories; None means the working directory."""
+    if value is None:
+        return Path.cwd()
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigurationError(f"{name}={value!r} must be a path.")
+    return Path(value).expanduser().absolute()
+
+
+def deterministic(name: str, value: Any) -> Any:
+    """Rule of ``deterministic``."""
+    if value not in (None, True, False, "warn"):
+        raise ConfigurationError(f"{name}={value!r} must be True, False or 'warn'.")
+    return value
+
+
+def unsupported(advice: str) -> Rule:
+    """Return the rule of an argument that Lightning has and phalanx has not: it must be None."""
+
+    def rule(name: str, value: Any) -> None:
+        if value is not None:
+            raise ConfigurationError(f"{name} is not supported (must be None): {advice}.")
+
+    return rule

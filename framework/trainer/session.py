@@ -1,0 +1,187 @@
+"""``Session``: the state that a Trainer keeps over its fits and evaluations, handed to whatever executes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..api.callback import Callback, saved_by
+from ..api.contracts import TrainerView
+from ..api.data_module import DataModule
+from ..api.train_module import TrainModule
+from ..core.accumulation import AccumulationSchedule
+from ..core.progress import Progress
+from ..fabric.fabric import Fabric
+from ..loop.fit_loop import FitLoop
+from ..metrics.logger import Logger
+from ..run.run import Run, RunContext
+from ..system.run_directory import RunDirectory
+from ..watchdog.heartbeat import Heartbeat
+from .settings import Settings
+
+METRIC_KINDS = ("callback", "logged", "progress_bar")
+
+
+@dataclass
+class TrainerState:
+    """The stage that a Trainer executes, and its status: ``"running"``, ``"finished"`` or ``"interrupted"``."""
+
+    stage: str = "fit"
+    status: str = "initializing"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last stage ended without an error."""
+        return self.status == "finished"
+
+
+@dataclass
+class StageRequest:
+    """The arguments of one call of ``fit``, ``validate``, ``test`` or ``predict``."""
+
+    module: TrainModule
+    given: dict[str, Any]
+    """Loaders by stage, as the user gave them."""
+    datamodule: DataModule | None = None
+    ckpt_path: str | Path | None = None
+    keep_predictions: bool = True
+
+
+@dataclass
+class Session:
+    """The state that a Trainer keeps over its fits and evaluations."""
+
+    view: TrainerView
+    """The Trainer, as hooks receive it."""
+    settings: Settings
+    fabric: Fabric
+    loggers: list[Logger]
+    callbacks: list[Callback]
+    directory: RunDirectory
+    accumulation: AccumulationSchedule
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    state: TrainerState = field(default_factory=TrainerState)
+    seed: int = 0
+    run: Run | None = None
+    """The run in progress; None between runs."""
+    loop: FitLoop | None = None
+    """The loop of the fit in progress."""
+    module: TrainModule | None = None
+    """The module of the current or last stage."""
+    datamodule: DataModule | None = None
+    """The DataModule of the current or last stage."""
+    last_progress: Progress = field(default_factory=Progress)
+    last_metrics: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {kind: {} for kind in METRIC_KINDS})
+
+    # ---- a stage, from begin to end -------------------------------------------------------------------------------
+
+    def begin(self, stage: str, request: StageRequest) -> None:
+        """Start a stage with the module and the data of a request."""
+        self.state = TrainerState(stage, "running")
+        self.module, self.datamodule = request.module, request.datamodule
+        if request.datamodule is not None:
+            request.datamodule.attach(self.view)
+
+    def attach_run(self, run: Run) -> None:
+        """Make a run the current one; an evaluation continues to count where the last fit ended."""
+        self.run = run
+        if run.stage != "fit":
+            run.continue_counting(self.last_progress)
+
+    def attach_loop(self, loop: FitLoop) -> None:
+        """Make a loop the current one."""
+        self.loop = loop
+
+    def use_seed(self, seed: int) -> None:
+        """Derive data order and generators of the current run from this seed."""
+        self.seed = seed
+        if self.run is not None:
+            self.run.use_seed(seed)
+
+    def use_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Replace the callbacks: the module of a stage may bring its own."""
+        self.callbacks = list(callbacks)
+
+    def finish(self, status: str) -> None:
+        """Record how the stage ended."""
+        self.state.status = status
+
+    def keep_results(self) -> None:
+        """Keep the counters and metrics of the current run for when it is over."""
+        if self.run is not None:
+            self.last_progress = self.run.progress
+            self.last_metrics = {kind: self.run.metric_view(kind) for kind in self.last_metrics}
+
+    def forget_run(self) -> None:
+        """Have no current run any more."""
+        self.run = self.loop = None
+
+    # ---- what a run needs -----------------------------------------------------------------------------------------
+
+    def context(self) -> RunContext:
+        """Return what a run needs of this session."""
+        return RunContext(
+            view=self.view,
+            note=self.note,
+            directory=self.directory,
+            heartbeat=self.heartbeat,
+            writes=self.writes,
+            requeue=self.settings.given.requeue,
+            has_failed=lambda: self.state.status == "interrupted",
+            preemption_directory=self.preemption_directory,
+        )
+
+    def note(self, text: str) -> None:
+        """Show a line on the console of rank 0."""
+        self.view.note(text)
+
+    @property
+    def writes(self) -> bool:
+        """Whether runs write files."""
+        return bool(self.loggers) or self.checkpoint_callback is not None
+
+    @property
+    def checkpoint_callback(self) -> Callback | None:
+        """The first callback that saves checkpoints."""
+        return next((callback for callback in self.callbacks if callback.runs_last), None)
+
+    def checkpoint_directory(self) -> Path:
+        """Return where the first callback that saves checkpoints saves them, or where the run does by default."""
+        given = next((saved.dirpath for saved in saved_by(self.callbacks) if saved.dirpath), None)
+        return Path(given or self.directory.checkpoints)
+
+    def preemption_directory(self) -> Path | None:
+        """Return the directory of the checkpoint of a preempted run; None where the run keeps no checkpoints."""
+        if self.checkpoint_callback is None or self.settings.fast_dev_run:
+            return None
+        return self.checkpoint_directory()
+
+    def attach_loggers(self) -> None:
+        """Tell the loggers the directory of the run."""
+        for logger in self.loggers:
+            logger.attach(self.directory.root, self.directory.name, self.directory.version)
+
+    # ---- results of ranks that were forked ------------------------------------------------------------------------
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what a rank sends to the process that forked it."""
+        return {
+            "state": self.state,
+            "progress": self.last_progress,
+            "metrics": self.last_metrics,
+            "directory": (self.directory.version, self.directory.claimed),
+            "callbacks": {callback.state_key: callback.state_dict() for callback in self.callbacks},
+        }
+
+    def take_outcome(self, outcome: dict[str, Any]) -> None:
+        """Adopt the outcome of rank 0."""
+        self.state, self.last_progress, self.last_metrics = outcome["state"], outcome["progress"], outcome["metrics"]
+        self.directory.adopt(*outcome["directory"])
+        self.attach_loggers()
+        for callback in self.callbacks:
+            if (state := outcome["callbacks"].get(callback.state_key)) is not None:
+                callback.load_state_dict(state)
