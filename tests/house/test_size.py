@@ -145,8 +145,9 @@ def foreign_writes(sources: Mapping[str, str]) -> Breaches:
 def declared_attributes(tree: ast.AST) -> Iterator[str]:
     """Yield the attributes that the classes of a module declare, in their bodies or by assigning to ``self``."""
     for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        for node in owner.body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for statement in owner.body:
+            one = getattr(statement, "target", None)
+            targets = statement.targets if isinstance(statement, ast.Assign) else [one]
             yield from (target.id for target in targets if isinstance(target, ast.Name))
         for node in ast.walk(owner):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_named(node.value, {"self"}):
