@@ -99,19 +99,18 @@ def phalanx_side(directory: Path, width: int) -> Times:
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             trainer, path = self.trainer, directory / "phalanx.ckpt"
-            assert trainer.run is not None
             if batch_idx == 0:
                 trainer.save_checkpoint(path)
                 trainer.optimizers[0].register_step_pre_hook(arrive)
                 trainer.save_checkpoint(path, asynchronous=True)
                 trainer.optimizers[0].register_step_pre_hook(leave)
-                trainer.run.saver.settle()
+                trainer.finish_saves()
                 read_all(path)
                 shutil.rmtree(path)
                 return
             if batch_idx == 2:
                 found["blocked"] = found["called"] + found["waited"]
-                found["behind"] = time.perf_counter() - found.pop("began") + seconds(trainer.run.saver.settle)
+                found["behind"] = time.perf_counter() - found.pop("began") + seconds(trainer.finish_saves)
                 return
             state = trainer.optimizers[0].state
             tensors = [value for slots in state.values() for value in slots.values() if value.dim()]

@@ -5,21 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-
-class SavedCheckpoints(Protocol):
-    """What a logger is told of the callback that saved a checkpoint."""
-
-    @property
-    def best_model_path(self) -> str: ...
-    @property
-    def best_model_score(self) -> Tensor | None: ...
-    @property
-    def last_model_path(self) -> str: ...
+    from torch import nn
 
 
 class Logger(ABC):
@@ -85,5 +74,5 @@ class Logger(ABC):
         number of optimizer steps, ``state`` what ``state_dict`` returned then, empty where that is not known.
         """
 
-    def after_save_checkpoint(self, callback: SavedCheckpoints) -> None:
-        """Called after a checkpoint was written."""
+    def after_save_checkpoint(self, callback: Any) -> None:
+        """Called after a checkpoint was written, with the callback that saved it, such as ``ModelCheckpoint``."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,57 +25,11 @@ from ..metrics.metric_entry import Entry
 from ..metrics.metric_log import MetricLog
 from ..state.weight_average import Average, AverageSettings
 from ..state.weight_averages import Averages
-
-if TYPE_CHECKING:
-    from ..api.contracts import TrainerView
-    from ..checkpoint.save_request import SaveRequest
-    from ..system.run_directory import RunDirectory
-    from ..watchdog.heartbeat import Heartbeat
+from .context import ManualOptimizer, RunContext, RunSaver
 
 Hook = Callable[..., Any]
 # Which entries of a log are for whom.
 _WANTED = {"progress_bar": "prog_bar", "logged": "logger"}
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """What a run needs of the Trainer that started it."""
-
-    view: TrainerView
-    """The Trainer, as hooks get it."""
-    note: Callable[[str], None]
-    """Shows a line on the console of rank 0."""
-    directory: RunDirectory
-    heartbeat: Heartbeat
-    writes: bool
-    """Whether the run writes files."""
-    requeue: bool
-    """Whether a preempted SLURM job is put back into the queue."""
-    has_failed: Callable[[], bool]
-    """Whether an error has ended the run, so that other ranks may never reach another collective."""
-    preemption_directory: Callable[[], Path | None]
-    """The directory of the checkpoint of a preempted run; None where the run keeps no checkpoints."""
-
-
-class ManualOptimizer(Protocol):
-    """An optimizer under manual optimization: its gradients may still have to be reduced over ranks."""
-
-    @property
-    def optimizer(self) -> Optimizer: ...
-    def reduce(self) -> None: ...
-
-
-class RunSaver(Protocol):
-    """The saves of a run; see ``resume.checkpoint_saver``."""
-
-    @property
-    def sharded(self) -> bool: ...
-    def prepare(self, size: int = 0) -> None: ...
-    def estimate(self, weights_only: bool) -> int: ...
-    def save(self, request: SaveRequest) -> None: ...
-    def finish(self, number: int | None = None) -> None: ...
-    def end(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Run:

@@ -36,8 +36,8 @@ from ..run.overrides import check_closure, is_overridden
 from ..run.run import Run
 from .data_sources import Data, require_data
 from .plugins import check_state_keys
+from .resolved_settings import Settings
 from .session import Session, StageRequest
-from .settings import Settings
 
 
 def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
@@ -64,6 +64,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     )
     loop = _loop(session, run, data, request, checkpoint)
     session.attach_loop(loop)
+    run.saver.follow(loop.windows)
     _place_model(session, run)
     _configure_optimizers(run, settings)
     resumption = None

@@ -16,7 +16,7 @@ from ..core.errors import ConfigurationError
 from ..parallel.resources import Resources
 from ..run.overrides import is_overridden, with_arity
 from .data_sources import check_given
-from .settings import Settings
+from .resolved_settings import Settings
 
 _NOT_HOOKS = {"log", "print", "freeze", "unfreeze", "optimizers", "lr_schedulers", "all_gather"}
 

@@ -13,7 +13,7 @@ from ..data.combined_source import prepare_evaluations, prepare_training
 from ..data.evaluation_source import EvaluationSource
 from ..data.training_source import TrainingSource
 from ..distributed.world import World
-from .settings import Settings
+from .resolved_settings import Settings
 
 _ARGUMENTS = {
     "train": "train_dataloaders",

@@ -11,7 +11,7 @@ from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS, Registry
 from ..metrics.logger import Logger
 from .checks import check_callback
-from .settings import Settings
+from .resolved_settings import Settings
 
 _SWITCHES = {
     "model_summary": "enable_model_summary",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,53 +26,15 @@ from ..parallel.strategy import Strategy
 from ..run.run import Run
 from ..system.run_directory import RunDirectory
 from ..watchdog.heartbeat import Heartbeat
+from .resolved_settings import Settings
 from .session import Session, TrainerState
-from .settings import Settings
-
-T = TypeVar("T")
+from .setting_properties import SettingProperties
 
 
-class Setting(Generic[T]):
-    """A read-only attribute of a Trainer: one of its settings. Assigning it later would have no effect: refused."""
-
-    def __init__(self, read: Callable[[Settings], T]) -> None:
-        self._read = read
-        self._name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, trainer: TrainerProperties, owner: type) -> T:
-        return self._read(trainer.settings)
-
-    def __set__(self, trainer: TrainerProperties, value: Any) -> None:
-        raise ConfigurationError(f"trainer.{self._name} is read when the Trainer is made: give it to Trainer(...).")
-
-
-class TrainerProperties:
+class TrainerProperties(SettingProperties):
     """The read-only side of ``Trainer``: its settings, and the state of its session."""
 
     _session: Session
-
-    # ---- settings -------------------------------------------------------------------------------------------------
-
-    max_epochs = Setting(lambda settings: settings.max_epochs)
-    min_epochs = Setting(lambda settings: settings.min_epochs)
-    max_steps = Setting(lambda settings: settings.max_steps)
-    min_steps = Setting(lambda settings: settings.min_steps)
-    fast_dev_run = Setting(lambda settings: bool(settings.fast_dev_run))
-    limit_train_batches = Setting(lambda settings: settings.limits["train"])
-    limit_val_batches = Setting(lambda settings: settings.limits["validate"])
-    limit_test_batches = Setting(lambda settings: settings.limits["test"])
-    limit_predict_batches = Setting(lambda settings: settings.limits["predict"])
-    overfit_batches = Setting(lambda settings: settings.overfit_batches)
-    check_val_every_n_epoch = Setting(lambda settings: settings.check_val_every_n_epoch)
-    val_check_interval = Setting(lambda settings: settings.val_check_interval)
-    num_sanity_val_steps = Setting(lambda settings: settings.num_sanity_val_steps)
-    log_every_n_steps = Setting(lambda settings: settings.log_every_n_steps)
-    gradient_clip_val = Setting(lambda settings: settings.clipping[0])
-    gradient_clip_algorithm = Setting(lambda settings: settings.clipping[1])
-    default_root_dir = Setting(lambda settings: str(settings.root))
 
     # ---- the session ----------------------------------------------------------------------------------------------
 

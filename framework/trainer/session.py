@@ -18,10 +18,11 @@ from ..core.progress import Progress
 from ..fabric.fabric import Fabric
 from ..loop.fit_loop import FitLoop
 from ..metrics.logger import Logger
-from ..run.run import Run, RunContext
+from ..run.context import RunContext
+from ..run.run import Run
 from ..system.run_directory import RunDirectory
 from ..watchdog.heartbeat import Heartbeat
-from .settings import Settings
+from .resolved_settings import Settings
 
 METRIC_KINDS = ("callback", "logged", "progress_bar")
 

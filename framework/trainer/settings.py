@@ -1,22 +1,19 @@
 """The arguments of ``Trainer``: each is declared once, with its default, its rule and its documentation.
 
-``TrainerSettings`` holds what the user gave; the signature and the docstring of ``Trainer`` are made from it.
-``Settings`` holds what the engine uses, checked and resolved before any process starts.
+The signature and the docstring of ``Trainer`` are made from it; ``resolve_settings`` applies the rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..core.accumulation import AccumulationSchedule, resolve_accumulation
-from ..core.errors import ConfigurationError
+from ..core.accumulation import AccumulationSchedule
 from ..data.worker_process import SIGNALS
 from ..launch.signals import check_signals
-from ..parallel.optimizer_step import check_clipping
 from ..parallel.strategy import Strategy
 from ..watchdog.heartbeat import StallTimeout, resolve_stall_timeout
 from .rules import (
@@ -34,16 +31,6 @@ from .rules import (
     optional_duration,
     unsupported,
 )
-
-_LIMITS = {
-    "train": "limit_train_batches",
-    "validate": "limit_val_batches",
-    "test": "limit_test_batches",
-    "predict": "limit_predict_batches",
-}
-_DEFAULT_EPOCHS = 1000
-# No count of steps reaches it: "never" costs the loop no question of its own.
-_NEVER = 1 << 62
 
 
 def _setting(default: Any, documentation: str, rule: Rule | None = None) -> Any:
@@ -164,163 +151,3 @@ class TrainerSettings:
         "stacks of all ranks; also a dict by section. None learns the limits, False sets none.",
         lambda name, value: resolve_stall_timeout(value),
     )
-
-
-@dataclass
-class Settings:
-    """The settings of a Trainer, checked and resolved."""
-
-    given: TrainerSettings
-    max_epochs: int | None
-    min_epochs: int | None
-    max_steps: int
-    min_steps: int | None
-    max_time: timedelta | None
-    limits: dict[str, Limit]
-    """For ``"train"``, ``"validate"``, ``"test"``, ``"predict"``: a fraction as float, a number of batches as int."""
-    overfit_batches: Limit
-    val_check_interval: Limit | timedelta
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int
-    log_every_n_steps: int
-    accumulation: AccumulationSchedule
-    clipping: tuple[float | None, str]
-    fast_dev_run: int
-    root: Path
-    preemption_signals: tuple[str, ...]
-    time_limit_margin: timedelta
-    stall_limits: tuple[float, ...]
-
-    @property
-    def barebones(self) -> bool:
-        """Whether everything that costs time is left out."""
-        return self.given.barebones
-
-    @property
-    def shards_data(self) -> bool:
-        """Whether loaders are sharded over ranks."""
-        return self.given.use_distributed_sampler
-
-    def limit_batches(self, stage: str, total: int | None) -> int | None:
-        """Return how many of ``total`` batches a stage may use; None means all of an unknown number."""
-        limit = self.limits[stage]
-        if isinstance(limit, int):
-            return limit if total is None else min(limit, total)
-        if total is None:
-            if limit not in (0.0, 1.0):
-                raise ConfigurationError(
-                    f"{_LIMITS[stage]}={limit} is a fraction, but the loader has no length: give a whole number."
-                )
-            return 0 if limit == 0.0 else None
-        # A fraction that is not 0 keeps at least one batch.
-        return max(1, int(total * limit)) if limit and total else 0
-
-    def document(self) -> dict[str, Any]:
-        """Return the settings as they are written into the directory of a run."""
-        given = self.given
-        return {
-            "max_epochs": self.max_epochs,
-            "min_epochs": self.min_epochs,
-            "max_steps": self.max_steps,
-            "min_steps": self.min_steps,
-            "max_time": self.max_time,
-            "limits": self.limits,
-            "overfit_batches": self.overfit_batches,
-            "val_check_interval": self.val_check_interval,
-            "check_val_every_n_epoch": self.check_val_every_n_epoch,
-            "num_sanity_val_steps": self.num_sanity_val_steps,
-            "log_every_n_steps": self.log_every_n_steps,
-            "clipping": self.clipping,
-            "nonfinite": given.nonfinite,
-            "debug": given.debug,
-            "fast_dev_run": self.fast_dev_run,
-            "barebones": given.barebones,
-            "detect_anomaly": given.detect_anomaly,
-            "reload_every": given.reload_dataloaders_every_n_epochs,
-            "root": self.root,
-        }
-
-
-def resolve_settings(given: TrainerSettings) -> Settings:
-    """Apply every rule, then the rules between arguments.
-
-    Raises:
-        ConfigurationError: an argument breaks its rule, or two contradict one another.
-    """
-    value = {
-        each.name: getattr(given, each.name)
-        if each.metadata["rule"] is None
-        else each.metadata["rule"](each.name, getattr(given, each.name))
-        for each in fields(given)
-    }
-    _check_combinations(given)
-    max_epochs, max_steps = value["max_epochs"], -1 if given.max_steps is None else given.max_steps
-    if max_epochs is None and max_steps == -1 and value["max_time"] is None:
-        max_epochs = _DEFAULT_EPOCHS
-    sanity, log_every = given.num_sanity_val_steps, given.log_every_n_steps
-    settings = Settings(
-        given=given,
-        max_epochs=max_epochs,
-        min_epochs=given.min_epochs,
-        max_steps=max_steps,
-        min_steps=given.min_steps,
-        max_time=value["max_time"],
-        limits={stage: value[name] for stage, name in _LIMITS.items()},
-        overfit_batches=value["overfit_batches"],
-        val_check_interval=value["val_check_interval"],
-        check_val_every_n_epoch=given.check_val_every_n_epoch,
-        num_sanity_val_steps=0 if given.barebones else 2 if sanity is None else sanity,
-        log_every_n_steps=(0 if given.barebones else 50 if log_every is None else log_every) or _NEVER,
-        accumulation=resolve_accumulation(given.accumulate_grad_batches),
-        clipping=check_clipping(given.gradient_clip_val, given.gradient_clip_algorithm),
-        fast_dev_run=value["fast_dev_run"],
-        root=value["default_root_dir"],
-        preemption_signals=value["preemption_signals"],
-        time_limit_margin=value["time_limit_margin"],
-        stall_limits=value["stall_timeout"],
-    )
-    if settings.fast_dev_run:
-        _limit_to_dev_run(settings, settings.fast_dev_run)
-    elif settings.overfit_batches:
-        settings.limits["train"] = settings.limits["validate"] = settings.overfit_batches
-    return settings
-
-
-def _limit_to_dev_run(settings: Settings, batches: int) -> None:
-    """Reduce a run to so many batches of each loop, whatever else was asked for."""
-    settings.limits = dict.fromkeys(settings.limits, batches)
-    settings.max_epochs, settings.max_steps, settings.max_time = 1, batches, None
-    settings.min_epochs = settings.min_steps = None
-    settings.num_sanity_val_steps, settings.overfit_batches = 0, 0
-    settings.val_check_interval, settings.check_val_every_n_epoch, settings.log_every_n_steps = 1.0, 1, 1
-
-
-def _check_combinations(given: TrainerSettings) -> None:
-    """Refuse arguments that contradict one another."""
-    if given.check_val_every_n_epoch is None and isinstance(given.val_check_interval, float | None):
-        raise ConfigurationError(
-            f"check_val_every_n_epoch=None with val_check_interval={given.val_check_interval}: without epochs there is "
-            "no fraction of one; give val_check_interval as a number of batches or as a time."
-        )
-    _check_order("min_epochs", given.min_epochs, "max_epochs", given.max_epochs)
-    _check_order("min_steps", given.min_steps, "max_steps", given.max_steps)
-    if given.overfit_batches:
-        limits = {name: getattr(given, name) for name in ("limit_train_batches", "limit_val_batches")}
-        _refuse_both("overfit_batches", given.overfit_batches, "both say how many batches to use", **limits)
-    if given.barebones:
-        _refuse_both("barebones", True, "it leaves out whatever costs time",
-                     fast_dev_run=given.fast_dev_run or None, detect_anomaly=given.detect_anomaly or None,
-                     num_sanity_val_steps=given.num_sanity_val_steps)  # fmt: skip
-
-
-def _check_order(low: str, lowest: int | None, high: str, highest: int | None) -> None:
-    if lowest is not None and highest is not None and 0 <= highest < lowest:
-        raise ConfigurationError(f"{low}={lowest} is larger than {high}={highest}: give {low} at most {high}.")
-
-
-def _refuse_both(name: str, value: Any, reason: str, **others: Any) -> None:
-    for other, given in others.items():
-        if given is not None:
-            raise ConfigurationError(
-                f"{name}={value} and {other}={given} contradict one another: {reason}. Leave one of them out."
-            )

@@ -31,10 +31,11 @@ from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .notebook import run_in_function
 from .plugins import resolve_callbacks, resolve_loggers
 from .properties import TrainerProperties
+from .resolved_settings import resolve_settings
 from .rules import flag
 from .run_report import say
 from .session import Session, StageRequest
-from .settings import TrainerSettings, resolve_settings
+from .settings import TrainerSettings
 from .stages import run_stage
 
 _DEFAULT_NAME = "phalanx_logs"

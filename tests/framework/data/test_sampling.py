@@ -18,9 +18,9 @@ from phalanx.framework.data.samplers import (
     Order,
     SamplerOrder,
     TrainingSampler,
-    part_of,
     permutation,
 )
+from phalanx.framework.distributed.partition import part_of
 
 LENGTHS = (0, 1, 2, 5, 7, 22, 1797)
 SIZES = (1, 2, 3)

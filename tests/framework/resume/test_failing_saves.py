@@ -34,7 +34,7 @@ class At(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # What was begun before is over: the test says what fails.
-        trainer.run.saver.settle()
+        trainer.finish_saves()
         self.actions.get(trainer.global_step, lambda: None)()
 
 

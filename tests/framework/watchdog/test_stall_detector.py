@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from models import Regressor, loader, silent_trainer
@@ -501,7 +501,7 @@ def test_sections_are_noted_on_the_way_through_a_run(tmp_path: Path) -> None:
 
     class Noting(Regressor):
         def note(self) -> None:
-            seen.append(SECTIONS[self.trainer.heartbeat.read().section])
+            seen.append(SECTIONS[cast(Trainer, self.trainer).heartbeat.read().section])
 
         def setup(self, stage: str) -> None:
             self.note()
