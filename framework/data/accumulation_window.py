@@ -42,6 +42,10 @@ class Windows:
         self.resumed_at: dict[str, Any] | None = None
         """The position, of a checkpoint, that the next epoch to begin is within."""
 
+    def use_source(self, source: TrainingSource, full: int | None) -> None:
+        """Take windows of another source from now on; ``full`` is its number of batches in an epoch, if known."""
+        self.source, self.full = source, full
+
     def resume(self, position: dict[str, Any], end: int | None) -> None:
         """Have the next epoch begin at a checkpoint's position and end after ``end`` batches, those before included."""
         self.resumed_at, self.end = position, end

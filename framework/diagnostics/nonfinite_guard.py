@@ -180,7 +180,7 @@ class NonFiniteGuard:
         }
         name = f"step={progress.global_step}-rank={run.world.rank}"
         try:
-            return str(keep_batch(run.context.directory.path / FOLDER, name, seen.batch, facts))
+            return str(keep_batch(run.directory.path / FOLDER, name, seen.batch, facts))
         except PhalanxError as error:
             with suppress(Exception):
                 run.note(f"The batch was not kept: {error}")

@@ -27,7 +27,8 @@ from ..diagnostics.isolated_step import fresh, isolated
 from ..metrics.metric_entry import Entry
 from ..metrics.metric_log import MetricLog, NoLog
 from ..run.overrides import in_context, with_arity
-from ..run.run import Run, as_numbers
+from ..run.run import Run
+from ..run.run_metrics import as_numbers
 from .lockstep_evaluation import in_rounds
 
 # How many batches' step figures wait on a device before they are read for the loggers.
@@ -46,6 +47,18 @@ class EvaluationPlan:
     inference_mode: bool = True
     seen: dict[int, int] = field(default_factory=dict)
     """Of each loader, the batches that this rank has seen so far, in all evaluations of this plan."""
+
+    def use_transfer(self, transfer: Callable[[Any, int], Any] | None) -> None:
+        """Move batches to the device by this function; None leaves them where they are."""
+        self.transfer = transfer
+
+    def use_sources(self, sources: Sequence[EvaluationSource], limits: Sequence[int | None]) -> None:
+        """Evaluate other loaders from now on."""
+        self.sources, self.limits = sources, limits
+
+    def count_in(self, seen: dict[int, int]) -> None:
+        """Count the batches of each loader in this dict."""
+        self.seen = seen
 
     @property
     def prefix(self) -> str:
@@ -70,7 +83,9 @@ def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | Non
                 log.in_step = False
             log.loader = None
             run.heartbeat.reach()
-            reduced = run.publish_epoch(log, run.hooks(f"on_{plan.prefix}_epoch_end"))
+            reduced = run.metrics.publish_epoch(
+                log, run.progress, run.hooks(f"on_{plan.prefix}_epoch_end"), run.sanity_checking
+            )
         if evaluated is not None:
             evaluated()
         with logging_to(run, NoLog(f"on_{plan.prefix}_end", f"use on_{plan.prefix}_epoch_end")):
@@ -247,10 +262,10 @@ def logging_to(run: Run, log: MetricLog | NoLog) -> Generator[None, None, None]:
     """Let ``self.log`` write to another log."""
     kept = run.module.log_to(log)
     if isinstance(log, MetricLog):
-        run.logs.append(log)
+        run.metrics.logs.append(log)
     try:
         yield
     finally:
         run.module.log_to(kept)
         if isinstance(log, MetricLog):
-            run.logs.remove(log)
+            run.metrics.logs.remove(log)

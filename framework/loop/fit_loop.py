@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from ..core.errors import DataError
 from ..data.accumulation_window import Windows
@@ -68,6 +69,16 @@ class FitLoop:
         self.reload: Callable[[], None] | None = None
         self._validated_time = clock()
         self._told_of_no_end = False
+
+    def use_step(self, step: AutomaticStep | ManualStep, transfer: Callable[[Any, int], Any] | None) -> None:
+        """Train by this step; ``transfer`` moves validation batches to the device."""
+        self.step = step
+        if self.plan.validation is not None:
+            self.plan.validation.use_transfer(transfer)
+
+    def reload_data(self, every: int, reload: Callable[[], None]) -> None:
+        """Call ``reload`` at the start of every ``every``-th epoch."""
+        self.reload_every, self.reload = every, reload
 
     def estimated_steps(self) -> int | float:
         """Return the optimizer steps of the whole fit; infinite where unknown."""
@@ -188,7 +199,7 @@ class FitLoop:
         progress = self.run.progress
         if progress.global_step % self.plan.log_every_n_steps == 0 and progress.global_step != progress.published:
             progress.published = progress.global_step
-            self.run.publish_step()
+            self.run.metrics.publish_step(progress)
 
     def _at_end(self) -> bool:
         end = self.windows.end
@@ -213,7 +224,7 @@ class FitLoop:
             self._validate()
         before, after = run.hooks_around("on_train_epoch_end")
         with redone(run):
-            run.publish_epoch(run.train_log, before)
+            run.metrics.publish_epoch(run.train_log, progress, before, run.sanity_checking)
         if whole:
             run.update_learning_rates("epoch")
             progress.epoch_ended = True
@@ -303,8 +314,7 @@ class FitLoop:
         evaluate(run, EvaluationPlan(whole.stage, whole.sources, short, whole.transfer, whole.inference_mode))
         run.call("on_sanity_check_end")
         run.sanity_checking = False
-        for metrics in run.metrics.values():
-            metrics.clear()
+        run.metrics.clear()
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         "unsaved_hparams": unsaved,
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
-        "run": run.context.directory.identity,
+        "run": run.directory.identity,
         # For people: nothing is decided by them.
         "strategy": run.fabric.strategy.name,
         "precision": run.fabric.precision.name,
@@ -62,8 +62,8 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     run.call("on_save_checkpoint", user)
     state = {
         **_states(run),
-        "metrics": run.metrics["callback"],
-        "shown": {kind: run.metrics[kind] for kind in ("logged", "progress_bar")},
+        "metrics": run.metrics.values["callback"],
+        "shown": {kind: run.metrics.values[kind] for kind in ("logged", "progress_bar")},
         "user": user,
     }
     document["optimizers"] = [described for described, _ in states]

@@ -120,7 +120,7 @@ class Saver:
         error: BaseException | None = None
         with run.heartbeat.section("save"):
             snapshot = capture_run(run, self._windows, run.seed, request.weights_only)
-            request.step = run.progress.global_step
+            request.captured_at(run.progress.global_step)
             if request.asynchronous:
                 self._write_behind(request, snapshot)
                 return
@@ -159,6 +159,8 @@ class Saver:
         """Let go of what is held. A save that nobody settled, as the run failed, gets a moment. No collective."""
         pending, self._pending, over = self._pending, None, True
         self._staging.close()
+        # It would keep the data's worker processes alive.
+        self._windows = None
         if pending is not None:
             alone = self._run.world.size == 1
             if not pending.work.wait(0.2 if alone else _GRACE_SECONDS[alone]) and alone:

@@ -69,7 +69,7 @@ def _saved(run: Run, directory: Path | None) -> str:
         return f"with nothing new since {run.resumed[0]}; run the same command again."
     if directory is None:
         return "and saved nothing, since this run keeps no checkpoints."
-    identity = run.context.directory.identity
+    identity = run.directory.identity
     path = run.world.broadcast_object(str(_own_path(directory, identity)) if run.world.is_global_zero else "")
     try:
         run.saver.save(SaveRequest(Path(path), tolerant=False))

@@ -176,9 +176,9 @@ def restore_run(run: Run, plan: Resumption) -> None:
             f"{checkpoint.path} holds the state of callbacks that this run does not have, or has with other arguments; "
             f"it is left: {listed(forgotten)}"
         )
-    run.metrics["callback"].update(state["metrics"])
+    run.metrics.values["callback"].update(state["metrics"])
     for kind, values in state.get("shown", {}).items():
-        run.metrics[kind].update(values)
+        run.metrics.values[kind].update(values)
     run.progress.load_state_dict(checkpoint.document["progress"])
     run.call("on_load_checkpoint", state["user"])
     _tell_left(run, checkpoint, left)

@@ -26,7 +26,7 @@ def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_
     saver = run.saver
     if not weights_only:
         check_state(run)
-    if run.world.is_global_zero and directory != Path(os.path.abspath(run.context.directory.checkpoints)):
+    if run.world.is_global_zero and directory != Path(os.path.abspath(run.directory.checkpoints)):
         clean_shared(directory, lambda name: name == NAME or is_name(name) or gives(name), run.note)
     probe(directory, run.world, saver.sharded)
     size, free = saver.estimate(weights_only), free_bytes(directory)

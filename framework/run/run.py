@@ -7,29 +7,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..api.callback import Callback, in_call_order, wanted
 from ..api.train_module import TrainModule
 from ..core.accumulation import AccumulationSchedule
-from ..core.errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
+from ..core.errors import ConfigurationError, MetricError, NonFiniteError
 from ..core.optimizer_config import SchedulerConfig
 from ..core.progress import Progress
 from ..distributed.control import Sent, Signal, Triggers
 from ..distributed.world import World
 from ..fabric.fabric import Fabric
 from ..metrics.logger_threads import LoggerFanout
-from ..metrics.metric_entry import Entry
 from ..metrics.metric_log import MetricLog
 from ..state.weight_average import Average, AverageSettings
 from ..state.weight_averages import Averages
 from .context import ManualOptimizer, RunContext, RunSaver
+from .run_metrics import RunMetrics
 
 Hook = Callable[..., Any]
-# Which entries of a log are for whom.
-_WANTED = {"progress_bar": "prog_bar", "logged": "logger"}
 
 
 class Run:
@@ -45,6 +42,7 @@ class Run:
         stage: str,
     ) -> None:
         self.context = context
+        self.directory = context.directory
         self.trainer = context.view
         self.note = context.note
         self.fabric = fabric
@@ -65,7 +63,6 @@ class Run:
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
         self.triggers.table = self.train_log
-        self.logs: list[MetricLog] = [self.train_log]
         self.latest_loss: Any = None
         self.redone_from: dict[str, Any] | None = None
         """While something is under way that a run resumed here does anew: this rank's state when that began."""
@@ -73,7 +70,7 @@ class Run:
         """And where the loggers stood."""
         self.evaluated_batches: dict[int, int] = {}
         """Of each validation loader, the batches that this rank has seen in the whole fit."""
-        self.metrics: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
+        self.metrics = RunMetrics(self.train_log, loggers)
         self.sanity_checking = False
         self.evaluating = False
         self.stop_reason: str | None = None
@@ -117,11 +114,17 @@ class Run:
         """Let the module's training step do backward passes and updates itself."""
         self.manual_optimizers, self.manual_backward = list(optimizers), backward
 
-    def configure(
-        self, optimizers: list[Optimizer], schedulers: list[SchedulerConfig], accumulation: AccumulationSchedule
-    ) -> None:
-        """Set the optimizers, their schedulers, and the accumulation schedule."""
-        self.optimizers, self.schedulers, self.accumulation = optimizers, schedulers, accumulation
+    def use_optimizers(self, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
+        """Train with these optimizers and schedulers."""
+        self.optimizers, self.schedulers = optimizers, schedulers
+
+    def use_accumulation(self, schedule: AccumulationSchedule) -> None:
+        """Accumulate gradients by this schedule."""
+        self.accumulation = schedule
+
+    def restore_after(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` when the run has ended, whatever ended it."""
+        self.restore_layers = undo
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
@@ -159,74 +162,6 @@ class Run:
 
     def _callback_hooks(self, name: str, callbacks: Sequence[Callback]) -> tuple[Hook, ...]:
         return tuple(partial(hook, self.trainer, self.module) for hook in wanted(callbacks, name))
-
-    # ---- figures --------------------------------------------------------------------------------------------------
-
-    @property
-    def log_step(self) -> int:
-        """The step that figures are logged at: the index of the newest optimizer step."""
-        return max(0, self.progress.global_step - 1)
-
-    def publish_step(self) -> None:
-        """Hand the newest step values to the loggers."""
-        values = self.train_log.step_values("logger")
-        if values:
-            numbers = as_numbers(values)
-            self.metrics["logged"].update(numbers)
-            self.loggers.log_metrics({**numbers, "epoch": float(self.progress.epoch)}, self.log_step)
-
-    def publish_epoch(self, log: MetricLog, hooks: Sequence[Hook] = ()) -> dict[Entry, float]:
-        """Reduce an epoch's values over the ranks, call hooks, reduce what they logged, and hand all on. Collective.
-
-        The hooks see the values of the steps, as in Lightning; a second exchange follows only where there are hooks.
-        """
-        self.metrics["callback"].update(log.current())
-        for kind, flag in _WANTED.items():
-            self.metrics[kind].update(log.step_values(flag))
-        reduced, more = log.reduce(more=bool(hooks))
-        self._keep(reduced)
-        if more:
-            for hook in hooks:
-                hook()
-            later, _ = log.reduce()
-            self._keep(later)
-            reduced |= later
-        log.finish()
-        logged = {entry.epoch_name: value.item() for entry, value in reduced.items() if entry.logger}
-        if logged and not self.sanity_checking:
-            self.loggers.log_metrics({**logged, "epoch": float(self.progress.epoch)}, self.log_step)
-        return {entry: value.item() for entry, value in reduced.items()}
-
-    def _keep(self, reduced: dict[Entry, Tensor]) -> None:
-        for entry, value in reduced.items():
-            name = entry.epoch_name
-            self.metrics["callback"][name] = value
-            self.metrics["callback"][entry.plain_name] = value
-            if entry.prog_bar:
-                self.metrics["progress_bar"][name] = value
-            if entry.logger:
-                self.metrics["logged"][name] = value
-
-    def metric_view(self, which: str) -> dict[str, Tensor]:
-        """Return the metrics for ``"callback"``, ``"logged"`` or ``"progress_bar"`` as 0-d tensors."""
-        values = dict(self.metrics[which])
-        for log in self.logs:
-            values.update(log.current() if which == "callback" else log.step_values(_WANTED[which]))
-        return {name: torch.as_tensor(value) for name, value in values.items()}
-
-    def metric(self, name: str, who: str) -> Tensor:
-        """Return a logged metric.
-
-        Raises:
-            MetricError: nothing of that name was logged; the message names what was.
-        """
-        known = self.metric_view("callback")
-        if name not in known:
-            raise MetricError(
-                f"{who} needs the metric {name!r}, which was not logged.{did_you_mean(name, known)} "
-                f"Logged: {', '.join(sorted(known)) or 'nothing'}."
-            )
-        return known[name]
 
     # ---- signals --------------------------------------------------------------------------------------------------
 
@@ -306,8 +241,8 @@ class Run:
         if not config.needs_metric:
             self.module.lr_scheduler_step(config.scheduler, None)
             return
-        known = self.metric_view("callback")
-        mine = known.get(str(config.monitor)) if not config.strict else self.metric(
+        known = self.metrics.view("callback")
+        mine = known.get(str(config.monitor)) if not config.strict else self.metrics.monitored(
             str(config.monitor), type(config.scheduler).__name__
         )  # fmt: skip
         # A step's value differs between ranks; their learning rates must not.
@@ -324,15 +259,6 @@ class Run:
                 optimizer = manual.optimizer
                 manual.reduce()
         return self.fabric.updater.clip(optimizer, value, algorithm or "norm")
-
-
-def as_numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return values as floats; tensors on a device are read in one synchronisation for each device."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    numbers = (
-        dict(zip(tensors, torch.stack([t.double() for t in tensors.values()]).tolist(), strict=True)) if tensors else {}
-    )
-    return {name: numbers[name] if name in numbers else float(value) for name, value in values.items()}
 
 
 def _no_loop(*args: Any, **kwargs: Any) -> None:

@@ -49,6 +49,10 @@ class Averages:
         self._averages[settings.key] = average
         return average
 
+    def use_statistics(self, recompute: Callable[[Average], None] | None) -> None:
+        """Compute batch statistics of averages by this pass; None where the module keeps none."""
+        self.recompute = recompute
+
     # ---- while a fit runs -----------------------------------------------------------------------------------------
 
     def after_step(self, step_idx: int) -> None:

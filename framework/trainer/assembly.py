@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
@@ -16,14 +14,12 @@ from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import mix_seed, seed_generators
-from ..data.accumulation_window import Windows
-from ..data.evaluation_source import EvaluationSource
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.rank_zero_first import first_in_turn
 from ..loop.automatic_step import AutomaticStep
 from ..loop.batch_norm_statistics import statistics_pass
 from ..loop.evaluation_loop import EvaluationPlan
-from ..loop.fit_loop import FitLoop, FitPlan
+from ..loop.fit_loop import FitLoop
 from ..loop.manual_step import ManualStep
 from ..metrics.logger_threads import LoggerFanout
 from ..parallel.sync_batch_norm import share_batch_statistics
@@ -32,9 +28,10 @@ from ..resume.rank_state import restore_rank
 from ..resume.restore import Resumption, agree_on_resumption, load_model, regroup, restore_run
 from ..resume.resume_point import Origin, claim_directory, find_checkpoint
 from ..run.batch_transfer import batch_transfer
-from ..run.overrides import check_closure, is_overridden
+from ..run.overrides import check_closure
 from ..run.run import Run
 from .data_sources import Data, require_data
+from .loop_assembly import build_loop, evaluation_plan
 from .plugins import check_state_keys
 from .resolved_settings import Settings
 from .session import Session, StageRequest
@@ -53,16 +50,9 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     session.use_seed(_agreed_seed(run, checkpoint))
     session.attach_loggers()
     _prepare(run, request, "fit")
-    run.accumulation = session.accumulation
-    data = Data(
-        run.world,
-        module,
-        request.datamodule,
-        request.given,
-        session.seed,
-        session.settings.shards_data,
-    )
-    loop = _loop(session, run, data, request, checkpoint)
+    run.use_accumulation(session.accumulation)
+    data = _data(session, run, request)
+    loop = build_loop(session, run, data, request, checkpoint)
     session.attach_loop(loop)
     run.saver.follow(loop.windows)
     _place_model(session, run)
@@ -72,22 +62,8 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
         resumption = agree_on_resumption(run, checkpoint)
         regroup(run, resumption)
     run.heartbeat.reach()
-    run.optimizers = run.fabric.strategy.setup(module, run.optimizers, training=True)
-    transfer = batch_transfer(run.fabric, module, request.datamodule)
-    train_transfer = None if transfer is None else partial(_transfer_first, transfer)
-    if loop.plan.validation is not None:
-        loop.plan.validation.transfer = transfer
-    run.averages.recompute = statistics_pass(
-        run,
-        partial(data.loaders, "train"),
-        lambda: data.evaluation("train")[0],
-        transfer,
-        loop.windows.full,
-    )
-    if module.automatic_optimization:
-        loop.step = AutomaticStep(run, train_transfer, settings.given.nonfinite, settings.clipping, loop.windows)
-    else:
-        loop.step = ManualStep(run, train_transfer, settings.given.nonfinite)
+    run.use_optimizers(run.fabric.strategy.setup(module, run.optimizers, training=True), run.schedulers)
+    _attach_step(run, loop, data, settings, batch_transfer(run.fabric, module, request.datamodule))
     if resumption is not None:
         _restore(loop, resumption, origin)
     elif run.world.data_rank > 0:
@@ -104,14 +80,7 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
         claim_directory(session.directory, None, session.callbacks, run.world, session.note, session.writes)
     session.attach_loggers()
     _prepare(run, request, stage)
-    data = Data(
-        run.world,
-        request.module,
-        request.datamodule,
-        request.given,
-        session.seed,
-        session.settings.shards_data,
-    )
+    data = _data(session, run, request)
     sources = data.evaluation(stage)
     require_data(sources, stage)
     _place_model(session, run)
@@ -125,8 +94,8 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
         )
         checkpoint = open_on_all_ranks(run.world, found)
         load_model(run, checkpoint)
-    plan = _evaluation_plan(session, stage, sources)
-    plan.transfer = batch_transfer(run.fabric, request.module, request.datamodule)
+    plan = evaluation_plan(session, stage, sources)
+    plan.use_transfer(batch_transfer(run.fabric, request.module, request.datamodule))
     return run, plan
 
 
@@ -182,20 +151,41 @@ def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
     return run.world.broadcast_object(torch.initial_seed())
 
 
+def _data(session: Session, run: Run, request: StageRequest) -> Data:
+    shards = session.settings.shards_data
+    return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards)
+
+
+def _attach_step(
+    run: Run, loop: FitLoop, data: Data, settings: Settings, transfer: Callable[[Any, int], Any] | None
+) -> None:
+    """Build the step that the loop calls for each window, and the pass for batch statistics of averages."""
+    statistics = statistics_pass(
+        run, partial(data.loaders, "train"), lambda: data.evaluation("train")[0], transfer, loop.windows.full
+    )
+    run.averages.use_statistics(statistics)
+    train_transfer = None if transfer is None else partial(_transfer_first, transfer)
+    if run.module.automatic_optimization:
+        step: Any = AutomaticStep(run, train_transfer, settings.given.nonfinite, settings.clipping, loop.windows)
+    else:
+        step = ManualStep(run, train_transfer, settings.given.nonfinite)
+    loop.use_step(step, transfer)
+
+
 def _place_model(session: Session, run: Run) -> None:
     """Build what the module left for ``configure_model``, and put it on its device in its dtype."""
     module, precision = run.module, run.fabric.precision
     with run.fabric.strategy.building():
         module.configure_model()
     if session.settings.given.sync_batchnorm and run.world.size > 1:
-        run.restore_layers = share_batch_statistics(module, run.world.device.type)
+        run.restore_after(share_batch_statistics(module, run.world.device.type))
     run.fabric.strategy.place(module)
     if precision.converts_inputs:
         module.to(precision.storage)
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:
-    run.optimizers, run.schedulers = resolve_optimizers(run.module.configure_optimizers(), run.module)
+    run.use_optimizers(*resolve_optimizers(run.module.configure_optimizers(), run.module))
     strategy = run.fabric.strategy
     if len(run.optimizers) > 1 and not strategy.traits.supports_several_optimizers:
         raise ConfigurationError(
@@ -218,100 +208,6 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
             "Return one, or set automatic_optimization = False and step them in training_step."
         )
     check_closure(run.optimizers[0])
-
-
-def _loop(session: Session, run: Run, data: Data, request: StageRequest, checkpoint: Checkpoint | None) -> FitLoop:
-    settings = session.settings
-    position = _position(checkpoint)
-    if checkpoint is not None:
-        run.progress.load_state_dict(checkpoint.document["progress"])
-
-    def sources() -> tuple[Any, int | None]:
-        source = data.training(settings)
-        source.announce_by(session.note)
-        return source, settings.limit_batches("train", data.agreed_length(source, None))
-
-    source, full = sources()
-    windows = Windows(source, run.accumulation, run.progress, full, run.world.size)
-    validation = None
-    if is_overridden("validation_step", run.module):
-        validation = _evaluation_plan(session, "validate", data.evaluation("validate"))
-        if validation is not None:
-            validation.seen = run.evaluated_batches
-    elif request.given.get("validate") is not None:
-        raise ConfigurationError(f"val_dataloaders was given, but {type(run.module).__name__} has no validation_step.")
-    plan = _fit_plan(settings, validation, full)
-    loop = FitLoop(run, plan, windows, time.monotonic)
-    if position is not None:
-        windows.resume(position, settings.limit_batches("train", data.agreed_length(source, position)))
-    if settings.given.reload_dataloaders_every_n_epochs:
-        loop.reload_every = settings.given.reload_dataloaders_every_n_epochs
-        loop.reload = _reloader(session, loop, data, sources)
-    return loop
-
-
-def _reloader(session: Session, loop: FitLoop, data: Data, sources: Callable[[], Any]) -> Callable[[], None]:
-    def reload() -> None:
-        source, full = sources()
-        loop.windows.source, loop.windows.full = source, full
-        validation = loop.plan.validation
-        if validation is not None:
-            fresh = _evaluation_plan(session, "validate", data.evaluation("validate"))
-            if fresh is not None:
-                validation.sources, validation.limits = fresh.sources, fresh.limits
-
-    return reload
-
-
-def _position(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
-    """Return where in an epoch a checkpoint stands; None at the start of one."""
-    if checkpoint is None:
-        return None
-    progress = checkpoint.document["progress"]
-    if progress["batch_in_epoch"] == 0 or progress["epoch_ended"]:
-        return None
-    position: dict[str, Any] | None = checkpoint.document["position"]
-    return position
-
-
-def _evaluation_plan(session: Session, stage: str, sources: list[EvaluationSource]) -> Any:
-    settings = session.settings
-    if stage == "validate" and session.state.stage == "fit" and (not sources or settings.limits["validate"] == 0):
-        return None
-    limits = [settings.limit_batches(stage, source.len_batches()) for source in sources]
-    return EvaluationPlan(stage, sources, limits, None, session.settings.given.inference_mode)
-
-
-def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: int | None) -> FitPlan:
-    sanity = settings.num_sanity_val_steps
-    plan = FitPlan(
-        max_epochs=settings.max_epochs,
-        min_epochs=settings.min_epochs,
-        max_steps=settings.max_steps,
-        min_steps=settings.min_steps,
-        log_every_n_steps=settings.log_every_n_steps,
-        validation=validation,
-        check_val_every_n_epoch=settings.check_val_every_n_epoch,
-        sanity_batches=None if sanity == -1 else sanity,
-    )
-    interval = settings.val_check_interval
-    if isinstance(interval, timedelta):
-        plan.validate_every_seconds = interval.total_seconds()
-        plan.validate_at_epoch_end = False
-    elif isinstance(interval, int):
-        if settings.check_val_every_n_epoch is not None and batches is not None and interval > batches:
-            raise ConfigurationError(
-                f"val_check_interval={interval} is more than the {batches} batches of an epoch: give a smaller one, or "
-                "check_val_every_n_epoch=None to count batches over epochs."
-            )
-        plan.validate_every_batches, plan.validate_at_epoch_end = interval, False
-    elif interval < 1.0:
-        if batches is None:
-            raise ConfigurationError(
-                f"val_check_interval={interval} is a fraction, but the training loader has no length: give a number."
-            )
-        plan.validate_every_batches, plan.validate_at_epoch_end = max(1, int(batches * interval)), False
-    return plan
 
 
 def _tell_of_other_data(run: Run, then: str | None, now: str | None) -> None:

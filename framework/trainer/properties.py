@@ -24,6 +24,7 @@ from ..loop.fit_loop import FitLoop
 from ..metrics.logger import Logger
 from ..parallel.strategy import Strategy
 from ..run.run import Run
+from ..system.launcher_env import Placement
 from ..system.run_directory import RunDirectory
 from ..watchdog.heartbeat import Heartbeat
 from .resolved_settings import Settings
@@ -119,6 +120,10 @@ class TrainerProperties(SettingProperties):
         return self.fabric.precision.name
 
     @property
+    def _place(self) -> Placement:
+        return self._session.fabric.resources.place
+
+    @property
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
         return self.global_rank == 0
@@ -126,17 +131,17 @@ class TrainerProperties(SettingProperties):
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""
-        return self.fabric.resources.place.rank
+        return self._place.rank
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node."""
-        return self.fabric.resources.place.local_rank
+        return self._place.local_rank
 
     @property
     def node_rank(self) -> int:
         """The number of this process's node."""
-        return self.fabric.resources.place.node_rank
+        return self._place.node_rank
 
     @property
     def world_size(self) -> int:
@@ -313,7 +318,7 @@ class TrainerProperties(SettingProperties):
         return self._metrics("progress_bar")
 
     def _metrics(self, kind: str) -> dict[str, Tensor]:
-        return self.run.metric_view(kind) if self.run is not None else self._session.last_metrics[kind]
+        return self.run.metrics.view(kind) if self.run is not None else self._session.last_metrics[kind]
 
     @property
     def num_training_batches(self) -> int | float:

@@ -123,7 +123,7 @@ def report(run: Run, callbacks: list[Callback]) -> dict[str, Any]:
         "optimizer_steps": progress.global_step,
         "stopped": run.stop_reason,
         "best_checkpoint": best,
-        "metrics": {name: float(value) for name, value in run.metric_view("callback").items()},
+        "metrics": {name: float(value) for name, value in run.metrics.view("callback").items()},
     }
 
 

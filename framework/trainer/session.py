@@ -103,6 +103,10 @@ class Session:
         if self.run is not None:
             self.run.use_seed(seed)
 
+    def use_accumulation(self, schedule: AccumulationSchedule) -> None:
+        """Accumulate gradients by this schedule in the next fit."""
+        self.accumulation = schedule
+
     def use_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Replace the callbacks: the module of a stage may bring its own."""
         self.callbacks = list(callbacks)
@@ -115,7 +119,7 @@ class Session:
         """Keep the counters and metrics of the current run for when it is over."""
         if self.run is not None:
             self.last_progress = self.run.progress
-            self.last_metrics = {kind: self.run.metric_view(kind) for kind in self.last_metrics}
+            self.last_metrics = {kind: self.run.metrics.view(kind) for kind in self.last_metrics}
 
     def forget_run(self) -> None:
         """Have no current run any more."""

@@ -241,13 +241,14 @@ class Trainer(TrainerProperties):
 
     def set_accumulation(self, schedule: AccumulationSchedule) -> None:
         """Replace the accumulation schedule, before training starts."""
-        self._session.accumulation = schedule
+        self._session.use_accumulation(schedule)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Send figures to all loggers at the current step; ``callback_metrics`` has them too."""
         if self.run is not None:
-            self.run.loggers.log_metrics(dict(metrics), self.run.log_step)
-            self.run.metrics["callback"].update(metrics)
+            step = max(0, self.run.progress.global_step - 1)
+            self.run.loggers.log_metrics(dict(metrics), step)
+            self.run.metrics.values["callback"].update(metrics)
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
         """Save the run as it stands after the last optimizer step. Collective.
@@ -341,4 +342,4 @@ def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> N
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
     if benchmark is not None:
-        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cudnn.set_flags(_benchmark=benchmark)

@@ -1,0 +1,112 @@
+"""``RunMetrics``: the logged values of a run, for callbacks, loggers, the progress bar and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import MetricError, did_you_mean
+from ..core.progress import Progress
+from ..metrics.logger_threads import LoggerFanout
+from ..metrics.metric_entry import Entry
+from ..metrics.metric_log import MetricLog
+
+# The flag of the entries of a log that each reader gets.
+_FLAGS = {"progress_bar": "prog_bar", "logged": "logger"}
+
+
+class RunMetrics:
+    """The logged values of a run by reader: ``"callback"``, ``"logged"`` and ``"progress_bar"``."""
+
+    def __init__(self, train_log: MetricLog, loggers: LoggerFanout) -> None:
+        self.train_log = train_log
+        self.loggers = loggers
+        self.logs: list[MetricLog] = [train_log]
+        """The logs that are written at present: that of training, and that of an evaluation."""
+        self.values: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
+
+    def publish_step(self, progress: Progress) -> None:
+        """Send the newest step values to the loggers."""
+        values = self.train_log.step_values("logger")
+        if values:
+            numbers = as_numbers(values)
+            self.values["logged"].update(numbers)
+            self.send(numbers, progress)
+
+    def publish_epoch(
+        self, log: MetricLog, progress: Progress, hooks: Sequence[Callable[..., Any]], silent: bool
+    ) -> dict[Entry, float]:
+        """Reduce an epoch's values over the ranks, call hooks, reduce what the hooks logged. Collective.
+
+        The hooks see the values of the steps, as in Lightning; a second exchange follows only where there are hooks.
+        With ``silent`` nothing is sent to the loggers.
+        """
+        self.values["callback"].update(log.current())
+        for reader, flag in _FLAGS.items():
+            self.values[reader].update(log.step_values(flag))
+        reduced, more = log.reduce(more=bool(hooks))
+        self._keep(reduced)
+        if more:
+            for hook in hooks:
+                hook()
+            later, _ = log.reduce()
+            self._keep(later)
+            reduced |= later
+        log.finish()
+        logged = {entry.epoch_name: value.item() for entry, value in reduced.items() if entry.logger}
+        if logged and not silent:
+            self.send(logged, progress)
+        return {entry: value.item() for entry, value in reduced.items()}
+
+    def send(self, numbers: Mapping[str, float], progress: Progress) -> None:
+        """Send numbers to the loggers, at the index of the newest optimizer step, with the epoch."""
+        step = max(0, progress.global_step - 1)
+        self.loggers.log_metrics({**numbers, "epoch": float(progress.epoch)}, step)
+
+    def _keep(self, reduced: Mapping[Entry, Tensor]) -> None:
+        for entry, value in reduced.items():
+            name = entry.epoch_name
+            self.values["callback"][name] = value
+            self.values["callback"][entry.plain_name] = value
+            if entry.prog_bar:
+                self.values["progress_bar"][name] = value
+            if entry.logger:
+                self.values["logged"][name] = value
+
+    def view(self, reader: str) -> dict[str, Tensor]:
+        """Return the values for a reader as 0-d tensors."""
+        values = dict(self.values[reader])
+        for log in self.logs:
+            values.update(log.current() if reader == "callback" else log.step_values(_FLAGS[reader]))
+        return {name: torch.as_tensor(value) for name, value in values.items()}
+
+    def monitored(self, name: str, who: str) -> Tensor:
+        """Return a logged value.
+
+        Raises:
+            MetricError: no such value was logged; the message lists the logged names.
+        """
+        known = self.view("callback")
+        if name not in known:
+            raise MetricError(
+                f"{who} needs the metric {name!r}, which was not logged.{did_you_mean(name, known)} "
+                f"Logged: {', '.join(sorted(known)) or 'nothing'}."
+            )
+        return known[name]
+
+    def clear(self) -> None:
+        """Forget all values: those of a sanity check are not shown."""
+        for values in self.values.values():
+            values.clear()
+
+
+def as_numbers(values: dict[str, Any]) -> dict[str, float]:
+    """Return values as floats; tensors on a device are read in one synchronization for each device."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    numbers = (
+        dict(zip(tensors, torch.stack([t.double() for t in tensors.values()]).tolist(), strict=True)) if tensors else {}
+    )
+    return {name: numbers[name] if name in numbers else float(value) for name, value in values.items()}

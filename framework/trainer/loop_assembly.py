@@ -1,0 +1,119 @@
+"""Building the loop of a fit: its data, its windows, and the plan of when it ends, logs and validates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from ..checkpoint.reader import Checkpoint
+from ..core.errors import ConfigurationError
+from ..data.accumulation_window import Windows
+from ..data.evaluation_source import EvaluationSource
+from ..loop.evaluation_loop import EvaluationPlan
+from ..loop.fit_loop import FitLoop, FitPlan
+from ..run.overrides import is_overridden
+from ..run.run import Run
+from .data_sources import Data
+from .resolved_settings import Settings
+from .session import Session, StageRequest
+
+
+def build_loop(session: Session, run: Run, data: Data, request: StageRequest, checkpoint: Checkpoint | None) -> FitLoop:
+    """Build the loop of a fit over its data; at a checkpoint's position where the fit resumes within an epoch.
+
+    Collective.
+    """
+    settings = session.settings
+    position = _position(checkpoint)
+    if checkpoint is not None:
+        run.progress.load_state_dict(checkpoint.document["progress"])
+
+    def sources() -> tuple[Any, int | None]:
+        source = data.training(settings)
+        source.announce_by(session.note)
+        return source, settings.limit_batches("train", data.agreed_length(source, None))
+
+    source, full = sources()
+    windows = Windows(source, run.accumulation, run.progress, full, run.world.size)
+    validation = None
+    if is_overridden("validation_step", run.module):
+        validation = evaluation_plan(session, "validate", data.evaluation("validate"))
+        if validation is not None:
+            validation.count_in(run.evaluated_batches)
+    elif request.given.get("validate") is not None:
+        raise ConfigurationError(f"val_dataloaders was given, but {type(run.module).__name__} has no validation_step.")
+    plan = _fit_plan(settings, validation, full)
+    loop = FitLoop(run, plan, windows, time.monotonic)
+    if position is not None:
+        windows.resume(position, settings.limit_batches("train", data.agreed_length(source, position)))
+    if settings.given.reload_dataloaders_every_n_epochs:
+        every = settings.given.reload_dataloaders_every_n_epochs
+        loop.reload_data(every, _reloader(session, loop, data, sources))
+    return loop
+
+
+def _reloader(session: Session, loop: FitLoop, data: Data, sources: Callable[[], Any]) -> Callable[[], None]:
+    def reload() -> None:
+        source, full = sources()
+        loop.windows.use_source(source, full)
+        validation = loop.plan.validation
+        if validation is not None:
+            fresh = evaluation_plan(session, "validate", data.evaluation("validate"))
+            if fresh is not None:
+                validation.use_sources(fresh.sources, fresh.limits)
+
+    return reload
+
+
+def _position(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """Return the position within an epoch of a checkpoint; None at the start of an epoch."""
+    if checkpoint is None:
+        return None
+    progress = checkpoint.document["progress"]
+    if progress["batch_in_epoch"] == 0 or progress["epoch_ended"]:
+        return None
+    position: dict[str, Any] | None = checkpoint.document["position"]
+    return position
+
+
+def evaluation_plan(session: Session, stage: str, sources: list[EvaluationSource]) -> Any:
+    """Return the plan of an evaluation over these sources; None for a fit without validation data."""
+    settings = session.settings
+    if stage == "validate" and session.state.stage == "fit" and (not sources or settings.limits["validate"] == 0):
+        return None
+    limits = [settings.limit_batches(stage, source.len_batches()) for source in sources]
+    return EvaluationPlan(stage, sources, limits, None, session.settings.given.inference_mode)
+
+
+def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: int | None) -> FitPlan:
+    sanity = settings.num_sanity_val_steps
+    plan = FitPlan(
+        max_epochs=settings.max_epochs,
+        min_epochs=settings.min_epochs,
+        max_steps=settings.max_steps,
+        min_steps=settings.min_steps,
+        log_every_n_steps=settings.log_every_n_steps,
+        validation=validation,
+        check_val_every_n_epoch=settings.check_val_every_n_epoch,
+        sanity_batches=None if sanity == -1 else sanity,
+    )
+    interval = settings.val_check_interval
+    if isinstance(interval, timedelta):
+        plan.validate_every_seconds = interval.total_seconds()
+        plan.validate_at_epoch_end = False
+    elif isinstance(interval, int):
+        if settings.check_val_every_n_epoch is not None and batches is not None and interval > batches:
+            raise ConfigurationError(
+                f"val_check_interval={interval} is more than the {batches} batches of an epoch: give a smaller one, or "
+                "check_val_every_n_epoch=None to count batches over epochs."
+            )
+        plan.validate_every_batches, plan.validate_at_epoch_end = interval, False
+    elif interval < 1.0:
+        if batches is None:
+            raise ConfigurationError(
+                f"val_check_interval={interval} is a fraction, but the training loader has no length: give a number."
+            )
+        plan.validate_every_batches, plan.validate_at_epoch_end = max(1, int(batches * interval)), False
+    return plan
