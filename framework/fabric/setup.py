@@ -210,7 +210,11 @@ class SetupVerbs(RankVerbs):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's context, for computations outside a set-up module."""
-        return self.precision.forward_context(self.device.type) or nullcontext()
+        return self.forward_context() or nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        """Return the precision's context for forward passes on this rank's device, or None if they need none."""
+        return self.precision.forward_context(self.device.type)
 
     def unwrap_model(self, model: M) -> M:
         """Return the user's own module."""

@@ -182,13 +182,13 @@ def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
 
 def _place_model(trainer: Trainer, run: Run) -> None:
     """Build what the module left for ``configure_model``, and put it on its device in its dtype."""
-    module = run.module
+    module, precision = run.module, run.fabric.precision
     with run.fabric.strategy.building():
         module.configure_model()
     if trainer.sync_batchnorm and run.world.size > 1:
         run.restore_layers = share_batch_statistics(module, run.world.device.type)
     run.fabric.strategy.place(module)
-    run.fabric.precision.convert_module(module)
+    precision.convert_module(module)
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:

@@ -197,16 +197,17 @@ def _measure(trainer: Trainer, request: FitRequest, size: ModelSize, memory: Mem
     With data where that takes at most half of the memory; else on shapes alone.
     """
     fabric, module = trainer.fabric, request.module
+    precision = fabric.precision
     if not module.automatic_optimization:
         raise ConfigurationError("with manual optimization a step updates weights, so it is not run ahead of training.")
     place = fabric.resources.place
     world = World(place, _device(fabric.resources))
     batch = _first_batch(trainer, request, world)
     # The copy, its gradients, and as much again for what it keeps.
-    if 3 * size.elements * fabric.precision.parameter_dtype.itemsize < memory.device / 2:
+    if 3 * size.elements * precision.parameter_dtype.itemsize < memory.device / 2:
         transfer = batch_transfer(_Here(fabric.resources, world), module, request.datamodule)
-        return run_for_real(module, batch if transfer is None else transfer(batch, 0), world.device, fabric.precision)
-    return run_on_shapes(module, batch, fabric.precision)
+        return run_for_real(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
+    return run_on_shapes(module, batch, precision)
 
 
 def _device(resources: Resources) -> torch.device:

@@ -57,8 +57,8 @@ def engine_config(
 ) -> dict[str, Any]:
     """Return the config that ``deepspeed.initialize`` and ``zero.Init`` get.
 
-    ``precision`` is None for an engine that only holds fp32. ``model_elements`` counts the elements of all parameters,
-    ``largest_elements`` those of the largest one (by default as many); ``swap_folder`` stands in for ``nvme_path``, so
+    ``precision=None`` is for an engine that only holds fp32. ``model_elements`` counts the elements of all parameters,
+    ``largest_elements`` those of the largest one (by default as many); ``swap_folder`` replaces ``nvme_path``, so
     that runs do not share files.
     """
     config = copy.deepcopy(options.config)
@@ -131,7 +131,7 @@ def _even(size: int) -> int:
 def _offload_block(
     zero: dict[str, Any], name: str, device: Offload | None, path: Path | None, sizes: dict[str, int]
 ) -> None:
-    """Say where something lives; sizes are those of the buffers to a disk."""
+    """Set the device of an offload block; ``sizes`` are those of the buffers to a disk."""
     if device is None:
         zero.pop(name, None)
         return
