@@ -180,8 +180,7 @@ def _place_model(session: Session, run: Run) -> None:
     if session.settings.given.sync_batchnorm and run.world.size > 1:
         run.restore_after(share_batch_statistics(module, run.world.device.type))
     run.fabric.strategy.place(module)
-    if precision.converts_inputs:
-        module.to(precision.storage)
+    precision.convert_module(module)
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:

@@ -22,8 +22,7 @@ def run_in_function(session: Session, stage: str, request: StageRequest) -> Any:
     result, outcome = launch_function(_in_rank, (session, stage, request), resources.world_size)
     # The ranks have built these layers in their copies of the module, and trained in this dtype.
     request.module.configure_model()
-    if resources.precision.converts_inputs:
-        request.module.to(resources.precision.storage)
+    resources.precision.convert_module(request.module)
     request.module.load_state_dict(outcome.pop("weights"))
     session.take_outcome(outcome)
     return result

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.accumulation import AccumulationSchedule
+from ..core.precision import Precision
 from ..data.worker_process import SIGNALS
 from ..launch.signals import check_signals
 from ..parallel.strategy import Strategy
@@ -51,10 +52,10 @@ class TrainerSettings:
         "auto", 'ranks on each node: a number, a list of CUDA indices, or ``"auto"``.'
     )
     num_nodes: int = _setting(1, "nodes; more than one needs a launcher such as torchrun.")
-    precision: Any = _setting(
+    precision: str | int | Precision | None = _setting(
         None,
         '``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``; short forms '
-        'are ``32``, ``64``, ``"bf16"``, ``16`` and ``"fp16"``.',
+        'are ``32``, ``64``, ``"bf16"``, ``16`` and ``"fp16"``; or a registered name, or a ``Precision``.',
     )
     logger: Any = _setting(None, "a ``Logger``, a name, or a list of these; True is TensorBoard, False none.")
     callbacks: Any = _setting(None, "a ``Callback``, a name, or a list of these.")
