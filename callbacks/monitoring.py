@@ -1,4 +1,4 @@
-"""When callbacks that monitor a metric look at it."""
+"""The choice between the ends of epochs and validations for callbacks that monitor a metric."""
 
 from __future__ import annotations
 

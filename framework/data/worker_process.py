@@ -17,12 +17,12 @@ WORKER_SECONDS = 10.0
 
 
 def start_worker(own: Callable[[int], None] | None, worker: int) -> None:
-    """Be a loader's worker: where the whole process group is told to end, its rank needs it a while longer.
+    """Initialize a worker process: it ends with its rank, and ignores signals for ``WORKER_SECONDS``.
 
-    It goes when its rank does. ``own`` is the loader's ``worker_init_fn``.
+    ``own`` is the loader's ``worker_init_fn``.
     """
     if threading.current_thread().name == "MainThread":
-        # Of a worker that another thread forked it is that thread that it would go with.
+        # The kernel ties a process to the thread that forked it: another thread may end before the rank does.
         end_with_parent()
     for name in HANDLED_SIGNALS:
         signal.signal(getattr(signal, name), end_worker_later)

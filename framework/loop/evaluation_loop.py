@@ -262,10 +262,10 @@ def logging_to(run: Run, log: MetricLog | NoLog) -> Generator[None, None, None]:
     """Let ``self.log`` write to another log."""
     kept = run.module.log_to(log)
     if isinstance(log, MetricLog):
-        run.metrics.logs.append(log)
+        run.metrics.include(log)
     try:
         yield
     finally:
         run.module.log_to(kept)
         if isinstance(log, MetricLog):
-            run.metrics.logs.remove(log)
+            run.metrics.exclude(log)

@@ -19,12 +19,12 @@ _CHECKPOINT, _CHECKPOINTS = "preempted{}.ckpt", re.compile(r"preempted(-v\d+)?\.
 
 
 def is_name(name: str) -> bool:
-    """Whether ``name`` may be that of a checkpoint of a run that was told to end."""
+    """Whether ``name`` may be that of a checkpoint of a preempted run."""
     return _CHECKPOINTS.fullmatch(name) is not None
 
 
 def _own_path(directory: Path, identity: str | None) -> Path:
-    """Return the path of this run's checkpoint, which may exist; those of other runs stay."""
+    """Return the path of this run's checkpoint, which may exist already; checkpoints of other runs are not replaced."""
     version = 0
     while True:
         path = directory / _CHECKPOINT.format(f"-v{version}" if version else "")
@@ -37,7 +37,7 @@ def _own_path(directory: Path, identity: str | None) -> Path:
 
 
 def leave(run: Run, directory: Path | None) -> NoReturn:
-    """Save a run that was told to end, as it stands between two optimizer steps, and end it. Collective.
+    """Save a preempted run between two optimizer steps, and end it. Collective.
 
     Raises:
         Preempted: always, but after a SIGINT.
@@ -61,7 +61,7 @@ def leave(run: Run, directory: Path | None) -> NoReturn:
 
 
 def _saved(run: Run, directory: Path | None) -> str:
-    """Save a run and return the end of the sentence that tells of it. Collective."""
+    """Save a run and return the second half of the message about it. Collective."""
     if run.progress.global_batch == 0:
         return "before there was anything to save; run the same command again."
     if run.resumed is not None and run.resumed[1] == run.progress.global_batch:
@@ -75,4 +75,4 @@ def _saved(run: Run, directory: Path | None) -> str:
         run.saver.save(SaveRequest(Path(path), tolerant=False))
     except NonFiniteError as error:
         return f"and saved nothing: {error}"
-    return f"and saved {path}; the same command with ckpt_path='auto' goes on from there."
+    return f"and saved {path}; the same command with ckpt_path='auto' continues from there."

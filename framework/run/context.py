@@ -1,4 +1,4 @@
-"""What a run is given: the context of its Trainer, and the contracts of the parts that attach to it."""
+"""The context that a Trainer gives to a run, and the contracts of the parts that attach to a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a run needs of the Trainer that started it."""
+    """The parts of a Trainer that its run uses."""
 
     view: TrainerView
     """The Trainer, as hooks get it."""

@@ -28,6 +28,14 @@ class RunMetrics:
         """The logs that are written at present: that of training, and that of an evaluation."""
         self.values: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
 
+    def include(self, log: MetricLog) -> None:
+        """Show the values of this log too, while it is written."""
+        self.logs.append(log)
+
+    def exclude(self, log: MetricLog) -> None:
+        """Stop showing the values of this log."""
+        self.logs.remove(log)
+
     def publish_step(self, progress: Progress) -> None:
         """Send the newest step values to the loggers."""
         values = self.train_log.step_values("logger")

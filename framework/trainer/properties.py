@@ -17,25 +17,21 @@ from ..core.errors import ConfigurationError
 from ..core.optimizer_config import SchedulerConfig
 from ..core.progress import Progress
 from ..core.registry import CALLBACKS
-from ..distributed.world import World
 from ..fabric.fabric import Fabric
 from ..loop.evaluation_loop import EvaluationPlan
 from ..loop.fit_loop import FitLoop
 from ..metrics.logger import Logger
-from ..parallel.strategy import Strategy
 from ..run.run import Run
-from ..system.launcher_env import Placement
 from ..system.run_directory import RunDirectory
 from ..watchdog.heartbeat import Heartbeat
+from .rank_properties import RankProperties
 from .resolved_settings import Settings
-from .session import Session, TrainerState
+from .session import TrainerState
 from .setting_properties import SettingProperties
 
 
-class TrainerProperties(SettingProperties):
+class TrainerProperties(SettingProperties, RankProperties):
     """The read-only side of ``Trainer``: its settings, and the state of its session."""
-
-    _session: Session
 
     # ---- the session ----------------------------------------------------------------------------------------------
 
@@ -102,67 +98,11 @@ class TrainerProperties(SettingProperties):
         """The signs of life of this rank."""
         return self._session.heartbeat
 
-    # ---- ranks ----------------------------------------------------------------------------------------------------
-
-    @property
-    def world(self) -> World:
-        """This process among the ranks."""
-        return self.fabric.world
-
-    @property
-    def strategy(self) -> Strategy:
-        """How work is spread."""
-        return self.fabric.strategy
-
-    @property
-    def precision(self) -> str:
-        """The name of the precision."""
-        return self.fabric.precision.name
-
-    @property
-    def _place(self) -> Placement:
-        return self._session.fabric.resources.place
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.global_rank == 0
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all."""
-        return self._place.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return self._place.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The number of this process's node."""
-        return self._place.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks over all nodes."""
-        return self.fabric.resources.world_size
-
-    @property
-    def num_devices(self) -> int:
-        """Ranks on each node."""
-        return self.fabric.resources.devices
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes."""
-        return self.fabric.resources.num_nodes
-
-    # ---- where the run stands -------------------------------------------------------------------------------------
+    # ---- progress -------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
-        """How far the current or last fit has come."""
+        """The counters of the current or last fit."""
         return self.run.progress if self.run is not None and self.run.stage == "fit" else self._session.last_progress
 
     @property
@@ -187,7 +127,7 @@ class TrainerProperties(SettingProperties):
 
     @property
     def validating(self) -> bool:
-        """Whether a validation runs, in ``validate`` or in ``fit``; the sanity check is none."""
+        """Whether a validation runs, in ``validate`` or in ``fit``; the sanity check does not count."""
         return self._evaluates("validate") or (self._evaluates("fit") and not self.sanity_checking)
 
     @property
@@ -282,12 +222,12 @@ class TrainerProperties(SettingProperties):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where this run's checkpoints go by default."""
+        """The default directory of this run's checkpoints."""
         return self.directory.checkpoints
 
     @property
     def preemption_dir(self) -> Path | None:
-        """Where a run saves that is told from outside to end; None where it keeps no checkpoints."""
+        """The directory of the checkpoint of a preempted run; None where the run keeps no checkpoints."""
         return self._session.preemption_directory()
 
     @property
@@ -300,7 +240,7 @@ class TrainerProperties(SettingProperties):
         """Whether this run keeps files."""
         return self._session.writes
 
-    # ---- figures --------------------------------------------------------------------------------------------------
+    # ---- metrics --------------------------------------------------------------------------------------------------
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -309,12 +249,12 @@ class TrainerProperties(SettingProperties):
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What was last sent to the loggers."""
+        """The values that were last sent to the loggers."""
         return self._metrics("logged")
 
     @property
     def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """What was logged with ``prog_bar=True``."""
+        """The values that were logged with ``prog_bar=True``."""
         return self._metrics("progress_bar")
 
     def _metrics(self, kind: str) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from ..core.progress import Progress
 from ..fabric.fabric import Fabric
 from ..loop.fit_loop import FitLoop
 from ..metrics.logger import Logger
+from ..parallel.resources import Resources
 from ..run.context import RunContext
 from ..run.run import Run
 from ..system.run_directory import RunDirectory
@@ -78,6 +79,11 @@ class Session:
     last_progress: Progress = field(default_factory=Progress)
     last_metrics: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {kind: {} for kind in METRIC_KINDS})
 
+    @property
+    def resources(self) -> Resources:
+        """The devices, the strategy and the precision that were asked for."""
+        return self.fabric.resources
+
     # ---- a stage, from begin to end -------------------------------------------------------------------------------
 
     def begin(self, stage: str, request: StageRequest) -> None:
@@ -125,10 +131,10 @@ class Session:
         """Have no current run any more."""
         self.run = self.loop = None
 
-    # ---- what a run needs -----------------------------------------------------------------------------------------
+    # ---- the run's context -----------------------------------------------------------------------------------------
 
     def context(self) -> RunContext:
-        """Return what a run needs of this session."""
+        """Return the parts of this session that a run uses."""
         return RunContext(
             view=self.view,
             note=self.note,
@@ -155,7 +161,7 @@ class Session:
         return next((callback for callback in self.callbacks if callback.runs_last), None)
 
     def checkpoint_directory(self) -> Path:
-        """Return where the first callback that saves checkpoints saves them, or where the run does by default."""
+        """Return the directory of the first callback that saves checkpoints; by default that of the run."""
         given = next((saved.dirpath for saved in saved_by(self.callbacks) if saved.dirpath), None)
         return Path(given or self.directory.checkpoints)
 
@@ -166,14 +172,14 @@ class Session:
         return self.checkpoint_directory()
 
     def attach_loggers(self) -> None:
-        """Tell the loggers the directory of the run."""
+        """Pass the directory of the run to the loggers."""
         for logger in self.loggers:
             logger.attach(self.directory.root, self.directory.name, self.directory.version)
 
     # ---- results of ranks that were forked ------------------------------------------------------------------------
 
     def outcome(self) -> dict[str, Any]:
-        """Return what a rank sends to the process that forked it."""
+        """Return the state that a rank sends to the process that forked it."""
         return {
             "state": self.state,
             "progress": self.last_progress,

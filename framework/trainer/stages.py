@@ -51,7 +51,8 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
             session.heartbeat.enter("teardown")
             session.finish("finished")
             if session.run is not None:
-                session.run.fabric.strategy.restore(session.run.module)
+                strategy = session.fabric.strategy
+                strategy.restore(session.run.module)
             _teardown(session, stage)
         except BaseException as error:
             session.heartbeat.enter("teardown")

@@ -25,7 +25,6 @@ LONG_FILES = {
     "framework.system.atomic_files": "file",
     "framework.trainer.assembly": "file",
     "framework.trainer.trainer": "file",
-    "framework.trainer.trainer_view": "file",
     "framework.watchdog.stall_detector": "file",
     "strategies.deepspeed.arguments": "file",
     "strategies.deepspeed.strategy": "file",
@@ -162,6 +161,4 @@ LONG_CHAINS = {
     "framework.trainer.stages": "run.fabric.strategy.teardown trainer.fabric.resources.place "
     "trainer.run.fabric.strategy.restore",
     "framework.trainer.trainer": "self.run.triggers.raised.pop",
-    "framework.trainer.trainer_view": "self.fabric.resources.place.local_rank "
-    "self.fabric.resources.place.node_rank self.fabric.resources.place.rank",
 }
