@@ -1,9 +1,9 @@
-"""Cross-process triggers and the one control reduction of an optimizer step.
+"""Cross-process triggers, and the one control reduction of an optimizer step.
 
-Any rank may raise a named trigger at any moment; all ranks see it at the same step boundary. What they decide by
-travels in one vector of eleven numbers, summed over the ranks apart from gradients: launched when a window is fetched,
-read before its first backward, so that it hides behind the forward pass. Only when some rank has raised something is
-there a second exchange, of the names. In one process nothing is exchanged at all.
+Any rank may raise a named trigger at any moment; all ranks see it at the same step boundary. The numbers by which ranks
+decide together travel in one ``ControlVector``, summed over the ranks on a CPU group of its own. Its reduction is
+launched when a window is fetched and read before the window's first backward pass, so it hides behind the forward pass.
+Only when a rank has raised a trigger is there a second exchange, of the names. In one process nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,24 +22,24 @@ from .world import World
 
 
 class Signal(str, Enum):
-    """The triggers of phalanx's own. Users may raise others, by any other name."""
+    """The triggers that phalanx itself raises. Users may raise others, by any other name."""
 
     NONFINITE = "nonfinite"
     """A rank found a loss that is NaN or infinite; the payload is the error's message."""
     NOTE = "note"
-    """Something to show on rank 0; the payload is the text."""
+    """A line for the console of rank 0; the payload is the text."""
     SAVE_DONE = "saved"
     """An asynchronous save has finished; the payload is the save's number."""
     END_EPOCH = "end_epoch"
     """A hook wants no more batches of this epoch."""
     CONTINUE = "go_on"
-    """A stop that was requested before is withdrawn."""
+    """An earlier request to stop is withdrawn."""
     PREEMPT = "leave"
     """A rank received a preemption signal, or a job's time is nearly up; the payload is the signal's name."""
     STOP = "stop"
     """Training is to stop; the payload is the reason, which may be empty."""
     VALIDATE = "validate"
-    """Rank 0's clock says that a validation is due."""
+    """A validation is due by the clock of rank 0."""
 
     def __str__(self) -> str:
         return self.value
@@ -48,17 +48,16 @@ class Signal(str, Enum):
 Sent = dict[int, Any]
 """The payloads of one trigger by the rank that raised it."""
 
-# Steps are told apart by their squares too: modulo this, sums of those over thousands of ranks stay exact in float64.
-_STEPS_TOLD = 1 << 20
+# Whether all ranks have the same number x follows from the sums of x and of x*x. Modulo this, the sums of squares over
+# thousands of ranks stay exact in float64.
+_STEP_MODULUS = 1 << 20
 
 
 class NameTable(Protocol):
-    """The names that this rank has logged for the epoch's end. ``mark`` is a number below 2**20 that tells them apart.
-
-    Sums of its square over thousands of ranks stay exact in float64.
-    """
+    """The metric names that this rank has logged for the end of the epoch."""
 
     mark: int
+    """A number below 2**20 that differs for different sets of names."""
 
     def epoch_names(self) -> list[str]: ...
 
@@ -70,9 +69,34 @@ class _NoNames:
         return []
 
 
+class ControlVector(NamedTuple):
+    """The numbers that ranks sum for each optimizer step. A number and its square tell whether all ranks have the same.
+
+    For ``n`` numbers, ``n * sum(x*x) == sum(x)**2`` holds exactly where all are equal.
+    """
+
+    weight: float
+    """Sum of the weights of this rank's micro-batches."""
+    batches: float
+    """Micro-batches of this rank's window."""
+    batches_squared: float
+    has_data: float
+    """1 where this rank has a micro-batch."""
+    has_raised: float
+    """1 where this rank has raised a trigger."""
+    step: float
+    step_squared: float
+    names: float
+    """The mark of the names that were logged for the end of the epoch."""
+    names_squared: float
+    own_seconds: float
+    """Seconds that this rank computes in a step without waiting for others, for the detection of stragglers."""
+    own_seconds_squared: float
+
+
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know alike about an optimizer step."""
+    """What is the same on all ranks about an optimizer step."""
 
     total_weight: float
     """Sum of the window's weights over the ranks."""
@@ -87,21 +111,28 @@ class Triggers:
     def __init__(self, world: World) -> None:
         self.world = world
         self.fired: dict[str, Sent] = {}
-        self._handlers: dict[Signal, Callable[[Sent], None]] = {}
         self.raised: dict[str, Any] = {}
-        """What this rank has raised and no boundary has seen. The loop looks whether it is empty in every step."""
+        """Triggers of this rank that no boundary has seen. The loop looks in every step whether this is empty."""
         self.posted: deque[tuple[str, Any]] = deque()
-        """What other threads of this rank have raised. The loop looks here as well."""
+        """Triggers that other threads of this rank have raised. The loop looks here as well."""
         self.table: NameTable = _NoNames()
         self.pace = Pace()
+        self._handlers: dict[Signal, Callable[[Sent], None]] = {}
         self._launched: tuple[torch.Tensor, Any, dict[str, Any]] | None = None
-        self._marks = self._told = (0.0, 0.0)
+        self._last_names = self._reported_names = (0.0, 0.0)
         self._step = 0
+
+    def compare_names(self, table: NameTable) -> None:
+        """Compare the names in this table over the ranks in every step."""
+        self.table = table
+
+    # ---- handlers -------------------------------------------------------------------------------------------------
 
     def on(self, signal: Signal, handler: Callable[[Sent], None]) -> None:
         """Call ``handler`` with ``{rank: payload}`` whenever ``signal`` has fired and ``handle`` is called."""
-        self._handlers[signal] = handler
-        self._handlers = {signal: self._handlers[signal] for signal in Signal if signal in self._handlers}
+        handlers = {**self._handlers, signal: handler}
+        # The order of ``Signal``, on every rank: an error is raised before a stop is noted.
+        self._handlers = {signal: handlers[signal] for signal in Signal if signal in handlers}
 
     def handle(self) -> None:
         """Call the handlers of all signals that have fired, in the order of ``Signal``."""
@@ -109,9 +140,15 @@ class Triggers:
             if (sent := self.fired.get(signal)) is not None:
                 handler(sent)
 
+    # ---- raising --------------------------------------------------------------------------------------------------
+
     def set(self, name: str, payload: Any = None) -> None:
         """Raise a trigger on this rank. Safe in a signal handler; raising it twice before it fires keeps the first."""
         self.raised.setdefault(name, payload)
+
+    def withdraw(self, name: str) -> None:
+        """Take back a trigger that this rank has raised, if no boundary has seen it yet."""
+        self.raised.pop(name, None)
 
     def post(self, name: str, payload: Any = None) -> None:
         """Raise a trigger from another thread than the one that trains; the last payload counts."""
@@ -123,25 +160,30 @@ class Triggers:
             self.raised[name] = payload
 
     def take(self) -> None:
-        """One process: make what was raised fire now."""
+        """Let the raised triggers fire now. For one process."""
         self._accept()
         raised, self.raised = self.raised, {}
         self.fired = {name: {0: payload} for name, payload in raised.items()}
+
+    # ---- the control reduction ------------------------------------------------------------------------------------
 
     def launch(self, step: int, weight: float, batches: int) -> None:
         """Start the control reduction of optimizer step ``step``. Collective."""
         if self.posted:
             self._accept()
-        # The swap comes first: what a signal handler raises between the lines goes into the old dict and is counted.
+        # The swap comes first: a trigger that a signal handler raises between these lines enters the old dict and is
+        # counted below.
         raised, self.raised = self.raised, {}
         pace = self.pace
         pace.launched()
-        mark, own = self.table.mark, pace.own
-        at = step % _STEPS_TOLD
-        ranks_alike = (at, at * at, mark, mark * mark, own, own * own)
+        at, mark, own = step % _STEP_MODULUS, self.table.mark, pace.own
         vector = torch.tensor(
-            (weight, batches, batches * batches, batches > 0, bool(raised), *ranks_alike), dtype=torch.float64
-        )
+            ControlVector(
+                weight, batches, batches * batches, batches > 0, bool(raised),
+                at, at * at, mark, mark * mark, own, own * own,
+            ),
+            dtype=torch.float64,
+        )  # fmt: skip
         self._step = step
         self._launched = (vector, self.world.control_reduce(vector), raised)
 
@@ -156,23 +198,22 @@ class Triggers:
         self._launched = None
         self.pace.arrived()
         work.wait()
-        weight, batches, squares, with_data, raised_anywhere, *alike = vector.tolist()
-        steps, step_squares, marks, mark_squares, own, own_squares = alike
-        size = self.world.size
-        if size * step_squares != steps * steps:
+        total, size = ControlVector(*vector.tolist()), self.world.size
+        if size * total.step_squared != total.step * total.step:
             raise self._out_of_step()
-        if raised_anywhere or self.fired:
-            self._fire(raised if raised_anywhere else None)
+        if total.has_raised or self.fired:
+            self._fire(raised if total.has_raised else None)
         # A rank without data need not log what others do.
-        if size * mark_squares != marks * marks and with_data == size:
-            self._compare_names((marks, mark_squares))
-        if size * own_squares > own * own and self.pace.differs(self._step, size, own, own_squares):
-            self._tell(self.pace.straggler(self.world.all_gather_object(self.pace.own)))
-        equal = size * squares == batches * batches
-        return Agreement(weight, int(with_data), int(batches) // size if equal else None)
+        if size * total.names_squared != total.names * total.names and total.has_data == size:
+            self._compare_names((total.names, total.names_squared))
+        own, squared = total.own_seconds, total.own_seconds_squared
+        if size * squared > own * own and self.pace.differs(self._step, size, own, squared):
+            self._note(self.pace.straggler(self.world.all_gather_object(self.pace.own)))
+        equal = size * total.batches_squared == total.batches * total.batches
+        return Agreement(total.weight, int(total.has_data), int(total.batches) // size if equal else None)
 
     def _out_of_step(self) -> DesyncError:
-        """Name the first rank that is elsewhere. Collective."""
+        """Return the error that names the first rank at another step. Collective."""
         steps = self.world.all_gather_object(self._step)
         other = next(rank for rank, step in enumerate(steps) if step != steps[0])
         return DesyncError(
@@ -182,28 +223,28 @@ class Triggers:
         )
 
     def _compare_names(self, marks: tuple[float, float]) -> None:
-        """Tell of logged names that differ for the second step, once for each difference. Collective."""
-        lasts, self._marks = marks == self._marks, marks
-        if not lasts or marks == self._told:
+        """Report logged names that differ in two steps in a row, once for each difference. Collective."""
+        lasts, self._last_names = marks == self._last_names, marks
+        if not lasts or marks == self._reported_names:
             return
-        self._told = marks
+        self._reported_names = marks
         tables = [set(names) for names in self.world.all_gather_object(self.table.epoch_names())]
         for rank, names in enumerate(tables):
             for name in sorted(names ^ tables[0]):
                 has, lacks = (rank, 0) if name in names else (0, rank)
-                self._tell(
+                self._note(
                     f"Rank {lacks} has not logged {name!r} in this epoch, rank {has} has (optimizer step "
                     f"{self._step}): the end of the epoch fails unless every rank that has data logs the same names."
                     f"{did_you_mean(name, tables[lacks] - tables[has])}"
                 )
                 return
 
-    def _tell(self, text: str | None) -> None:
+    def _note(self, text: str | None) -> None:
         if text is not None:
             self.fired.setdefault(Signal.NOTE, {})[0] = text
 
-    def agree(self) -> dict[str, dict[int, Any]]:
-        """Exchange what was raised and wait for it: the blocking form. Collective. Returns ``fired``."""
+    def agree(self) -> dict[str, Sent]:
+        """Exchange raised triggers and wait for it: the blocking form. Collective. Returns ``fired``."""
         if self.world.size == 1:
             self.take()
             return self.fired

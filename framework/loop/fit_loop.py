@@ -68,7 +68,9 @@ class FitLoop:
         self.reload_every = 0
         self.reload: Callable[[], None] | None = None
         self._validated_time = clock()
-        self._told_of_no_end = False
+        self._step_limit = plan.max_steps if plan.max_steps >= 0 else math.inf
+        self._validates_in_epoch = plan.validate_every_batches is not None or plan.validate_every_seconds is not None
+        self._warned_of_no_end = False
 
     def use_step(self, step: AutomaticStep | ManualStep, transfer: Callable[[Any, int], Any] | None) -> None:
         """Train by this step; ``transfer`` moves validation batches to the device."""
@@ -138,14 +140,14 @@ class FitLoop:
         self._end_epoch(whole=self._batches())
         self.windows.close()
         if begins and progress.epoch_ended and progress.global_step == step:
-            self._tell_of_no_end()
+            self._warn_of_no_end()
 
-    def _tell_of_no_end(self) -> None:
-        """Say it once where an epoch has brought a run that ends by steps alone no nearer to its end."""
+    def _warn_of_no_end(self) -> None:
+        """Warn once if an epoch made no optimizer step and only ``max_steps`` limits the run."""
         plan = self.plan
         ends = plan.max_epochs is not None and plan.max_epochs >= 0
-        if plan.max_steps >= 0 and not ends and self.windows.full != 0 and not self._told_of_no_end:
-            self._told_of_no_end = True
+        if plan.max_steps >= 0 and not ends and self.windows.full != 0 and not self._warned_of_no_end:
+            self._warned_of_no_end = True
             self.run.note(
                 f"epoch {self.run.progress.epoch} made no optimizer step, and only max_steps={plan.max_steps} ends "
                 "this run: where training_step returns None for every batch, or every update overflows, it never gets "
@@ -154,46 +156,53 @@ class FitLoop:
 
     def _batches(self) -> bool:
         """Train on the epoch's batches; return whether they were all taken."""
-        run, plan, step, log = self.run, self.plan, self.step, self.run.train_log
-        progress, triggers, take = run.progress, run.triggers, self.windows.take
-        stand_at, begin_step = run.heartbeat.stand_at, run.heartbeat.step
-        one_rank = run.world.size == 1
-        every, log_every = plan.validate_every_batches, plan.log_every_n_steps
-        stops = plan.max_steps if plan.max_steps >= 0 else math.inf
+        run, log = self.run, self.run.train_log
         log.in_step = True
-        if progress.batch_in_epoch:
-            # A run that was resumed from a checkpoint saved when figures or a validation were due next.
+        if run.progress.batch_in_epoch:
+            # The checkpoint of a resumed run may have been saved when a publication or a validation was due next.
             self._publish_if_due()
-            self._validate_in_epoch(every)
+            if self._validates_in_epoch:
+                self._validate_in_epoch()
         try:
-            if progress.epoch_cut:
-                return True
-            while progress.global_step < stops:
-                stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
-                window = take()
-                begin_step()
-                if window is None or not step(*window):
-                    if not step.refused:
-                        self._check_not_empty()
-                    return True
-                if progress.global_step % log_every == 0 and progress.global_step != progress.published:
-                    self._publish_if_due()
-                if one_rank and (triggers.raised or triggers.fired or triggers.posted):
-                    triggers.take()
-                if triggers.fired:
-                    run.triggers.handle()
-                if every is not None or plan.validate_every_seconds is not None:
-                    self._validate_in_epoch(every)
-                if progress.epoch_cut:
-                    return True
-                if run.stop_requested and self._may_stop():
-                    self._leave_if_told()
-                    return self._at_end()
-            return self._at_end()
+            return run.progress.epoch_cut or self._steps()
         finally:
-            step.flush()
+            self.step.flush()
             log.in_step = False
             run.heartbeat.enter("epoch")
+
+    def _steps(self) -> bool:
+        """Run optimizer steps until the epoch ends or training stops; return whether all batches were taken.
+
+        The body is executed for every step: whatever is the same for all of them is bound before.
+        """
+        run, step, take = self.run, self.step, self.windows.take
+        progress, triggers = run.progress, run.triggers
+        stand_at, begin_step = run.heartbeat.stand_at, run.heartbeat.step
+        one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self._validates_in_epoch
+        while progress.global_step < self._step_limit:
+            stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
+            window = take()
+            begin_step()
+            if window is None or not step(*window):
+                if not step.refused:
+                    self._check_not_empty()
+                return True
+            # A skipped update leaves the count of steps as it was: its values were published before.
+            if progress.global_step % log_every == 0 and progress.global_step != progress.published:
+                self._publish_if_due()
+            # With several ranks the control reduction of the step has let triggers fire already.
+            if one_rank and (triggers.raised or triggers.fired or triggers.posted):
+                triggers.take()
+            if triggers.fired:
+                triggers.handle()
+            if validates:
+                self._validate_in_epoch()
+            if progress.epoch_cut:
+                return True
+            if run.stop_requested and self._may_stop():
+                self._leave_if_preempted()
+                break
+        return self._at_end()
 
     def _publish_if_due(self) -> None:
         progress = self.run.progress
@@ -258,9 +267,10 @@ class FitLoop:
         every = self.plan.check_val_every_n_epoch
         return self.plan.validation is not None and (every is None or (self.run.progress.epoch + 1) % every == 0)
 
-    def _validate_in_epoch(self, every: int | None) -> None:
+    def _validate_in_epoch(self) -> None:
         progress, plan = self.run.progress, self.plan
-        # A run that is to leave does so first; resumed, it comes here again.
+        every = plan.validate_every_batches
+        # A preempted run saves and ends first; the validation is due again when it resumes.
         if self.run.preempted_by is not None:
             return
         if plan.validation is None or progress.validated_at == progress.global_batch:
@@ -323,10 +333,10 @@ class FitLoop:
         run = self.run
         run.triggers.agree()
         run.triggers.handle()
-        self._leave_if_told()
+        self._leave_if_preempted()
 
-    def _leave_if_told(self) -> None:
-        """Save and end a run that was told to from outside. Collective then."""
+    def _leave_if_preempted(self) -> None:
+        """Save and end a preempted run. Collective where the run is preempted, which is the same on all ranks."""
         if self.run.preempted_by is not None:
             leave(self.run, self.run.context.preemption_directory())
 

@@ -30,10 +30,24 @@ def live_weights(run: Run) -> dict[str, Shard]:
 
 
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
-    """Return what a checkpoint keeps of a run; with ``weights_only`` the model and its hyperparameters. Collective."""
+    """Return the content of a checkpoint; with ``weights_only`` the model and its hyperparameters. Collective."""
     sections: dict[str, dict[str, Shard]] = {"model": live_weights(run)}
     if averages := run.averages.shards():
         sections[AVERAGES] = averages
+    document = _described(run, weights_only)
+    canonical = canonical_names(run.module)
+    buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
+    if weights_only:
+        if extra := extra_state(run.module):
+            document["state"], sections["state"] = _encoded({"extra": extra}, run)
+        return Snapshot(sections=sections, document=document, rank_document=None, buffers=buffers)
+    _add_training(run, windows, document, sections)
+    document["seed"] = seed
+    return Snapshot(sections=sections, document=document, rank_document=capture_rank(run, windows), buffers=buffers)
+
+
+def _described(run: Run, weights_only: bool) -> dict[str, Any]:
+    """Return the part of the document that every checkpoint has."""
     hparams, unsaved = encode_known(dict(run.module.hparams))
     document: dict[str, Any] = {
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
@@ -42,40 +56,38 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
         "run": run.directory.identity,
-        # For people: nothing is decided by them.
+        # Shown by tools; nothing is decided by them.
         "strategy": run.fabric.strategy.name,
         "precision": run.fabric.precision.name,
     }
     if len(run.averages):
         document[AVERAGES] = run.averages.state_dict()
-    canonical = canonical_names(run.module)
-    buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
-    if weights_only:
-        if extra := extra_state(run.module):
-            document["state"], sections["state"] = _encoded({"extra": extra}, run)
-        return Snapshot(sections=sections, document=document, rank_document=None, buffers=buffers)
-    names = names_of(run.module)
-    strategy = run.fabric.strategy
+    return document
+
+
+def _add_training(
+    run: Run, windows: Windows | None, document: dict[str, Any], sections: dict[str, dict[str, Shard]]
+) -> None:
+    """Add what a run needs to resume: optimizers, schedulers, states, and the position in the data. Collective."""
+    names, strategy = names_of(run.module), run.fabric.strategy
     states = [optimizer_state(strategy, optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
     sections["optimizer"] = {name: shard for _, shards in states for name, shard in shards.items()}
     user: dict[str, Any] = {}
     run.call("on_save_checkpoint", user)
+    values = run.metrics.values
     state = {
         **_states(run),
-        "metrics": run.metrics.values["callback"],
-        "shown": {kind: run.metrics.values[kind] for kind in ("logged", "progress_bar")},
+        "metrics": values["callback"],
+        "shown": {reader: values[reader] for reader in ("logged", "progress_bar")},
         "user": user,
     }
     document["optimizers"] = [described for described, _ in states]
     document["schedulers"] = [type(config.scheduler).__name__ for config in run.schedulers]
     document["state"], sections["state"] = _encoded(state, run)
-    document["seed"] = seed
     document["data_ranks"] = run.world.data_size
     document["position"] = windows.position() if windows is not None else None
     document["data"] = windows.source.described() if windows is not None else None
     document["loggers"] = run.loggers.state_dicts(run.marks)
-    rank_document = capture_rank(run, windows)
-    return Snapshot(sections=sections, document=document, rank_document=rank_document, buffers=buffers)
 
 
 def check_state(run: Run) -> None:

@@ -62,7 +62,7 @@ class Run:
         self.schedulers_paused = False
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
-        self.triggers.table = self.train_log
+        self.triggers.compare_names(self.train_log)
         self.latest_loss: Any = None
         self.redone_from: dict[str, Any] | None = None
         """While something is under way that a run resumed here does anew: this rank's state when that began."""

@@ -13,6 +13,7 @@ from ..api.train_module import TrainModule
 from ..checkpoint.save_request import SaveRequest
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, is_count
+from ..distributed.control import Signal
 from ..fabric.fabric import Fabric
 from ..launch.exit_hooks import install_exit_codes
 from ..launch.script_launcher import launch_script
@@ -227,12 +228,12 @@ class Trainer(TrainerProperties):
         if value:
             self.request_stop("")
         elif self.run is not None:
-            self.run.triggers.raised.pop("stop", None)
-            self.raise_trigger("go_on")
+            self.run.triggers.withdraw(Signal.STOP)
+            self.raise_trigger(Signal.CONTINUE)
 
     def request_stop(self, reason: str) -> None:
         """Stop all ranks after the same step; the first reason is shown at the end."""
-        self.raise_trigger("stop", reason)
+        self.raise_trigger(Signal.STOP, reason)
 
     def raise_trigger(self, name: str, payload: Any = None) -> None:
         """Raise a trigger on this rank: all ranks see it at the next boundary. ``payload``: JSON values."""
