@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..core.errors import ConfigurationError, unknown
 from ..system.environment import (
+    own_records,
     set_missing,
     sets_threads,
-    tell_of_meeting,
     threads_for_ranks,
     told_placement,
     usable_cores,
@@ -142,7 +142,7 @@ class World:
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             _share_cores(place)
             meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
-        tell_of_meeting(place.rank)
+        own_records().record_joined(place.rank)
         return cls(place, device)
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from ..core.errors import ConfigurationError, RankError, StalledError
 from ..system.environment import adopt_environment, threads_for_ranks
 from ..system.failure_records import exit_code_of
 from ..system.processes import ForkedProcess, die_with_parent
-from .exit_hooks import tell_of_failure
+from .exit_hooks import report_failure
 from .launch_context import Meeting, meeting, private_directory
 from .supervisor import Supervisor
 
@@ -128,7 +128,7 @@ def _run_rank(
         code = exit_code_of(error)
     except BaseException as error:
         code = exit_code_of(error)
-        tell_of_failure(rank, error)
+        report_failure(rank, error)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):

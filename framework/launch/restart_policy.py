@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..core.errors import CheckpointError, ConfigurationError, Preempted
-from ..system.failure_records import INTERRUPTED, write_whole
+from ..system.failure_records import INTERRUPTED, write_atomically
 
 # Ends that starting again would not change, or that somebody wanted.
 _FINAL = frozenset({0, ConfigurationError.exit_code, CheckpointError.exit_code, Preempted.exit_code, INTERRUPTED})
@@ -79,7 +79,7 @@ def fits(directory: str) -> list[FitPlace]:
 
 def record_fit(directory: str, place: FitPlace) -> None:
     """Add a fit to those of an attempt."""
-    write_whole(_path(directory, len(fits(directory))), json.dumps(asdict(place)))
+    write_atomically(_path(directory, len(fits(directory))), json.dumps(asdict(place)))
 
 
 def run_directory(directory: str) -> Path | None:

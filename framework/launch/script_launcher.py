@@ -25,7 +25,8 @@ from .fork_server import ForkServer, ServerGone
 from .launch_context import Meeting, meeting, private_directory
 from .rank_output import RankOutput
 from .restart_policy import Restarts, run_directory
-from .supervisor import Supervisor, Verdict
+from .supervisor import Supervisor
+from .verdict import Verdict
 
 # Of what a rank printed that ended without a traceback.
 _LAST_LINES = 10
@@ -95,7 +96,7 @@ class _Launch:
 
     def attempt(self, meeting: Meeting, is_last: bool) -> Verdict:
         """Start the ranks once and watch them to their end; the last time, nothing is kept for another."""
-        self._supervisor.begin_again(meeting.directory)
+        self._supervisor.begin_attempt(meeting.directory)
         head = f"attempt {meeting.attempt + 1}, begun {time.strftime('%Y-%m-%d %H:%M:%S')}"
         if (told := self._prepare(meeting)) is not None:
             return told
@@ -136,7 +137,7 @@ class _Launch:
                     # It may have forked one that nobody knows of.
                     self._forks_no_more = True
                     self.close()
-                    self._supervisor.end_strays()
+                    self._supervisor.kill_strays()
             return subprocess.Popen(
                 self._script.command,
                 env=environment,

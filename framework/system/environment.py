@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from .failure_records import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
+from .failure_records import RankRecords
 from .launcher_env import ATTEMPT, ERROR_DIR, LOOPBACK, RUN, STORE_FD, Job, Placement, read_job, read_placement
 from .redaction import hiding
 
@@ -120,8 +120,13 @@ def library_environment(**variables: str) -> Iterator[None]:
 
 
 def error_dir() -> str | None:
-    """Return the directory in which a rank that phalanx started leaves its notes, or None elsewhere."""
+    """Return the directory into which a rank that phalanx started writes its records, or None elsewhere."""
     return os.environ.get(ERROR_DIR) or None
+
+
+def own_records() -> RankRecords:
+    """Return the records for this process's supervisor; without one, nothing is recorded."""
+    return RankRecords(error_dir())
 
 
 def hiding_secrets() -> Callable[[str], str]:
@@ -129,42 +134,9 @@ def hiding_secrets() -> Callable[[str], str]:
     return hiding(os.environ)
 
 
-def failure_of(rank: int, error: BaseException) -> Failure:
-    """Describe an error that ends this process for whoever watches over the ranks."""
-    return Failure.of(rank, error, hiding_secrets())
-
-
-def tell_of_trouble(place: Placement, error: BaseException) -> None:
-    """Leave word of an error before anything is taken down: other ranks may fail of that, and are not to be blamed."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_trouble(directory, failure_of(place.rank, error))
-
-
-def tell_of_no_trouble(place: Placement) -> None:
-    """Take that back: the error was caught."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            forget_trouble(directory, place.rank)
-
-
 def attempt() -> int:
     """Return how often the ranks of this launch were started before."""
     return int(os.environ.get(ATTEMPT) or 0)
-
-
-def tell_of_meeting(rank: int) -> None:
-    """Leave word that this rank has met the others: from here on something can be lost."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_meeting(directory, rank)
-
-
-def tell_of_leaving(rank: int) -> None:
-    """Leave word that this rank leaves the others."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_leaving(directory, rank)
 
 
 def sets_threads() -> bool:

@@ -1,0 +1,123 @@
+"""``Attempt``: the ranks of one start, and what is known of each: its process, its records, its heartbeat."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+
+from ..core.errors import Preempted
+from ..system.failure_records import Failure, RankRecords
+from ..system.processes import Process
+from ..watchdog.heartbeat import OUTSIDE, SECTIONS, HeartbeatRecord
+from ..watchdog.stall_detector import Stall, SupervisedRanks
+
+# How long a rank may take for its callbacks and loggers after an error: they may wait for ranks that never come.
+TEARDOWN_SECONDS = 20.0
+
+
+@dataclass
+class RankProcess:
+    """The process of one rank."""
+
+    rank: int
+    process: Process
+    code: int | None = None
+    """The exit code, negative for a signal; None while the process runs."""
+    ended_at: float = 0.0
+    was_signalled: bool = False
+    """Whether the supervisor told it to end because of another rank, by SIGTERM or SIGKILL."""
+    was_killed: bool = False
+
+    def poll(self) -> bool:
+        """Check the process; return whether it has ended since the last call."""
+        if self.code is not None or (code := self.process.poll()) is None:
+            return False
+        self.code, self.ended_at = code, time.monotonic()
+        return True
+
+    def send(self, signum: int) -> None:
+        """Send a signal, if the process runs."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signum)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.process.pid})"
+
+
+class Attempt:
+    """The ranks of one start; ``directory`` is where they leave their records.
+
+    ``received`` is the signal at which the supervisor itself was told to end.
+    """
+
+    def __init__(self, directory: str, received: signal.Signals | None = None) -> None:
+        self.received = received
+        self.records = RankRecords(directory)
+        self.heartbeats = SupervisedRanks(directory)
+        self.ranks: list[RankProcess] = []
+        self.crashed: list[RankProcess] = []
+        """The ranks that died of a signal which the supervisor did not send, in the order in which that was seen."""
+        self.stall: Stall | None = None
+        self.is_stopping = False
+        self.never_met = False
+        """Whether a rank was preempted before it had met the others, which can never meet it then."""
+
+    @property
+    def running(self) -> dict[int, int]:
+        """The ranks that still run, and their pids."""
+        return {rank.rank: rank.process.pid for rank in self.ranks if rank.code is None}
+
+    @property
+    def any_joined(self) -> bool:
+        """Whether any rank has met the others, so that something may be lost."""
+        return any(self.records.has_joined(rank.rank) for rank in self.ranks)
+
+    @property
+    def is_in_stage(self) -> bool:
+        """Whether a rank that runs is inside fit, validate, test or predict."""
+        records = self.heartbeats.records(self.running).values()
+        return any(record is not None and record.section != OUTSIDE for record in records)
+
+    def has_failed(self, rank: RankProcess) -> bool:
+        """Whether ``rank`` ended in a way that ends the run: not well, not preempted, not as the user asked."""
+        if rank.code is None or rank.code in (0, Preempted.exit_code) or self.received is signal.SIGINT:
+            return False
+        return self.received is None or rank.code not in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+    def is_exiting(self, rank: RankProcess) -> bool:
+        """Whether ``rank`` still runs, but has begun to end by itself."""
+        if rank.code is not None:
+            return False
+        records = self.records
+        return any(read(rank.rank) is not None for read in (records.failure, records.pending_error, records.left_at))
+
+    def failures(self) -> list[Failure]:
+        """Return the errors that the ranks recorded, the first one first, without those of preempted ranks."""
+        found = [self._failure(rank) for rank in self.ranks]
+        failures = [failure for failure in found if failure and failure.exit_code != Preempted.exit_code]
+        return sorted(failures, key=lambda failure: failure.seconds)
+
+    def last_heartbeat(self, rank: RankProcess) -> HeartbeatRecord | None:
+        """Return where ``rank`` is, or was when it ended; None if it never began a stage."""
+        return self.heartbeats.records({rank.rank: rank.process.pid})[rank.rank]
+
+    def _failure(self, rank: RankProcess) -> Failure | None:
+        """Return the error of a rank, dated when it was raised: other ranks fail because of what it does afterwards."""
+        recorded, pending = self.records.failure(rank.rank), self.records.pending_error(rank.rank)
+        if recorded is None and (rank.code == 0 or (rank.code is None and not self._hangs_in_teardown(rank, pending))):
+            # Only pending, so the user's code may have caught it: that is not a failure.
+            return None
+        if recorded is None or pending is None:
+            return recorded or pending
+        return replace(recorded, seconds=min(recorded.seconds, pending.seconds))
+
+    def _hangs_in_teardown(self, rank: RankProcess, pending: Failure | None) -> bool:
+        if pending is None or time.monotonic() - pending.seconds < TEARDOWN_SECONDS:
+            return False
+        record = self.last_heartbeat(rank)
+        # Outside of the stage the error has been caught, and the user's code may take its time.
+        return record is not None and SECTIONS[record.section] == "teardown"
