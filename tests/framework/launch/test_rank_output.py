@@ -79,7 +79,7 @@ def test_the_screen_shows_rank_0_and_what_went_wrong(tmp_path: Path, what: str) 
     assert first.startswith("--- attempt 1, begun ")
     assert "hello of 0" in first
     assert "hello of 1\nfrom C 1\n" in second
-    assert sum(line.startswith("phalanx: what the ranks printed is in ") for line in lines) == 1
+    assert sum(line.startswith("phalanx: the output of all ranks is in ") for line in lines) == 1
     (report,) = tmp_path.rglob("report.json")
     told = json.loads(report.read_text())
     assert told["exit_code"] == done.returncode

@@ -12,7 +12,7 @@ from restart_run import train
 from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.launch.restart_policy import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Restarts
+from phalanx.framework.launch.restart_policy import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RestartPolicy
 from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR
 
 SCRIPT = TESTS / "restart_run.py"
@@ -48,34 +48,34 @@ def test_one_rank_is_started_again_too_until_a_step_fails_twice_in_a_row(tmp_pat
 
 
 def test_the_wait_grows_while_nothing_gets_further_and_falls_back_when_it_does() -> None:
-    restarts = Restarts(10)
-    assert restarts.after(137, 5) == FIRST_WAIT_SECONDS
-    assert restarts.after(1, 3) == 2 * FIRST_WAIT_SECONDS
-    assert restarts.after(1, None) == 4 * FIRST_WAIT_SECONDS
-    assert restarts.after(74, 4) == FIRST_WAIT_SECONDS
-    assert restarts.after(76, 9) == FIRST_WAIT_SECONDS
-    many = Restarts(100)
-    waits = [many.after(137, step) for step in range(40, 0, -1)]
+    restarts = RestartPolicy(10)
+    assert restarts.wait_before_restart(137, 5) == FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(1, 3) == 2 * FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(1, None) == 4 * FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(74, 4) == FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(76, 9) == FIRST_WAIT_SECONDS
+    many = RestartPolicy(100)
+    waits = [many.wait_before_restart(137, step) for step in range(40, 0, -1)]
     assert waits[-1] == LONGEST_WAIT_SECONDS
 
 
 @pytest.mark.parametrize("code", [0, 65, 75, 78, 130])
 def test_what_starting_again_would_not_change_is_final(code: int) -> None:
-    restarts = Restarts(3)
-    assert restarts.after(code, 4) is None
+    restarts = RestartPolicy(3)
+    assert restarts.wait_before_restart(code, 4) is None
     assert restarts.refusal == ""
 
 
 def test_restarts_end_with_their_number_and_with_a_start_that_fails_twice() -> None:
-    used_up = Restarts(1)
-    assert used_up.after(1, 3) is not None
-    assert used_up.after(1, 8) is None
+    used_up = RestartPolicy(1)
+    assert used_up.wait_before_restart(1, 3) is not None
+    assert used_up.wait_before_restart(1, 8) is None
     assert "max_restarts=1 are used up" in used_up.refusal
-    starting = Restarts(9)
-    assert starting.after(137, None) is not None
-    assert starting.after(137, None) is None
+    starting = RestartPolicy(9)
+    assert starting.wait_before_restart(137, None) is not None
+    assert starting.wait_before_restart(137, None) is None
     assert "their start failed twice in a row" in starting.refusal
-    assert Restarts(0).after(1, 3) is None
+    assert RestartPolicy(0).wait_before_restart(1, 3) is None
 
 
 class Ranks:
