@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..core.errors import ConfigurationError, unknown
 from ..system.environment import (
+    environment_placement,
     own_records,
     set_missing,
     sets_threads,
     threads_for_ranks,
-    told_placement,
     usable_cores,
     variables_set,
 )
@@ -71,10 +71,10 @@ def placement(num_nodes: int = 1) -> Placement:
         ConfigurationError: the variables contradict one another, or one that is needed is missing.
     """
     if not is_initialized():
-        return told_placement(num_nodes)
+        return environment_placement(num_nodes)
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
-        read = told_placement(num_nodes)
+        read = environment_placement(num_nodes)
     except ConfigurationError:
         read = Placement()
     if (read.rank, read.size) == (rank, size):

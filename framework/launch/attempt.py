@@ -28,7 +28,7 @@ class RankProcess:
     """The exit code, negative for a signal; None while the process runs."""
     ended_at: float = 0.0
     was_signalled: bool = False
-    """Whether the supervisor told it to end because of another rank, by SIGTERM or SIGKILL."""
+    """Whether the supervisor ended it because of another rank, by SIGTERM or SIGKILL."""
     was_killed: bool = False
 
     def poll(self) -> bool:
@@ -51,7 +51,7 @@ class RankProcess:
 class Attempt:
     """The ranks of one start; ``directory`` is where they leave their records.
 
-    ``received`` is the signal at which the supervisor itself was told to end.
+    ``received`` is the signal to end that the supervisor itself received.
     """
 
     def __init__(self, directory: str, received: signal.Signals | None = None) -> None:
@@ -102,7 +102,7 @@ class Attempt:
         return sorted(failures, key=lambda failure: failure.seconds)
 
     def last_heartbeat(self, rank: RankProcess) -> HeartbeatRecord | None:
-        """Return where ``rank`` is, or was when it ended; None if it never began a stage."""
+        """Return the latest record of ``rank``, also after its end; None if it never began a stage."""
         return self.heartbeats.records({rank.rank: rank.process.pid})[rank.rank]
 
     def _failure(self, rank: RankProcess) -> Failure | None:

@@ -67,7 +67,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process number."""
+        """The number of the process."""
         pid: int = self._process.pid
         return pid
 

@@ -1,4 +1,4 @@
-"""``LaunchContext``: what the ranks of one attempt share: a private directory, and the socket of their rendezvous."""
+"""``LaunchContext``: the private directory and the rendezvous socket that the ranks of one attempt share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def private_directory() -> Iterator[str]:
 
 @contextlib.contextmanager
 def launch_context(launch_directory: str, num_ranks: int, attempt: int = 0) -> Iterator[LaunchContext]:
-    """Create what the ranks of an attempt share."""
+    """Create the directory and the socket of an attempt."""
     directory = attempt_directory(launch_directory, attempt)
     os.mkdir(directory)
     # Bound now and inherited by rank 0, so that no other process can take the port in between.

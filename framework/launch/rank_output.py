@@ -131,7 +131,7 @@ class RankOutput:
         self._finishing = False
         self._showing_since: float | None = None
         self.folder: Path | None = None
-        """Where the files are, once there are any."""
+        """The folder of the files, once there are any."""
         for stream in (sys.stdout, sys.stderr):
             # What this process has printed so far comes before the output of the ranks.
             with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -56,7 +56,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class FitRecord:
-    """Where a fit of a launch writes."""
+    """The place where a fit of a launch writes."""
 
     version: int
     directory: str
@@ -66,7 +66,7 @@ class FitRecord:
 
 
 def attempt_directory(launch_directory: str, attempt: int) -> str:
-    """Return where the ranks of an attempt record."""
+    """Return the directory for the records of an attempt."""
     return str(Path(launch_directory) / f"attempt_{attempt}")
 
 

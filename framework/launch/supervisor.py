@@ -58,7 +58,7 @@ class Supervisor:
         self._adopts_orphans = adopts_orphans and sys.platform == "linux"
         self._others: set[int] = set()
         self._deadline = math.inf
-        """When ranks that were told to end are stopped; minus infinity to stop them now."""
+        """The time at which preempted ranks are stopped; minus infinity to stop them now."""
         self._attempt = Attempt(directory)
         self._detector = StallDetector(self._attempt.heartbeats)
         if self._adopts_orphans:
@@ -197,7 +197,7 @@ class Supervisor:
         return any(self._attempt.has_failed(rank) for rank in self._attempt.ranks) or bool(self._attempt.failures())
 
     def _is_overdue(self) -> bool:
-        """Whether ranks that were told to end have had their time.
+        """Whether preempted ranks have had their time.
 
         Inside a stage the limits of its sections apply instead: a validation is finished first, and a save takes as
         long as it takes.

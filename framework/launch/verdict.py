@@ -21,7 +21,7 @@ _PREEMPTING = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the ranks ended together. ``message`` is empty after success."""
+    """The common end of the ranks. ``message`` is empty after success."""
 
     exit_code: int
     message: str
@@ -31,7 +31,7 @@ class Verdict:
     rank: int | None = None
     """The rank at fault, if there is one."""
     traceback: str = ""
-    """Its full traceback, which ``message`` shortens."""
+    """The full traceback of that rank, which ``message`` shortens."""
 
 
 def judge(attempt: Attempt) -> Verdict:
@@ -101,7 +101,7 @@ def _blame(attempt: Attempt, rank: RankProcess, exit_code: int, text: str, failu
 def _first_without_error(attempt: Attempt, recorded: set[int]) -> RankProcess | None:
     """Return the first rank that ended, or began to leave, by itself and without an exception."""
     unexplained = [rank for rank in attempt.ranks if attempt.has_failed(rank) and rank.rank not in recorded]
-    # A rank that the supervisor ended is no cause, unless it had begun to leave before.
+    # A rank that the supervisor ended is not the cause, unless it had begun to leave before.
     ended = [rank for rank in unexplained if not rank.was_signalled or _left_at(attempt, rank)]
     return min(ended, key=lambda rank: (_left_at(attempt, rank), rank.ended_at), default=None)
 

@@ -63,7 +63,7 @@ class PeerProgress(threading.Thread):
         self._rounds = self._age = 0
         self._clock = clock
         self._received_at = -math.inf
-        """When an entry of a rank further behind was last seen to be renewed."""
+        """The time at which an entry of a rank further behind was last seen to be renewed."""
         self._stopped = threading.Event()
 
     @property

@@ -1,4 +1,4 @@
-"""``SilenceTracker``: how long each rank has shown no sign of life, and how long it may.
+"""``SilenceTracker``: the time for which each rank has shown no sign of life, and its limit.
 
 A rank that waits for another one is silent too. So only the ranks with the least progress are reported: all others wait
 for them. A limit that the user did not give is learned: ten times the longest silence that the section has shown in
@@ -59,12 +59,12 @@ class RankSilence:
 
     @property
     def suspicion_seconds(self) -> float:
-        """How long before its deadline the rank is inspected, to tell a slow rank from a stalled one."""
+        """The time before the deadline in which the rank is inspected, to tell a slow rank from a stalled one."""
         return min(_SUSPICION_SECONDS, self.limit / 2)
 
     @property
     def longest(self) -> float:
-        """How long the rank may be silent while it is seen to compute."""
+        """The longest silence of a rank that is seen to compute."""
         return max(_LEAST_EXTENSION_SECONDS, FACTOR * self.limit)
 
     @property

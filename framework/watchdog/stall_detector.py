@@ -77,7 +77,7 @@ class SuspectedStall:
     records: dict[int, HeartbeatRecord | None]
     since: float
     work: dict[int, float]
-    """What each had computed by then, in seconds."""
+    """The CPU time of each at that time, in seconds."""
     computing: set[int] = field(default_factory=set)
     stacks: dict[int, Stacks] | None = None
     """The latest stacks of the ranks that compute."""

@@ -20,7 +20,7 @@ from ranks import run_command, run_script, session_pids, started_script, wait_un
 
 from phalanx.framework.core.errors import ConfigurationError, RankError
 from phalanx.framework.distributed.world import World
-from phalanx.framework.launch.exit_hooks import _end_workers
+from phalanx.framework.launch.exit_hooks import _kill_workers
 from phalanx.framework.launch.fork_launcher import launch_function
 from phalanx.framework.launch.launch_context import _remove_leftovers
 from phalanx.framework.launch.script_launcher import launch_script
@@ -268,7 +268,7 @@ def test_a_process_that_fails_does_not_wait_for_a_loaders_workers() -> None:
         children[-1].start()
         assert told.wait(30)
     try:
-        _end_workers()
+        _kill_workers()
         children[0].join(30)
         assert children[0].exitcode == -signal.SIGKILL
         # One that is no daemon is the user's own to end.
