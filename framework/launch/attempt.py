@@ -97,6 +97,7 @@ class Attempt:
 
     def failures(self) -> list[Failure]:
         """Return the errors that the ranks recorded, the first one first, without those of preempted ranks."""
+        # Preempted ranks end with an exception too, which is how they leave the user's script; it is not an error.
         found = [self._failure(rank) for rank in self.ranks]
         failures = [failure for failure in found if failure and failure.exit_code != Preempted.exit_code]
         return sorted(failures, key=lambda failure: failure.seconds)

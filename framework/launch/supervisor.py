@@ -62,6 +62,7 @@ class Supervisor:
         self._attempt = Attempt(directory)
         self._detector = StallDetector(self._attempt.heartbeats)
         if self._adopts_orphans:
+            # Children that the script has started before must survive its ranks.
             self._others = children()
             adopt_orphans()
 
@@ -73,6 +74,7 @@ class Supervisor:
     def begin_attempt(self, directory: str) -> None:
         """Forget the ranks that have ended; the next ones record into ``directory``."""
         self._attempt = Attempt(directory, self._attempt.received)
+        # Limits are learned again: after a restart the first steps compile and fill caches once more.
         self._detector = StallDetector(self._attempt.heartbeats)
         if not self.was_told_to_end:
             self._deadline = math.inf
@@ -107,6 +109,7 @@ class Supervisor:
         While ``is_held_up``, as by a pager that does not read, silent ranks do not count as stalled.
         """
         while self._poll():
+            # In this order: an error on one rank explains the silence of the others, which wait for it.
             if self._has_failure():
                 self._wait_for_cause()
                 self.stop()
@@ -118,6 +121,7 @@ class Supervisor:
             else:
                 time.sleep(POLL_SECONDS)
         verdict = judge(self._attempt)
+        # After success what ranks left running is the user's wish, such as a server for the results.
         if verdict.failed:
             self.kill_strays()
         return verdict
@@ -131,6 +135,7 @@ class Supervisor:
                 rank.was_signalled = True
                 rank.send(signal.SIGTERM)
         self._wait(TERMINATE_SECONDS)
+        # A rank that ignores SIGTERM, or whose handler cannot run while it waits in a collective, would never end.
         self._kill()
 
     def _kill(self) -> None:
@@ -151,6 +156,7 @@ class Supervisor:
         on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for signum in taken:
             signal.signal(signum, self._on_signal)
+        # Python runs handlers in the main thread, between two instructions of `watch`, so no lock is needed.
         try:
             yield
         finally:
@@ -167,6 +173,7 @@ class Supervisor:
         # Ctrl-C after SIGTERM still interrupts; SIGTERM after Ctrl-C changes nothing.
         if signum == signal.SIGINT or (signum == signal.SIGTERM and received is None):
             self._attempt.received, self._deadline = signal.Signals(signum), time.monotonic() + PREEMPT_SECONDS
+        # Ctrl-C in a terminal has reached the ranks already; they take two within a second for one (signals.py).
         for rank in self._attempt.ranks:
             rank.send(signum)
 
@@ -187,13 +194,17 @@ class Supervisor:
             # The others would wait for this rank in the rendezvous, or fail there, and have nothing to save yet.
             attempt.never_met, self._deadline = True, -math.inf
         if code < 0 and attempt.has_failed(rank):
+            # While the supervisor ends ranks, a SIGTERM death is its own doing, but a segmentation fault is not: it may
+            # be the cause, in a process that took longer to die than its peers took to notice.
             by_supervisor = rank.was_killed and -code == signal.SIGKILL
             if not by_supervisor and (not attempt.is_stopping or -code in _CRASHES):
                 attempt.crashed.append(rank)
 
     def _has_failure(self) -> bool:
+        # After Ctrl-C ranks end with errors of all kinds, for none of which the others must be hurried.
         if self._attempt.received is signal.SIGINT:
             return False
+        # A recorded error counts before its rank has ended: it may hang in an exit handler.
         return any(self._attempt.has_failed(rank) for rank in self._attempt.ranks) or bool(self._attempt.failures())
 
     def _is_overdue(self) -> bool:
@@ -216,6 +227,7 @@ class Supervisor:
         self._wait(SETTLE_SECONDS)
 
     def _wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        # Polling, rather than waiting for a process: `_poll` also records in which order the ranks end.
         until = time.monotonic() + seconds
         while self._poll() and not is_over() and time.monotonic() < until:
             time.sleep(POLL_SECONDS / 2)

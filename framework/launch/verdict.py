@@ -47,6 +47,7 @@ def judge(attempt: Attempt) -> Verdict:
     6. The error that was raised first.
     7. Otherwise no rank failed: they were preempted, ended by SIGTERM, or all is well.
     """
+    # Each step below reads files that the ranks wrote; all ranks have ended, so none of them changes any more.
     if attempt.received is signal.SIGINT:
         return Verdict(INTERRUPTED, "interrupted", failed=True)
     failures = attempt.failures()
@@ -58,6 +59,8 @@ def judge(attempt: Attempt) -> Verdict:
         return _crash(attempt)
     if attempt.never_met:
         return _without_failure(attempt)
+    # sys.exit, os._exit and a killed teardown leave no error, yet break the connections of the others, which then
+    # record errors. The time at which the rank began to leave shows which came first.
     silent = _first_without_error(attempt, {failure.rank for failure in failures})
     if silent and (not failures or _left_at(attempt, silent) < failures[0].seconds):
         code = silent.code or 0
@@ -78,6 +81,7 @@ def _crash(attempt: Attempt) -> Verdict:
 
 def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:
     first = failures[0]
+    # Exit code 0 looks like success, but inside a stage it leaves the others waiting for a rank that never comes.
     if (quitter := _first_to_quit(attempt, first.seconds)) is not None:
         text = f"rank {quitter.rank} (pid {quitter.pid}) exited the process group with exit code 0"
         return _blame(attempt, attempt.ranks[quitter.rank], first.exit_code, text, quitter)
@@ -92,6 +96,7 @@ def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:
 def _blame(attempt: Attempt, rank: RankProcess, exit_code: int, text: str, failure: Failure | None = None) -> Verdict:
     """Return the verdict that ``rank`` is at fault, with its position in the training."""
     trace = "" if failure is None else f":\n{(failure.brief or failure.traceback).rstrip()}"
+    # Shared memory outlives its writer, so a killed rank has a position too.
     record = attempt.last_heartbeat(rank)
     where = f"{text} {record.where}".rstrip() if record is not None else text
     full = "" if failure is None else failure.traceback
@@ -119,6 +124,7 @@ def _left_at(attempt: Attempt, rank: RankProcess) -> float:
 
 
 def _without_failure(attempt: Attempt) -> Verdict:
+    # Here a signal to a rank means that it was overdue: after a failure this function is not reached.
     late = [str(rank) for rank in attempt.ranks if rank.was_signalled]
     overdue = f"; {', '.join(late)} did not end in time and had to be killed" if late else ""
     if any(rank.code == Preempted.exit_code for rank in attempt.ranks):

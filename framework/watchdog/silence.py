@@ -94,6 +94,7 @@ class SilenceTracker:
         now = self.clock()
         self.now += min(_LONGEST_TICK_SECONDS, now - self._last) if self._last is not None else 0.0
         self._last = now
+        # Ranks that have ended are missing from `records`: their silences stay, unread.
         for rank, record in records.items():
             self._take_in(rank, record)
         inside = {rank for rank, record in records.items() if record is not None and record.section != OUTSIDE}
@@ -118,6 +119,8 @@ class SilenceTracker:
         if silence is not None and (silence.record is record or silence.record == record):
             return
         if silence is not None and silence.record is not None:
+            # Credited to the section that the rank was silent in, not to the one that it has entered. Silences of all
+            # ranks teach one limit: a rank that is slow once must not be alone in knowing it.
             section = self._sections[silence.record.section]
             section.signs += 1
             section.longest = max(section.longest, self.now - silence.since)
@@ -131,6 +134,7 @@ class SilenceTracker:
         silence = self._silences[rank]
         if silence.record is None or silence.record.section == OUTSIDE:
             return FIRST_SECONDS, False, max(FIRST_SECONDS, silence.deadline)
+        # The limits come with the heartbeat: each stage of each Trainer may have its own.
         given = silence.record.limits[silence.record.section]
         limit = self._sections[silence.record.section].limit if given == LEARNED else given
         return limit, given == LEARNED, max(limit, silence.deadline)

@@ -121,13 +121,16 @@ class StallDetector:
         behind = self._tracker.update(records)
         suspects = [silence for silence in behind.values() if silence.is_suspected]
         if not suspects:
+            # The usual case, 50 times a second: one comparison of a few bytes for each rank.
             self._suspected = None
             return None
         suspected = self._suspected = self._suspicion({rank: records[rank] for rank in behind}, pids)
+        # From 0 to 1 in the time before the deadline. By the tracker's clock: a suspended watchdog inspects nothing.
         elapsed = (self.now - suspected.since) / min(silence.suspicion_seconds for silence in suspects)
         self._inspect(suspected, elapsed, pids, records)
         if suspected.stacks is None or elapsed < _VERDICT_FROM or not any(silence.is_late for silence in suspects):
             return None
+        # Whatever the verdict, the next suspicion begins with new observations.
         self._suspected = None
         computing = bool(suspected.stacks)
         stacks = self._source.stacks(pids, records)
@@ -171,7 +174,9 @@ class StallDetector:
         debugged = [rank for rank in behind if stacks[rank].is_debugged]
         # Any stopped rank is a cause, also one with more progress: it may hold a lock, or serve the store.
         stopped = [rank for rank, each in stacks.items() if each.is_stopped]
+        # Beyond ten times its limit even a rank that computes has stalled: its loop may never end.
         working = [rank for rank in progressing if behind[rank].seconds < behind[rank].longest]
+        # A rank that waits is not at fault as long as another one with the same progress does not wait.
         stuck = [rank for rank in late if rank not in working and not stacks[rank].waits]
         if not debugged and not self._source.another_is_behind():
             if stopped or stuck:
@@ -207,6 +212,7 @@ def describe(
     stacks: Mapping[int, Stacks],
 ) -> str:
     """Return the message of a stall: the stacks of all ranks, the stalled ones last, and a sentence that names them."""
+    # The stalled ranks come last, where the eye falls on them in a terminal.
     # Ranks that do the same are shown once, however many there are.
     groups: dict[str, list[int]] = {}
     for rank in pids:
@@ -230,6 +236,7 @@ def _sentence(
     record: HeartbeatRecord | None,
     stacks: Stacks,
 ) -> str:
+    # A stopped rank may be ahead of the others: then the time is how long they have waited for it.
     silence = behind.get(stalled[0]) or max(behind.values(), key=lambda silence: silence.seconds)
     state = " (stopped by a signal)" if stacks.is_stopped else " (waiting for another rank)" if stacks.waits else ""
     learned = ", learned from this run" if silence.learned else ""
