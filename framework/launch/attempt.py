@@ -12,10 +12,12 @@ from ..core.errors import Preempted
 from ..system.failure_records import Failure, RankRecords
 from ..system.processes import Process
 from ..watchdog.heartbeat import OUTSIDE, SECTIONS, HeartbeatRecord
-from ..watchdog.stall_detector import Stall, SupervisedRanks
+from ..watchdog.stall_detector import SupervisedRanks
 
 # How long a rank may take for its callbacks and loggers after an error: they may wait for ranks that never come.
 TEARDOWN_SECONDS = 20.0
+# Signals by which a rank can die while the supervisor ends it, and which still are a cause of their own.
+_CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
 
 @dataclass
@@ -44,6 +46,13 @@ class RankProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)
 
+    def end(self, signum: signal.Signals) -> None:
+        """End the process because of another rank, by SIGTERM or SIGKILL."""
+        if self.code is None:
+            self.was_signalled = True
+            self.was_killed = signum is signal.SIGKILL
+            self.send(signum)
+
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.process.pid})"
 
@@ -61,10 +70,54 @@ class Attempt:
         self.ranks: list[RankProcess] = []
         self.crashed: list[RankProcess] = []
         """The ranks that died of a signal which the supervisor did not send, in the order in which that was seen."""
-        self.stall: Stall | None = None
-        self.is_stopping = False
         self.never_met = False
         """Whether a rank was preempted before it had met the others, which can never meet it then."""
+        self._is_stopping = False
+
+    def add(self, process: Process) -> None:
+        """Add a rank that was just started."""
+        rank = RankProcess(len(self.ranks), process)
+        self.ranks.append(rank)
+        if self.received is not None:
+            # The signal came while ranks were being started: this one has not got it.
+            rank.send(self.received)
+
+    def receive(self, signum: signal.Signals) -> None:
+        """Record the signal at which the supervisor itself was told to end."""
+        self.received = signum
+
+    def poll(self) -> list[RankProcess]:
+        """Check all processes; return the ranks that have ended since the last call."""
+        ended = [rank for rank in self.ranks if rank.poll()]
+        for rank in ended:
+            self._on_end(rank, rank.code or 0)
+        return ended
+
+    def terminate(self) -> None:
+        """Send SIGTERM to all ranks but those that are exiting by themselves."""
+        self._is_stopping = True
+        for rank in self.ranks:
+            # A rank that is exiting keeps its own exit code, which may be the cause.
+            if not self.is_exiting(rank):
+                rank.end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL to all ranks."""
+        self._is_stopping = True
+        for rank in self.ranks:
+            rank.end(signal.SIGKILL)
+
+    def _on_end(self, rank: RankProcess, code: int) -> None:
+        preempted = code == Preempted.exit_code or (self.received is signal.SIGTERM and code == -signal.SIGTERM)
+        if preempted and not rank.was_signalled and not self.records.has_joined(rank.rank):
+            # The others would wait for this rank in the rendezvous, or fail there, and have nothing to save yet.
+            self.never_met = True
+        if code < 0 and self.has_failed(rank):
+            # While the supervisor ends ranks, a SIGTERM death is its own doing, but a segmentation fault is not: it may
+            # be the cause, in a process that took longer to die than its peers took to notice.
+            by_supervisor = rank.was_killed and -code == signal.SIGKILL
+            if not by_supervisor and (not self._is_stopping or -code in _CRASHES):
+                self.crashed.append(rank)
 
     @property
     def running(self) -> dict[int, int]:

@@ -26,8 +26,8 @@ from types import FrameType
 from ..core.errors import Preempted
 from ..system.failure_records import INTERRUPTED
 from ..system.processes import Process, adopt_orphans, children
-from ..watchdog.stall_detector import StallDetector
-from .attempt import Attempt, RankProcess
+from ..watchdog.stall_detector import Stall, StallDetector
+from .attempt import Attempt
 from .verdict import Verdict, judge
 
 POLL_SECONDS = 0.02
@@ -43,8 +43,6 @@ PREEMPT_SECONDS = 30.0
 _MOST_GENERATIONS = 50
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# Signals by which a rank can die while the supervisor ends it, and which still are a cause of their own.
-_CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
 
 class Supervisor:
@@ -60,6 +58,7 @@ class Supervisor:
         self._deadline = math.inf
         """The time at which preempted ranks are stopped; minus infinity to stop them now."""
         self._attempt = Attempt(directory)
+        self._stall: Stall | None = None
         self._detector = StallDetector(self._attempt.heartbeats)
         if self._adopts_orphans:
             # Children that the script has started before must survive its ranks.
@@ -74,6 +73,7 @@ class Supervisor:
     def begin_attempt(self, directory: str) -> None:
         """Forget the ranks that have ended; the next ones record into ``directory``."""
         self._attempt = Attempt(directory, self._attempt.received)
+        self._stall = None
         # Limits are learned again: after a restart the first steps compile and fill caches once more.
         self._detector = StallDetector(self._attempt.heartbeats)
         if not self.was_told_to_end:
@@ -97,11 +97,7 @@ class Supervisor:
 
     def add(self, process: Process) -> None:
         """Watch a rank that was just started."""
-        rank = RankProcess(len(self._attempt.ranks), process)
-        self._attempt.ranks.append(rank)
-        if self._attempt.received is not None:
-            # The signal came while ranks were being started: this one has not got it.
-            rank.send(self._attempt.received)
+        self._attempt.add(process)
 
     def watch(self, is_held_up: Callable[[], bool] = lambda: False) -> Verdict:
         """Wait until all ranks have ended, and return how; when one fails, the others are ended.
@@ -120,7 +116,7 @@ class Supervisor:
                 self._kill()
             else:
                 time.sleep(POLL_SECONDS)
-        verdict = judge(self._attempt)
+        verdict = judge(self._attempt, self._stall)
         # After success what ranks left running is the user's wish, such as a server for the results.
         if verdict.failed:
             self.kill_strays()
@@ -128,22 +124,13 @@ class Supervisor:
 
     def stop(self) -> None:
         """End all ranks: SIGTERM, and soon SIGKILL."""
-        self._attempt.is_stopping = True
-        for rank in self._attempt.ranks:
-            # A rank that is exiting by itself keeps its own exit code, which may be the cause.
-            if rank.code is None and not self._attempt.is_exiting(rank):
-                rank.was_signalled = True
-                rank.send(signal.SIGTERM)
+        self._attempt.terminate()
         self._wait(TERMINATE_SECONDS)
         # A rank that ignores SIGTERM, or whose handler cannot run while it waits in a collective, would never end.
         self._kill()
 
     def _kill(self) -> None:
-        self._attempt.is_stopping = True
-        for rank in self._attempt.ranks:
-            if rank.code is None:
-                rank.was_signalled = rank.was_killed = True
-                rank.send(signal.SIGKILL)
+        self._attempt.kill()
         self._wait(math.inf)
 
     @contextlib.contextmanager
@@ -172,33 +159,20 @@ class Supervisor:
             return
         # Ctrl-C after SIGTERM still interrupts; SIGTERM after Ctrl-C changes nothing.
         if signum == signal.SIGINT or (signum == signal.SIGTERM and received is None):
-            self._attempt.received, self._deadline = signal.Signals(signum), time.monotonic() + PREEMPT_SECONDS
+            self._attempt.receive(signal.Signals(signum))
+            self._deadline = time.monotonic() + PREEMPT_SECONDS
         # Ctrl-C in a terminal has reached the ranks already; they take two within a second for one (signals.py).
         for rank in self._attempt.ranks:
             rank.send(signum)
 
     def _poll(self) -> bool:
         """Check all processes; return whether any rank still runs."""
-        for rank in self._attempt.ranks:
-            if rank.poll():
-                self._on_end(rank, rank.code or 0)
-        return bool(self._attempt.running)
-
-    def _on_end(self, rank: RankProcess, code: int) -> None:
-        attempt = self._attempt
-        if code == Preempted.exit_code:
+        if any(rank.code == Preempted.exit_code for rank in self._attempt.poll()):
             # All ranks stop at one step; one of them may still be writing the checkpoint.
             self._deadline = min(self._deadline, time.monotonic() + PREEMPT_SECONDS)
-        preempted = code == Preempted.exit_code or (attempt.received is signal.SIGTERM and code == -signal.SIGTERM)
-        if preempted and not rank.was_signalled and not attempt.records.has_joined(rank.rank):
-            # The others would wait for this rank in the rendezvous, or fail there, and have nothing to save yet.
-            attempt.never_met, self._deadline = True, -math.inf
-        if code < 0 and attempt.has_failed(rank):
-            # While the supervisor ends ranks, a SIGTERM death is its own doing, but a segmentation fault is not: it may
-            # be the cause, in a process that took longer to die than its peers took to notice.
-            by_supervisor = rank.was_killed and -code == signal.SIGKILL
-            if not by_supervisor and (not attempt.is_stopping or -code in _CRASHES):
-                attempt.crashed.append(rank)
+        if self._attempt.never_met:
+            self._deadline = -math.inf
+        return bool(self._attempt.running)
 
     def _has_failure(self) -> bool:
         # After Ctrl-C ranks end with errors of all kinds, for none of which the others must be hurried.
@@ -218,8 +192,8 @@ class Supervisor:
         return time.monotonic() >= self._deadline
 
     def _has_stalled(self) -> bool:
-        self._attempt.stall = self._detector.check(self._attempt.running)
-        return self._attempt.stall is not None
+        self._stall = self._detector.check(self._attempt.running)
+        return self._stall is not None
 
     def _wait_for_cause(self) -> None:
         """Wait until it shows which rank failed first: exiting ranks end, and a crash is seen."""

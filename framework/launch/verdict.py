@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ..core.errors import Preempted, StalledError
 from ..system.failure_records import INTERRUPTED, Failure
 from ..watchdog.heartbeat import HeartbeatRecord
+from ..watchdog.stall_detector import Stall
 from .attempt import Attempt, RankProcess
 
 # Signals that ask a process to end. No rank dies of one as a consequence of another rank's death.
@@ -34,8 +35,8 @@ class Verdict:
     """The full traceback of that rank, which ``message`` shortens."""
 
 
-def judge(attempt: Attempt) -> Verdict:
-    """Return how the ranks of ``attempt`` ended together.
+def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
+    """Return how the ranks of ``attempt`` ended together; ``stall`` is the one for which they were killed.
 
     The first of these that applies:
 
@@ -51,10 +52,10 @@ def judge(attempt: Attempt) -> Verdict:
     if attempt.received is signal.SIGINT:
         return Verdict(INTERRUPTED, "interrupted", failed=True)
     failures = attempt.failures()
-    if attempt.stall is not None and not failures:
-        rank = attempt.ranks[attempt.stall.ranks[0]]
+    if stall is not None and not failures:
+        rank = attempt.ranks[stall.ranks[0]]
         step = _step(attempt.last_heartbeat(rank))
-        return Verdict(StalledError.exit_code, attempt.stall.message, failed=True, step=step, rank=rank.rank)
+        return Verdict(StalledError.exit_code, stall.message, failed=True, step=step, rank=rank.rank)
     if attempt.crashed:
         return _crash(attempt)
     if attempt.never_met:

@@ -171,7 +171,7 @@ class StallDetector:
     ) -> list[int]:
         """Return the ranks that have stalled; where none has, extend the deadlines of those that are late."""
         late = [rank for rank, silence in behind.items() if silence.is_late]
-        debugged = [rank for rank in behind if stacks[rank].is_debugged]
+        debugged = any(stacks[rank].is_debugged for rank in behind)
         # Any stopped rank is a cause, also one with more progress: it may hold a lock, or serve the store.
         stopped = [rank for rank, each in stacks.items() if each.is_stopped]
         # Beyond ten times its limit even a rank that computes has stalled: its loop may never end.
@@ -185,16 +185,16 @@ class StallDetector:
                 # All wait for one another: a deadlock, in which no single rank is at fault.
                 return late
         for rank in {*late, *working}:
-            silence = behind[rank]
-            if debugged:
-                deadline = math.inf
-            elif working:
-                deadline = min(silence.seconds + silence.limit, silence.longest)
-            else:
-                # This rank waits for one that is not late yet, whose own deadline decides soon.
-                deadline = silence.seconds + _SHORT_EXTENSION_SECONDS
+            deadline = math.inf if debugged else _extended(behind[rank], bool(working))
             self._tracker.extend_deadline(rank, deadline)
         return []
+
+
+def _extended(silence: RankSilence, is_working: bool) -> float:
+    if is_working:
+        return min(silence.seconds + silence.limit, silence.longest)
+    # The rank waits for one that is not late yet, whose own deadline decides soon.
+    return silence.seconds + _SHORT_EXTENSION_SECONDS
 
 
 def _differ(before: Stacks, after: Stacks) -> bool:
