@@ -1,9 +1,9 @@
 """``RankRecords``: small files in a private directory by which ranks report to the supervisor that started them.
 
-error.json     the error that ended the rank
-pending.json   an error that is about to end it: other ranks may fail because of its exit
-leaving        the time from which other ranks may fail because this one leaves the process group
-joined         the rank has met the others, so work may be lost with it
+error     the error that ended the rank
+pending   an error that is about to end it: other ranks may fail because of its exit
+leaving   the time from which other ranks may fail because this one leaves the process group
+joined    the rank has met the others, so work may be lost with it
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class RankRecords:
 
     def failure(self, rank: int) -> Failure | None:
         """Return the error that ended ``rank``."""
-        return self._failure(rank, "error.json")
+        return self._failure(rank, "error")
 
     def pending_error(self, rank: int) -> Failure | None:
         """Return the error that is about to end ``rank``."""
-        return self._failure(rank, "pending.json")
+        return self._failure(rank, "pending")
 
     def left_at(self, rank: int) -> float | None:
         """Return the monotonic time at which ``rank`` began to leave, or None if it did not."""
@@ -89,18 +89,18 @@ class RankRecords:
             OSError: it cannot be written. The rank shows the error itself, then.
         """
         if self._directory is not None:
-            write_atomically(self._path(self._directory, failure.rank, "error.json"), json.dumps(asdict(failure)))
+            write_atomically(self._path(self._directory, failure.rank, "error"), json.dumps(asdict(failure)))
 
     def record_pending_error(self, rank: int, error: BaseException, hide: Callable[[str], str] = str) -> None:
         """Record an error that is about to end a rank, before anything is torn down."""
         if self._directory is not None:
-            self._write(rank, "pending.json", json.dumps(asdict(Failure.of(rank, error, hide))))
+            self._write(rank, "pending", json.dumps(asdict(Failure.of(rank, error, hide))))
 
     def clear_pending_error(self, rank: int) -> None:
         """Remove that record: the error was caught, and did not end the rank."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
-                self._path(self._directory, rank, "pending.json").unlink(missing_ok=True)
+                self._path(self._directory, rank, "pending").unlink(missing_ok=True)
 
     def record_leaving(self, rank: int) -> None:
         """Record that a rank leaves the process group now."""
@@ -134,6 +134,6 @@ class RankRecords:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file in full or not at all: it may be read at any moment, and this process may be killed."""
-    draft = path.with_name(f"{path.name}.draft")
+    draft = path.with_suffix(".draft")
     draft.write_text(text, encoding="utf-8", errors="backslashreplace")
     draft.replace(path)
