@@ -37,6 +37,7 @@ class RankProcess:
         """Check the process; return whether it has ended since the last call."""
         if self.code is not None or (code := self.process.poll()) is None:
             return False
+        # The time at which the end was seen, up to 20 ms late: it orders crashes, which record nothing themselves.
         self.code, self.ended_at = code, time.monotonic()
         return True
 
@@ -83,7 +84,7 @@ class Attempt:
             rank.send(self.received)
 
     def receive(self, signum: signal.Signals) -> None:
-        """Record the signal at which the supervisor itself was told to end."""
+        """Record the signal to end that the supervisor itself received."""
         self.received = signum
 
     def poll(self) -> list[RankProcess]:
@@ -139,12 +140,14 @@ class Attempt:
         """Whether ``rank`` ended in a way that ends the run: not well, not preempted, not as the user asked."""
         if rank.code is None or rank.code in (0, Preempted.exit_code) or self.received is signal.SIGINT:
             return False
+        # After SIGTERM to the supervisor ranks end by it, or with the code that a shell or a handler makes of it.
         return self.received is None or rank.code not in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
     def is_exiting(self, rank: RankProcess) -> bool:
         """Whether ``rank`` still runs, but has begun to end by itself."""
         if rank.code is not None:
             return False
+        # Any of the three comes before the exit handlers, which may take a while: they flush files and end workers.
         records = self.records
         return any(read(rank.rank) is not None for read in (records.failure, records.pending_error, records.left_at))
 

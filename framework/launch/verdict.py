@@ -71,6 +71,7 @@ def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
 
 
 def _crash(attempt: Attempt) -> Verdict:
+    # Of several crashes the first one: the kernel may have ended others as their memory or their peers went away.
     rank = min(attempt.crashed, key=lambda rank: rank.ended_at)
     signum = -(rank.code or 0)
     if signum in _PREEMPTING and not attempt.any_joined:
@@ -86,6 +87,7 @@ def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:
     if (quitter := _first_to_quit(attempt, first.seconds)) is not None:
         text = f"rank {quitter.rank} (pid {quitter.pid}) exited the process group with exit code 0"
         return _blame(attempt, attempt.ranks[quitter.rank], first.exit_code, text, quitter)
+    # SIGINT was sent to ranks, and not to the supervisor.
     if all(failure.exit_code == INTERRUPTED for failure in failures):
         return Verdict(INTERRUPTED, "interrupted", failed=True)
     # The same error on every rank is a common decision, and its message names the cause.
@@ -128,6 +130,7 @@ def _without_failure(attempt: Attempt) -> Verdict:
     # Here a signal to a rank means that it was overdue: after a failure this function is not reached.
     late = [str(rank) for rank in attempt.ranks if rank.was_signalled]
     overdue = f"; {', '.join(late)} did not end in time and had to be killed" if late else ""
+    # One preempted rank is enough: the others may have finished, or have been killed before they could save.
     if any(rank.code == Preempted.exit_code for rank in attempt.ranks):
         found = [attempt.records.failure(rank.rank) for rank in attempt.ranks]
         messages = [one.message for one in found if one is not None and one.exit_code == Preempted.exit_code]

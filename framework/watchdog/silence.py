@@ -44,6 +44,7 @@ class _Section:
 
     @property
     def limit(self) -> float:
+        # The last term falls with each sign of life, so a section that is entered often soon has a tight limit.
         return max(LEAST_SECONDS, FACTOR * self.longest, FIRST_SECONDS / (1 + self.signs))
 
 
@@ -132,6 +133,8 @@ class SilenceTracker:
     def _limits(self, rank: int) -> tuple[float, bool, float]:
         """Return the rank's limit, whether it was learned, and its deadline."""
         silence = self._silences[rank]
+        # Before its first stage, or in the user's own code, a rank has no limit of its own; one that others wait for
+        # must come within half an hour all the same, or the run would hang for ever.
         if silence.record is None or silence.record.section == OUTSIDE:
             return FIRST_SECONDS, False, max(FIRST_SECONDS, silence.deadline)
         # The limits come with the heartbeat: each stage of each Trainer may have its own.

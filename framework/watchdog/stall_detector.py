@@ -144,6 +144,7 @@ class StallDetector:
 
     def _suspicion(self, records: dict[int, HeartbeatRecord | None], pids: Mapping[int, int]) -> SuspectedStall:
         """Return the observations so far; they begin again after any sign of life."""
+        # Records of the ranks behind alone: the others are silent because of these.
         if self._suspected is not None and self._suspected.records == records:
             return self._suspected
         return SuspectedStall(records, self.now, {rank: work_seconds(pids[rank]) for rank in records})
@@ -199,6 +200,7 @@ def _extended(silence: RankSilence, is_working: bool) -> float:
 
 def _differ(before: Stacks, after: Stacks) -> bool:
     """Whether a rank that computes makes progress, judged by its stacks."""
+    # Each of these takes the benefit of the doubt: a false alarm ends a healthy run, a late one costs minutes.
     # A rank that wants to run and does not answer was given no core to do so.
     starved = after.state == "R" and not after.frames
     return before.frames != after.frames or after.collects_garbage or starved
