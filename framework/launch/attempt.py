@@ -59,13 +59,11 @@ class RankProcess:
 
 
 class Attempt:
-    """The ranks of one start; ``directory`` is where they leave their records.
+    """The ranks of one start; ``directory`` is where they leave their records."""
 
-    ``received`` is the signal to end that the supervisor itself received.
-    """
-
-    def __init__(self, directory: str, received: signal.Signals | None = None) -> None:
-        self.received = received
+    def __init__(self, directory: str) -> None:
+        self.received: signal.Signals | None = None
+        """The signal to end that the supervisor itself received."""
         self.records = RankRecords(directory)
         self.heartbeats = SupervisedRanks(directory)
         self.ranks: list[RankProcess] = []

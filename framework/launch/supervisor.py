@@ -72,7 +72,10 @@ class Supervisor:
 
     def begin_attempt(self, directory: str) -> None:
         """Forget the ranks that have ended; the next ones record into ``directory``."""
-        self._attempt = Attempt(directory, self._attempt.received)
+        before, self._attempt = self._attempt, Attempt(directory)
+        if before.received is not None:
+            # Read after the exchange: a signal that came meanwhile must not be lost.
+            self._attempt.receive(before.received)
         self._stall = None
         # Limits are learned again: after a restart the first steps compile and fill caches once more.
         self._detector = StallDetector(self._attempt.heartbeats)
