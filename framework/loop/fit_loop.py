@@ -99,7 +99,7 @@ class FitLoop:
         """Train until a limit or a stop. Collective."""
         run = self.run
         progress = run.progress
-        run.heartbeat.stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
+        run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         with logging_to(run, NoLog("on_fit_start", "log in on_train_start instead")):
             run.call("on_fit_start")
         self._sanity_check()
@@ -177,10 +177,10 @@ class FitLoop:
         """
         run, step, take = self.run, self.step, self.windows.take
         progress, triggers = run.progress, run.triggers
-        stand_at, begin_step = run.heartbeat.stand_at, run.heartbeat.step
+        set_position, begin_step = run.heartbeat.set_position, run.heartbeat.step
         one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self._validates_in_epoch
         while progress.global_step < self._step_limit:
-            stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
+            set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
             window = take()
             begin_step()
             if window is None or not step(*window):

@@ -61,7 +61,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     if checkpoint is not None:
         resumption = agree_on_resumption(run, checkpoint)
         regroup(run, resumption)
-    run.heartbeat.reach()
+    run.heartbeat.mark_sync_point()
     run.use_optimizers(run.fabric.strategy.setup(module, run.optimizers, training=True), run.schedulers)
     _attach_step(run, loop, data, settings, batch_transfer(run.fabric, module, request.datamodule))
     if resumption is not None:
@@ -115,7 +115,7 @@ def _begin(session: Session, request: StageRequest, stage: str) -> Run:
     request.module.attach(run)
     request.module.log_to(run.train_log)
     session.attach_run(run)
-    run.heartbeat.reach()
+    run.heartbeat.mark_sync_point()
     return run
 
 
@@ -141,7 +141,7 @@ def _prepare(run: Run, request: StageRequest, stage: str) -> None:
     for callback in run.callbacks:
         callback.setup(run.trainer, module, stage)
     module.setup(stage)
-    run.heartbeat.reach()
+    run.heartbeat.mark_sync_point()
 
 
 def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:

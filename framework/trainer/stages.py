@@ -17,7 +17,7 @@ from ..launch.slurm import TimeLimit
 from ..loop.evaluation_loop import evaluate, predict
 from ..loop.fit_loop import FitLoop
 from ..state.module_state import encode_known
-from ..system.environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble
+from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.redaction import without_secrets
 from ..system.run_directory import REPORT
 from ..watchdog.in_process_watchdog import watched
@@ -43,7 +43,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
     """Hold a run: what is set up is taken down, whatever happens in between."""
     place = session.fabric.resources.place
     install_rank_hooks(place)
-    tell_of_no_trouble(place)
+    own_records().clear_pending_error(place.rank)
     session.begin(stage, request)
     with watched(session.heartbeat, place, session.settings.stall_limits):
         try:
@@ -57,7 +57,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
         except BaseException as error:
             session.heartbeat.enter("teardown")
             session.finish("interrupted")
-            tell_of_trouble(place, error)
+            own_records().record_pending_error(place.rank, error, hiding_secrets())
             _fail(session, stage, error)
             raise
         finally:
