@@ -17,9 +17,10 @@ from torch import Tensor
 from ...core.errors import CheckpointError
 from ...system.processes import die_with_parent
 from ..codec import decode
+from . import unpickle_process
 from .unpickle_process import FAILURE, REQUEST
 
-_MODULE = __name__.rpartition(".")[0] + ".child"
+_MODULE = unpickle_process.__name__
 _SPARE_BYTES = 1 << 30
 
 
