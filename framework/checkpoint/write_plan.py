@@ -70,7 +70,7 @@ class Piece:
 
 Plan: TypeAlias = "dict[str, dict[str, Piece]]"
 # For each section and name: the name it is tied to, or who writes which box of it.
-Agreed: TypeAlias = "dict[str, dict[str, str | list[tuple[int, Box]]]]"
+Assignment: TypeAlias = "dict[str, dict[str, str | list[tuple[int, Box]]]]"
 
 
 def plan_of(snapshot: Snapshot) -> Plan:
@@ -115,20 +115,20 @@ def memory_of(shard: Shard, name: str) -> tuple[Any, ...]:
     return (*pointer, tensor.dtype, tuple(tensor.shape), tensor.is_conj(), tensor.is_neg(), shard.shape, shard.offsets)
 
 
-def assign(plans: list[Plan]) -> Agreed:
+def assign(plans: list[Plan]) -> Assignment:
     """Decide who writes what: the same answer on every rank, as it depends on the gathered plans alone."""
-    agreed: Agreed = {}
+    assignment: Assignment = {}
     load = [0] * len(plans)
     for section in dict.fromkeys(section for plan in plans for section in plan):
         held: dict[str, list[tuple[int, Piece]]] = {}
         for rank, plan in enumerate(plans):
             for name, piece in plan.get(section, {}).items():
                 held.setdefault(name, []).append((rank, piece))
-        tensors = agreed.setdefault(section, {})
+        tensors = assignment.setdefault(section, {})
         for name, pieces in held.items():
             tied = _tied(pieces)
             tensors[name] = tied if tied is not None else _writers(section, name, pieces, load)
-    return agreed
+    return assignment
 
 
 def _tied(pieces: list[tuple[int, Piece]]) -> str | None:

@@ -26,7 +26,7 @@ from ..parallel.parameter_names import renamed
 from ..resume.resume_point import on_rank_zero
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
-from ..system.atomic_files import remove_tree
+from ..system.atomic_directories import remove_tree
 from .module import engine_of, unwrap
 from .state import (
     Contents,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from ..checkpoint.background_deletion import BackgroundDeletion
 from ..checkpoint.background_task import Background
 from ..checkpoint.staging import Staging
 from ..checkpoint.write_plan import Snapshot
@@ -51,7 +52,7 @@ def _moments(optimizer: Optimizer) -> int:
 def _nothing(error: PhalanxError | None) -> None: ...
 
 
-def _keep_all() -> list[str]:
+def _keep_all(deletion: BackgroundDeletion) -> list[str]:
     return []
 
 
@@ -68,8 +69,9 @@ class SaveOrder:
     """Who counts failures in a row."""
     tolerant: bool = True
     """Whether training goes on where it fails."""
-    prune: Callable[[], list[str]] = _keep_all
-    """Called on rank 0 once the checkpoint is there, perhaps on another thread; returns what a person should know."""
+    prune: Callable[[BackgroundDeletion], list[str]] = _keep_all
+    """Called on rank 0 once the checkpoint is published, perhaps on another thread: has older ones deleted. Returns
+    notes for the user."""
     settled: Callable[[PhalanxError | None], None] = _nothing
     """Called on every rank, on the thread that trains, with what came of it."""
     step: int = 0
@@ -92,6 +94,7 @@ class Saver:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._staging = Staging(run.world.device)
+        self._deletion = BackgroundDeletion()
         self._apart: World | None = None
         self._pending: _Pending | None = None
         self._number = 0
@@ -175,6 +178,8 @@ class Saver:
             StorageError: on all ranks.
         """
         self.settle()
+        with self._run.heartbeat.section("save"):
+            self._deletion.wait()
         for _, error in self._failures.values():
             raise StorageError(f"the training is done, but its last checkpoint is not on the disk: {error}") from None
 
@@ -193,6 +198,10 @@ class Saver:
                 lost = StorageError(f"{pending.order.path} was not saved: the run ended before it was written.")
                 self._run.trainer.note(str(lost))
                 pending.order.settled(lost)
+        # Nothing is left to delete after a fit that ended well; after one that failed, the rest may wait for the next.
+        self._deletion.close(_LAST_SECONDS)
+        for text in self._deletion.problems():
+            self._run.trainer.note(text)
         # One that a thread may still use goes with that thread.
         if self._apart is not None and (pending is None or over):
             self._apart.close()
@@ -232,14 +241,23 @@ class Saver:
         given_up: Callable[[], bool],
     ) -> None:
         when = f"at optimizer step {order.step}"
-        save(order.path, snapshot, world, self.sharded, also=order.also, finite=when, given_up=given_up)
+        save(
+            order.path,
+            snapshot,
+            world,
+            self.sharded,
+            also=order.also,
+            finite=when,
+            given_up=given_up,
+            deletion=self._deletion,
+        )
         if world.is_global_zero:
-            notes += order.prune()
+            notes += order.prune(self._deletion)
 
     def _heed(self, order: SaveOrder, error: BaseException | None, notes: list[str]) -> None:
         """Act on what came of a save; the same on all ranks."""
         note = self._run.trainer.note
-        for text in notes:
+        for text in [*notes, *self._deletion.problems()]:
             note(text)
         if error is None:
             self._failures.pop(order.owner, None)

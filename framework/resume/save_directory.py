@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint.directory_probe import NAME, free_bytes, probe
+from ..checkpoint.directory_probe import NAME, probe
 from ..checkpoint.stale_files import clean_shared
 from ..launch.signals import is_name
 from ..run.run import Run
+from ..system.atomic_files import free_bytes
 from .capture import check_state
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ..checkpoint.codec import decode
-from ..checkpoint.consolidate import AVERAGES, MODEL, section_tensors
+from ..checkpoint.consolidate import AVERAGES, section_tensors
+from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..distributed.seed import capture, restore

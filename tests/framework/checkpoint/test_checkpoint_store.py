@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx import checkpoint
+from phalanx.framework.checkpoint import part_writer
 from phalanx.framework.checkpoint import safetensors_io as tensor_bytes
 from phalanx.framework.checkpoint import verify as verification
-from phalanx.framework.checkpoint import writer as write
 from phalanx.framework.checkpoint.manifest import Manifest
 from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.checkpoint.writer import Save
@@ -301,7 +301,7 @@ def save_and_fail(path: Path, failure: str) -> tuple[str, str]:
 
         with pytest.MonkeyPatch.context() as patch:
             if failure in ("disk", "crash") and world.rank == 1:
-                patch.setattr(write, "write_tensor_file", failing)
+                patch.setattr(part_writer, "write_tensor_file", failing)
             try:
                 pending.begin()
                 pending.write()
@@ -391,7 +391,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write, "write_tensor_file", interrupted)
+    monkeypatch.setattr(part_writer, "write_tensor_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path / "a.ckpt", {"w": torch.ones(2)})
     assert os.listdir(tmp_path) == []

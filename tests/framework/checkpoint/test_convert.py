@@ -35,7 +35,7 @@ from phalanx.framework.core.errors import CheckpointError
 
 # The first test waits for what the other libraries write, all of them.
 pytestmark = pytest.mark.timeout(300)
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 ONE_RANK = ["lightning", "lightning-groups", "lightning-averaged", "accelerate", "zero0", "zero3"]
 # Accelerate's and Lightning's folders of DeepSpeed are of stage 2.
 TWO_RANKS = ["accelerate-sharded", "lightning-sharded", "zero1", "zero3", "accelerate-deepspeed", "lightning-deepspeed"]
