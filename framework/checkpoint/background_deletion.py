@@ -56,7 +56,7 @@ class BackgroundDeletion:
             self.wait()
 
     def problems(self) -> list[str]:
-        """Return what could not be deleted, a sentence for each, since the last call."""
+        """Return a sentence for each failed deletion since the last call."""
         with self._changed:
             problems, self._problems = self._problems, []
         return problems

@@ -21,7 +21,7 @@ from .write_plan import Assignment, Box, Plan, Snapshot
 
 @dataclass
 class WrittenPart:
-    """What a rank reports to rank 0: the files it wrote, and for each section where its tensors lie in its file."""
+    """A rank's report to rank 0: the files it wrote, and for each section where its tensors lie in its file."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     segments: dict[str, dict[str, Segment]] = field(default_factory=dict)

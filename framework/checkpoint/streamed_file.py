@@ -15,7 +15,7 @@ class StreamedFile:
     """A file that must not exist yet. Every method raises ``OSError`` for what the disk refuses.
 
     A checkpoint counts only once it is synced. Left alone, the page cache keeps its bytes until that sync, which then
-    waits for all of them. Here the kernel is told after every few megabytes to begin writing them, so that the disk
+    waits for all of them. Here the kernel is asked after every few megabytes to begin writing them, so that the disk
     works while the next tensors are hashed, and the sync at the end finds little to do. Direct writes (``O_DIRECT``)
     take two to three times as long on the file systems measured, as each waits for the one before.
     """

@@ -16,7 +16,7 @@ A process killed before step 3 leaves the previous checkpoint and a hidden direc
 (stale_files.py). Killed after it, it leaves the new checkpoint. A rank that fails does not raise at once, since the
 others would wait for it: failures are gathered in ``begin`` and ``finish``, and raised there on all ranks.
 
-All three steps may run on a thread with a process group of its own, while training goes on with other tensors.
+All three steps may run on a thread with a process group of its own, while training continues with other tensors.
 """
 
 from __future__ import annotations

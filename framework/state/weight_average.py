@@ -87,7 +87,7 @@ class Average:
         """Whether every update finds the live tensors anew, as the strategy has their state on a disk."""
         self._entries: dict[str, _Entry] = {}
         self._loaded: set[str] = set()
-        self._aside: dict[str, Tensor] | None = None
+        self._live_weights: dict[str, Tensor] | None = None
         # Averages and live tensors: those of one dtype and device, and those to be converted, in chunks.
         self._direct: _Pairs = [], []
         self._others: list[_Pairs] = []
@@ -198,14 +198,14 @@ class Average:
     @property
     def is_in_module(self) -> bool:
         """Whether the module computes with the averages."""
-        return self._aside is not None
+        return self._live_weights is not None
 
     @property
     def needs_all_ranks(self) -> bool:
         """Whether giving weights back takes all ranks."""
         return self._strategy.traits.gathers_loaded and self._run.world.size > 1
 
-    def put_in(self, share_buffers: bool = True) -> None:
+    def swap_in(self, share_buffers: bool = True) -> None:
         """Let the module compute with the averages; the live weights are set aside. Collective.
 
         With ``share_buffers`` all ranks get the buffers of one.
@@ -214,18 +214,18 @@ class Average:
         entries = self._entries.values()
         aside = {entry.names[0]: entry.live.tensor.clone() for entry in entries}
         # From here on the live weights are these, however far the rest comes.
-        self._aside = aside
+        self._live_weights = aside
         if self.is_rebound:
             self._let_go()
         self._write({entry.names[0]: entry.own for entry in entries})
         if share_buffers and any(entry.is_buffer for entry in entries):
             self._strategy.sync_buffers(self._run.module)
 
-    def take_out(self) -> None:
+    def swap_out(self) -> None:
         """Give the module its live weights back. Collective."""
-        if self._aside is not None:
-            self._write(self._aside)
-            self._aside = None
+        if self._live_weights is not None:
+            self._write(self._live_weights)
+            self._live_weights = None
 
     def load_into_module(self, tensors: StoredTensors) -> None:
         """Let the module have weights and buffers that are stored. Collective."""
@@ -237,11 +237,11 @@ class Average:
 
     def with_live(self, state: dict[str, Shard]) -> dict[str, Shard]:
         """Return a module's canonical state with the live weights in it, also while it computes with averages."""
-        if self._aside is None:
+        if self._live_weights is None:
             return state
         live = {
             name: self._entries[first].shard(tensor)
-            for first, tensor in self._aside.items()
+            for first, tensor in self._live_weights.items()
             for name in self._entries[first].names
         }
         return {name: live.get(name, shard) for name, shard in state.items()}

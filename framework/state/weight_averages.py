@@ -89,19 +89,19 @@ class Averages:
             yield
             return
         try:
-            average.put_in()
+            average.swap_in()
             yield
         except BaseException:
             if not average.needs_all_ranks:
-                average.take_out()
+                average.swap_out()
             raise
-        average.take_out()
+        average.swap_out()
 
-    def stay(self) -> None:
+    def keep_in_module(self) -> None:
         """Leave the average in the module for good, at the end of a fit. Collective."""
         for average in self:
             if average.settings.stays and average.count:
-                average.put_in()
+                average.swap_in()
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_deleted_is_reported_and_does_not_stop_the_rest(
     assert os.listdir(tmp_path) == [stubborn.name]
 
 
-def test_a_directory_that_another_process_deleted_is_no_problem(tmp_path: Path) -> None:
+def test_a_directory_that_another_process_deleted_is_not_an_error(tmp_path: Path) -> None:
     deletion = BackgroundDeletion()
     deletion.add(tmp_path / f".a.ckpt.{TOKEN}.gone")
     deletion.close()

@@ -181,7 +181,7 @@ def test_an_interrupted_replacement_is_put_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inherited", [False, True])
-def test_a_lock_is_let_go_of_for_all(tmp_path: Path, inherited: bool) -> None:
+def test_a_released_lock_is_free_for_all(tmp_path: Path, inherited: bool) -> None:
     handle, other = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
     fork = multiprocessing.get_context("fork")
     over = fork.Event()
