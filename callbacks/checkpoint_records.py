@@ -1,4 +1,4 @@
-"""What ``ModelCheckpoint`` has saved and keeps: its records, as the user reads them and as a checkpoint holds them."""
+"""Records of the checkpoints that ``ModelCheckpoint`` has saved and retains, for the user and for a resumed run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CheckpointRecords(Callback):
     _newest: str
     _current: float | None
     _giving_way: list[str]
-    """What the checkpoint being saved takes the place of: a run killed before that was deleted does it later."""
+    """Checkpoints replaced by the one being saved: a run killed before they are deleted deletes them when resumed."""
 
     @property
     def best_model_path(self) -> str:

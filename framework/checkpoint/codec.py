@@ -27,7 +27,7 @@ from ..core.errors import CheckpointError, ConfigurationError
 from .manifest import JSON
 
 _TAG = "$"
-# Each level takes five frames of Python, and whoever saves is deep in a stack already.
+# Each level takes five frames of Python, and the caller is deep in a stack already.
 _MAX_DEPTH = 64
 _SMALL_BYTES = 4096
 _INT64 = 1 << 63
@@ -79,7 +79,7 @@ def decode(document: JSON, tensors: Mapping[str, Tensor] | None = None) -> Any:
 
 
 class _Encoder:
-    """One walk over a state. ``tensors`` is None where they are written into the document."""
+    """One walk over a state. ``tensors`` may be None: they are written into the document then."""
 
     def __init__(self, tensors: dict[str, Tensor] | None) -> None:
         self.tensors = tensors

@@ -1,4 +1,4 @@
-"""A directory tried before the first step: all that a save will do in it is done once, with a few bytes."""
+"""A test of a checkpoint directory before the first step: each operation of a save, once, with a few bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..system.atomic_files import hidden_sibling, make_directory, write_synced
 from .save_errors import agree, error_of, tell
 
 NAME = "probe"
-"""What the hidden directory is named after, so that one left by a killed process is known."""
+"""The name that hidden probe directories are made from, so that one left by a killed process is recognised."""
 
 
 def probe(directory: Path, world: World, sharded: bool) -> None:

@@ -250,7 +250,7 @@ def _check_tensor(manifest: Manifest, section: str, name: str, record: TensorRec
         raise ValueError(f"{where} has two parts in one file")
     for part in record.parts:
         if part.file not in manifest.files or FILE_NAME.fullmatch(part.file)[1] != section:  # type: ignore[index]
-            raise ValueError(f"{where} lies in {part.file!r}, which is no file of this section")
+            raise ValueError(f"{where} lies in {part.file!r}, which is not a file of this section")
 
 
 def _check_files(manifest: Manifest) -> None:
@@ -279,7 +279,7 @@ def _natural(value: JSON) -> int:
 
 def _seconds(value: JSON) -> float:
     if type(value) not in (int, float) or not 0 <= value < 1e12:
-        raise ValueError(f"{value!r} is no time in seconds since 1970")
+        raise ValueError(f"{value!r} is not a time in seconds since 1970")
     return float(value)
 
 

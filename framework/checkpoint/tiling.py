@@ -7,7 +7,7 @@ from math import prod
 from typing import TypeAlias
 
 Box: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
-"""Where a part begins, and its shape."""
+"""The offsets of a part, and its shape."""
 
 # Parts of meshes fall apart along one dim after another; what is left in one piece is small.
 _MAX_CUTS = 8
@@ -20,7 +20,7 @@ def is_flat(shape: Sequence[int], offsets: Sequence[int]) -> bool:
 
 
 def coverage_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Say why boxes ``(offsets, shape)`` do not cover a tensor exactly once, or None where they do."""
+    """Return the reason why boxes ``(offsets, shape)`` do not cover a tensor exactly once, or None where they do."""
     boxes = list(boxes)
     kinds = {is_flat(shape, offsets) for offsets, _ in boxes}
     if kinds == {True, False}:

@@ -1,4 +1,4 @@
-"""What of a checkpoint fits what is there now, and what does not: one list with both sides, before anything changes."""
+"""Compare a checkpoint with the live module and optimizers, and list every mismatch before anything is changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SavedModel:
     names: dict[str, str]
     owners: dict[str, str]
     unused: list[str] = field(default_factory=list)
-    """What was to be renamed, and is not there."""
+    """The names to be renamed that do not exist."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, renames: Mapping[str, str], prefix: str = "") -> SavedModel:
@@ -51,7 +51,7 @@ class SavedModel:
 
 @dataclass
 class ModelMatch:
-    """What a checkpoint and a module share: the saved name of each own tensor; and what they do not."""
+    """The match of a checkpoint and a module: the saved name of each own tensor; and the mismatches."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     misshapen: set[str] = field(default_factory=set)
@@ -61,7 +61,7 @@ class ModelMatch:
 def match_model(module: nn.Module, own: Mapping[str, Shape], saved: SavedModel) -> ModelMatch:
     """Compare names and shapes of a module, ``own``, with those of a checkpoint.
 
-    A name that is missing on one side is no problem where its tensor comes by another name that it is tied to.
+    A name that is missing on one side is accepted where its tensor comes by another name that it is tied to.
     """
     match, tied, shapes = ModelMatch(), tied_names(module), saved.shapes
     for name, shape in own.items():

@@ -2,7 +2,7 @@
 
 Each rank averages what it holds: the shards that its strategy gives as canonical state, of fp32 masters where there are
 any. An average is never anything else than that. While a module computes with one, the live weights are set aside, and
-whoever asks for the state of the run gets them from there.
+checkpoints take them from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Combine = Callable[[list[Tensor], list[Tensor], int], None]
 
 @dataclass(frozen=True)
 class AverageSettings:
-    """What an average is to be."""
+    """The settings of an average."""
 
     key: str
     """The name under which checkpoints hold it."""
@@ -44,7 +44,7 @@ class AverageSettings:
     """Asked with ``step_idx=`` after each applied optimizer step, and with ``epoch_idx=`` at the end of each epoch."""
     combine: Combine
     device: torch.device | None = None
-    """Where it is held; None for where the weights are."""
+    """The device that holds it; None for that of the weights."""
     use_buffers: bool = True
     """Whether buffers of floating dtype are averaged too. Else the module's own are computed with."""
     evaluates: bool = True
@@ -84,20 +84,20 @@ class Average:
         self._run = run
         self._strategy = run.fabric.strategy
         self.is_rebound = self._strategy.traits.swaps_weights
-        """Whether every update finds the live tensors anew, as the strategy has their state on a disk."""
+        """Whether every update rebinds to the live tensors, as the strategy keeps their state on a disk."""
         self._entries: dict[str, _Entry] = {}
         self._loaded: set[str] = set()
         self._live_weights: dict[str, Tensor] | None = None
         # Averages and live tensors: those of one dtype and device, and those to be converted, in chunks.
         self._direct: _Pairs = [], []
         self._others: list[_Pairs] = []
-        # Where buffers stand in these lists, and in their modules.
+        # The positions of buffers in these lists, and in their modules.
         self._reread: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
 
     # ---- what is averaged -----------------------------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Find the live tensors anew, and take in what is trained by now. Collective."""
+        """Rebind to the current parameters and add newly trainable ones. Collective."""
         firsts: dict[Any, str] = {}
         for name, shard, is_buffer in self._candidates():
             tensor = shard.tensor
@@ -138,7 +138,7 @@ class Average:
         return name in self._loaded or name in self._entries
 
     def _sort(self) -> None:
-        """Tell tensors that meet their average as they are from those to be converted first."""
+        """Separate tensors of their average's dtype and device from those to be converted first."""
         self._direct, self._others, self._reread = ([], []), [], []
         buffers = _buffers(self._run.module)
         elements = _CHUNK_ELEMENTS
@@ -267,11 +267,11 @@ class Average:
         return dict(whole_tensors({name: own.get(name, shard) for name, shard in state.items()}, self._run.world))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint's document keeps."""
+        """Return the state for a checkpoint's document."""
         return {"count": self.count, "last_epoch": self.last_epoch}
 
     def saved(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, SavedTensor]:
-        """Return what a checkpoint holds of it, by name; ``names`` are those that tensors were saved by."""
+        """Return the tensors of this average in a checkpoint by name; ``names`` maps names to saved names."""
         held = set(checkpoint.names(SECTION)) if SECTION in checkpoint.sections else set()
         keys = {name: f"{self.settings.key}/{saved}" for name, saved in names.items()}
         return {name: SavedTensor(checkpoint, SECTION, key) for name, key in keys.items() if key in held}
@@ -295,7 +295,7 @@ class Average:
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return where each buffer stands, by its canonical name: the table of its module, and the key in that."""
+    """Return the location of each buffer by its canonical name: the table of its module, and the key in that."""
     canonical = canonical_names(module)
     return {
         canonical(f"{prefix}.{key}" if prefix else key): (part._buffers, key)

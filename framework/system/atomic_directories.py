@@ -59,7 +59,7 @@ def replace_directory(temporary: Path, target: Path, discard: Callable[[Path], N
     Args:
         temporary: the new directory.
         target: its final name.
-        discard: deletes the replaced directory, which has a hidden name when it is called. Default: delete it before returning.
+        discard: deletes the replaced directory by its hidden name. Default: delete it before returning.
 
     Raises:
         StorageError: the rename failed; the old directory is in place.

@@ -37,7 +37,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass
 class Engine:
-    """What DeepSpeed saved: of the model by rank, and of the optimizer by rank (empty without ZeRO)."""
+    """Files of DeepSpeed: model states by rank, and optimizer states by rank (empty without ZeRO)."""
 
     folder: Path
     models: list[Content]
@@ -50,7 +50,7 @@ class Engine:
 
 
 def convert_folder(request: Request) -> Foreign:
-    """Return what ``save_checkpoint`` wrote."""
+    """Read a folder that ``save_checkpoint`` wrote."""
     engine = read_engine(state_folder(request.source), request)
     names = {bare(name): None for name in engine.first["module"]}
     built = build_module(request.module, {})
@@ -65,7 +65,7 @@ def state_folder(source: Path) -> Path:
     """Return the folder of one step: the source, the one that ``latest`` names, or the only one.
 
     Raises:
-        CheckpointError: it cannot be told, or lies elsewhere.
+        CheckpointError: it is not known, or lies elsewhere.
     """
     names = names_in(source)
     if has_states(names):
@@ -108,7 +108,7 @@ def read_engine(folder: Path, request: Request) -> Engine:
     contents = request.read([Job(file_of(folder, match.string)) for match in ranks])
     for content in contents[: len(models)]:
         if "module" not in content:
-            raise CheckpointError(f"{folder} holds model states without 'module'; they are none of DeepSpeed's.")
+            raise CheckpointError(f"{folder} holds model states without 'module'; they are not DeepSpeed's.")
     partitions = [content["optimizer_state_dict"] for content in contents[len(models) :]]
     engine = Engine(folder, contents[: len(models)], partitions)
     _check_ranks(engine)
@@ -215,7 +215,7 @@ def _weights(engine: Engine, names: _Naming, masters: Mapping[str, Tensor]) -> d
     # A model that was saved without its frozen parameters lists nothing of them.
     weights.update({name: tensor for name, tensor in masters.items() if name not in weights})
     weights.update({tied: weights[owner] for tied, owner in shared.items() if owner in weights and tied not in weights})
-    # Under stage 3 a tied weight is an empty tensor, and which it is tied to is told nowhere.
+    # Under stage 3 a tied weight is an empty tensor, and no file records what it is tied to.
     return weights
 
 

@@ -1,4 +1,4 @@
-"""What a foreign checkpoint comes down to, whatever its format, and the checkpoint of phalanx that is made of it."""
+"""The contents of a foreign checkpoint in a form common to all formats, and the snapshot that is made of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ForeignOptimizer:
 
 @dataclass
 class ForeignProgress:
-    """How far the run had come. ``batch_in_epoch`` counts micro-batches of each rank; None where it is unknown."""
+    """Progress of the run. ``batch_in_epoch`` counts micro-batches of each rank; None where it is unknown."""
 
     epoch: int = 0
     global_step: int = 0
@@ -73,7 +73,7 @@ class Foreign:
 
 
 def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
-    """Return what a run's checkpoint holds, made of a foreign one."""
+    """Build the contents of a run's checkpoint from a foreign one."""
     sections = {"model": {name: Shard.whole(tensor) for name, tensor in foreign.weights.items()}}
     document: dict[str, Any] = {
         "module": foreign.module,

@@ -1,4 +1,4 @@
-"""Which parameter an optimizer calls number 3: torch keeps optimizer state by position, a checkpoint here by name."""
+"""Names for the positions of an optimizer's state: torch saves it by position, a checkpoint of phalanx by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_module(given: Any, hparams: Mapping[str, Any]) -> nn.Module | None:
     if given is None or isinstance(given, nn.Module):
         return given
     if not (inspect.isclass(given) and issubclass(given, nn.Module)):
-        raise ConfigurationError(f"module={given!r} is no module; give an nn.Module, or a TrainModule class.")
+        raise ConfigurationError(f"module={given!r} is not a module; give an nn.Module, or a TrainModule class.")
     try:
         module: nn.Module = given(**_accepted(given, hparams))
     except TypeError as error:
@@ -59,7 +59,7 @@ def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) 
     """Return the order of each optimizer's parameters as the user's objects have it, or None without such objects.
 
     Raises:
-        ConfigurationError: the optimizers cannot be made, or update what is no parameter of the module.
+        ConfigurationError: the optimizers cannot be made, or update a tensor that is not a parameter of the module.
     """
     if module is None:
         if optimizers:
@@ -84,8 +84,8 @@ def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) 
     foreign = [one for one in optimizers for group in one.param_groups for p in group["params"] if id(p) not in names]
     if foreign:
         raise ConfigurationError(
-            f"optimizers= holds a {type(foreign[0]).__name__} of what is no parameter of {type(module).__name__}; make "
-            "it of that module's parameters."
+            f"optimizers= holds a {type(foreign[0]).__name__} of what is not a parameter of {type(module).__name__}; "
+            "make it of that module's parameters."
         )
     return [
         Order([[names[id(p)] for p in group["params"]] for group in one.param_groups], type(one).__name__)
@@ -240,7 +240,7 @@ def _by_shape_alone(
 def _only_embedding(
     wanted: list[tuple[int, ...] | None], shapes: list[tuple[int, ...]], names: list[str]
 ) -> list[str] | None:
-    """Return the names of the one subsequence of ``shapes`` that equals ``wanted``; None where there is no one."""
+    """Return the names of the only subsequence of ``shapes`` that equals ``wanted``; None unless there is one."""
     first = _greedy(wanted, shapes)
     last = _greedy(wanted[::-1], shapes[::-1])
     if first is None or last is None:

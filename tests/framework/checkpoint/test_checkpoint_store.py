@@ -344,7 +344,7 @@ def test_a_save_replaces_the_checkpoint_and_leaves_nothing_else(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_what_is_no_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path, kind: str) -> None:
+def test_anything_but_a_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "thesis"
     if kind == "file":
         path.write_text("mine")
@@ -569,7 +569,7 @@ def test_a_damaged_checkpoint_is_not_consolidated(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_an_interrupted_replacement_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_replacement_names_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "a.ckpt", {"w": torch.ones(1)})
     path.rename(atomic.hidden_sibling(path, "old"))
     with pytest.raises(CheckpointError, match="clean_leftovers"):

@@ -142,7 +142,7 @@ def test_tensors_of_every_dtype_come_back(dtype: torch.dtype) -> None:
             assert after.reshape(-1).view(torch.uint8).tolist() == before.reshape(-1).view(torch.uint8).tolist()
 
 
-def test_a_scalar_on_the_cpu_is_no_tensor_entry() -> None:
+def test_a_scalar_on_the_cpu_is_not_a_tensor_entry() -> None:
     document, tensors = codec.encode({"step": torch.tensor(7.0), "moment": torch.ones(2)})
 
     assert list(tensors) == ["moment"]
@@ -228,7 +228,7 @@ def test_a_cycle_and_a_deep_nest_are_refused() -> None:
             codec.encode(state)
 
 
-def test_the_same_object_twice_is_no_cycle() -> None:
+def test_the_same_object_twice_is_not_a_cycle() -> None:
     shared = [1]
     assert round_trip([shared, shared]) == [[1], [1]]
 
