@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import TypeAlias
 
@@ -69,3 +69,22 @@ def _cut_apart(boxes: list[Box], dim: int) -> list[list[Box]]:
         heaps[-1].append(box)
         end = max(end, start + size)
     return heaps
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[Box]:
+    """Yield the boxes that are, one after the other, ``length`` elements from ``start`` on of the flattened tensor."""
+    if not shape:
+        yield (), ()
+        return
+    row, position, stop = prod(shape[1:]), start, start + length
+    while position < stop:
+        first, inside = divmod(position, row)
+        size = min(row - inside, stop - position)
+        if size < row:
+            for offsets, extent in flat_boxes(shape[1:], inside, size):
+                yield (first, *offsets), (1, *extent)
+        else:
+            count = (stop - position) // row
+            yield (first, *(0,) * len(shape[1:])), (count, *shape[1:])
+            size = count * row
+        position += size

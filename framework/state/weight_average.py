@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint.consolidate import AVERAGES as SECTION
 from ..checkpoint.reader import Checkpoint
@@ -21,7 +21,7 @@ from ..checkpoint.write_plan import Shard
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import canonical_names
 from ..parallel.strategy import parameters_of
-from .module_state import model_state, put_model, shapes_of
+from .module_state import buffer_locations, model_state, put_model, shapes_of
 
 if TYPE_CHECKING:
     from ..run.run import Run
@@ -129,7 +129,7 @@ class Average:
             if name in state and (parameter.requires_grad or id(parameter) in chosen or self._keeps(name)):
                 yield name, state[name], False
         saved = shapes_of(self._strategy, module)
-        for name, (table, key) in _buffers(module).items():
+        for name, (table, key) in buffer_locations(module).items():
             # Every rank has its own, of which a checkpoint holds those of one.
             if name in saved and (self.settings.use_buffers or self._keeps(name)):
                 yield name, Shard.whole(table[key].detach()), True
@@ -140,7 +140,7 @@ class Average:
     def _sort(self) -> None:
         """Separate tensors of their average's dtype and device from those to be converted first."""
         self._direct, self._others, self._reread = ([], []), [], []
-        buffers = _buffers(self._run.module)
+        buffers = buffer_locations(self._run.module)
         elements = _CHUNK_ELEMENTS
         for name, entry in self._entries.items():
             own, live = entry.own, entry.live.tensor
@@ -219,7 +219,7 @@ class Average:
             self._let_go()
         self._write({entry.names[0]: entry.own for entry in entries})
         if share_buffers and any(entry.is_buffer for entry in entries):
-            self._strategy.sync_buffers(self._run.module)
+            self._strategy.syncbuffer_locations(self._run.module)
 
     def swap_out(self) -> None:
         """Give the module its live weights back. Collective."""
@@ -292,14 +292,3 @@ class Average:
                 entry.own.copy_(read_piece(tensors[name], entry.live))
         if self.is_rebound:
             self._let_go()
-
-
-def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return the location of each buffer by its canonical name: the table of its module, and the key in that."""
-    canonical = canonical_names(module)
-    return {
-        canonical(f"{prefix}.{key}" if prefix else key): (part._buffers, key)
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for key, buffer in part._buffers.items()
-        if buffer is not None
-    }

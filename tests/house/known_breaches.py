@@ -7,9 +7,7 @@ LONG_FILES = {
     "callbacks.model_checkpoint": "file",
     "callbacks.progress": "file",
     "framework.api.train_module": "file",
-    "framework.checkpoint.codec": "file",
     "framework.checkpoint.convert.deepspeed": "file",
-    "framework.checkpoint.reader": "file",
     "framework.data.samplers": "file",
     "framework.data.training_source": "file",
     "framework.distributed.world": "file",
@@ -20,7 +18,6 @@ LONG_FILES = {
     "framework.loop.fit_loop": "file",
     "framework.metrics.metric_log": "file",
     "framework.parallel.strategy": "file",
-    "framework.state.weight_average": "file",
     "framework.trainer.assembly": "file",
     "framework.trainer.trainer": "file",
     "framework.trainer.trainer_view": "file",
@@ -33,7 +30,6 @@ LONG_FILES = {
 
 # Functions whose body has more than 40 lines of code.
 LONG_FUNCTIONS = {
-    "framework.checkpoint.convert.foreign_state": "snapshot_of",
     "framework.loop.automatic_step": "AutomaticStep.__call__",
     "framework.resume.capture": "capture_run",
     "framework.run.run": "Run.__init__",

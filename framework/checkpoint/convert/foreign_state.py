@@ -59,7 +59,7 @@ class Foreign:
     weights: dict[str, Tensor]
     optimizers: list[ForeignOptimizer] | None = None
     schedulers: list[dict[str, Any]] | None = None
-    """None where the format tells nothing of schedulers."""
+    """None where the format does not hold schedulers."""
     scaler: dict[str, Any] | None = None
     progress: ForeignProgress = field(default_factory=ForeignProgress)
     hparams: dict[str, Any] = field(default_factory=dict)
@@ -94,12 +94,22 @@ def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
             key: {"count": average.count, "last_epoch": foreign.progress.epoch - 1}
             for key, average in foreign.averages.items()
         }
+    if foreign.optimizers is not None:
+        _add_training_state(foreign, foreign.optimizers, sections, document)
     buffers = foreign.buffers | {name for name, tensor in foreign.weights.items() if not tensor.is_floating_point()}
-    if foreign.optimizers is None:
-        return Snapshot(sections=sections, document=document, buffers=buffers)
+    return Snapshot(sections=sections, document=document, buffers=buffers)
+
+
+def _add_training_state(
+    foreign: Foreign,
+    optimizers: list[ForeignOptimizer],
+    sections: dict[str, dict[str, Shard]],
+    document: dict[str, Any],
+) -> None:
+    """Add the entries that a resumed run needs beside the model."""
     sections["optimizer"] = {}
     document["optimizers"] = []
-    for index, optimizer in enumerate(foreign.optimizers):
+    for index, optimizer in enumerate(optimizers):
         described, tensors = _optimizer(optimizer, index)
         document["optimizers"].append(described)
         sections["optimizer"].update(tensors)
@@ -114,7 +124,6 @@ def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
     sections["state"] = {name: Shard.whole(tensor) for name, tensor in tensors_of_state.items()}
     batches = foreign.progress.batch_in_epoch
     document["position"] = {"global_batches": batches} if batches and not foreign.progress.epoch_ended else None
-    return Snapshot(sections=sections, document=document, buffers=buffers)
 
 
 def _scaler(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
