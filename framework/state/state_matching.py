@@ -125,18 +125,26 @@ def match_optimizer(
     old = renamed((name for group in saved["groups"] for name in group["params"]), renames)
     groups = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
     here = {name: number for number, group in enumerate(own) for name in group}
+    _match_names(match, label, here, old, misshapen)
+    for name, saved_name in old.items():
+        if match.carries_groups and name in here and here[name] != groups[saved_name]:
+            places = f"group {groups[saved_name]} in the checkpoint, group {here[name]} here"
+            match.problems.append(f"{label}: {name} is in {places}")
+    return match
+
+
+def _match_names(
+    match: OptimizerMatch, label: str, here: Mapping[str, int], old: Mapping[str, str], misshapen: Container[str]
+) -> None:
+    """Match parameters by name, and list those that only one side has."""
     for position, name in enumerate(here):
         if name not in old:
             match.problems.append(f"{label}: {name} is in its groups here, not in the checkpoint{_guess(name, old)}")
         elif name not in misshapen:
             match.parameters[position] = old[name]
-    for name, saved_name in old.items():
+    for name in old:
         if name not in here:
             match.problems.append(f"{label}: {name} is in its groups in the checkpoint, not here{_guess(name, here)}")
-        elif match.carries_groups and here[name] != groups[saved_name]:
-            places = f"group {groups[saved_name]} in the checkpoint, group {here[name]} here"
-            match.problems.append(f"{label}: {name} is in {places}")
-    return match
 
 
 def match_schedulers(schedulers: Sequence[Any], saved: Sequence[str]) -> list[str]:

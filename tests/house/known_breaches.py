@@ -7,7 +7,6 @@ LONG_FILES = {
     "callbacks.model_checkpoint": "file",
     "callbacks.progress": "file",
     "framework.api.train_module": "file",
-    "framework.checkpoint.convert.deepspeed": "file",
     "framework.data.samplers": "file",
     "framework.data.training_source": "file",
     "framework.distributed.world": "file",
@@ -40,7 +39,6 @@ LONG_FUNCTIONS = {
 # Functions of framework with more than 15 branches.
 BRANCHING_FUNCTIONS = {
     "framework.checkpoint.convert.parameter_order": "_named",
-    "framework.checkpoint.convert.placeholder_objects": "as_plain",
     "framework.core.optimizer_config": "_resolved",
     "framework.distributed.gather": "gather_rows",
     "framework.fabric.state": "snapshot_of",
@@ -50,7 +48,6 @@ BRANCHING_FUNCTIONS = {
     "framework.metrics.metric_log": "MetricLog.log",
     "framework.parallel.resources": "_devices",
     "framework.resume.resume_point": "claim_directory",
-    "framework.state.state_matching": "match_optimizer",
     "framework.trainer.plugins": "resolve_callbacks",
     "framework.trainer.settings": "resolve_settings",
     "framework.watchdog.stall_detector": "Stalls._guilty Stalls.look",

@@ -151,15 +151,19 @@ def as_plain(value: Any, place: str, left: list[str]) -> Any:
         if not isinstance(found, Left):
             return as_plain(found, place, left)
         value = found
-    elif isinstance(value, type) and issubclass(value, Placeholder):
-        value = Left(value.foreign)
-    elif isinstance(value, Tensor):
-        value = _dense(value)
-    elif not isinstance(value, _KEPT):
-        value = Left(f"{type(value).__module__}.{type(value).__qualname__}")
+    else:
+        value = _leaf(value)
     if isinstance(value, Left) and value.kind not in _FACTORIES:
         left.append(f"{place} ({value.kind})")
     return value
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, type) and issubclass(value, Placeholder):
+        return Left(value.foreign)
+    if isinstance(value, Tensor):
+        return _dense(value)
+    return value if isinstance(value, _KEPT) else Left(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _dense(value: Tensor) -> Any:
