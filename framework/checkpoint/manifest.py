@@ -24,7 +24,6 @@ MANIFEST = "manifest.json"
 FORMAT = "phalanx-checkpoint"
 VERSION = 1
 MODEL = "model"
-"""The section of the model's weights and buffers."""
 _START = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
 FILE_NAME = re.compile(r"([a-z][a-z0-9_]*)-[0-9]{5,9}\.safetensors")
 SECTION_NAME = re.compile(r"[a-z][a-z0-9_]*")

@@ -38,7 +38,6 @@ LONG_FUNCTIONS = {
 
 # Functions of framework with more than 15 branches.
 BRANCHING_FUNCTIONS = {
-    "framework.checkpoint.convert.parameter_order": "_named",
     "framework.core.optimizer_config": "_resolved",
     "framework.distributed.gather": "gather_rows",
     "framework.fabric.state": "snapshot_of",

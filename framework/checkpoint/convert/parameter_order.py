@@ -133,26 +133,7 @@ def _named(
     num_optimizers: int,
     notes: list[str],
 ) -> ForeignOptimizer:
-    groups = [list(group["params"]) for group in state["param_groups"]]
-    positions = [position for group in groups for position in group]
-    if order is not None:
-        if [len(group) for group in order.groups] != [len(group) for group in groups]:
-            raise CheckpointError(
-                f"the foreign optimizer has groups of {[len(group) for group in groups]} parameters, the module's "
-                f"{[len(group) for group in order.groups]}: pass optimizers= with the same groups."
-            )
-        names = dict(zip(positions, [name for group in order.groups for name in group], strict=True))
-    elif all(isinstance(position, str) for position in positions):
-        names = {position: position for position in positions}
-    elif all(len(group.get("param_names") or ()) == len(group["params"]) for group in state["param_groups"]):
-        told = [name for group in state["param_groups"] for name in group["param_names"]]
-        names = dict(zip(positions, told, strict=True))
-    else:
-        names = _inferred(state, positions, weights, ordered, len(groups), num_optimizers)
-        notes.append(
-            "optimizer state was given to parameters in the order of the module, which is where their shapes fit; if "
-            "configure_optimizers orders them otherwise, convert again with module="
-        )
+    names = _names_of(state, weights, order, ordered, num_optimizers, notes)
     found: SlotState = {names[position]: dict(slots) for position, slots in state["state"].items()}
     _check_shapes(found, weights)
     named = [
@@ -162,6 +143,37 @@ def _named(
         for group in state["param_groups"]
     ]
     return ForeignOptimizer(named, found, order.kind if order is not None else "")
+
+
+def _names_of(
+    state: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    order: Order | None,
+    ordered: bool,
+    num_optimizers: int,
+    notes: list[str],
+) -> dict[Any, str]:
+    """Return the parameter's name for each position: by the module, by names in the file, or by shapes."""
+    groups = [list(group["params"]) for group in state["param_groups"]]
+    positions = [position for group in groups for position in group]
+    if order is not None:
+        if [len(group) for group in order.groups] != [len(group) for group in groups]:
+            raise CheckpointError(
+                f"the foreign optimizer has groups of {[len(group) for group in groups]} parameters, the module's "
+                f"{[len(group) for group in order.groups]}: pass optimizers= with the same groups."
+            )
+        return dict(zip(positions, [name for group in order.groups for name in group], strict=True))
+    if all(isinstance(position, str) for position in positions):
+        return {position: position for position in positions}
+    if all(len(group.get("param_names") or ()) == len(group["params"]) for group in state["param_groups"]):
+        given = [name for group in state["param_groups"] for name in group["param_names"]]
+        return dict(zip(positions, given, strict=True))
+    names = _inferred(state, positions, weights, ordered, len(groups), num_optimizers)
+    notes.append(
+        "optimizer state was given to parameters in the order of the module, which is where their shapes fit; if "
+        "configure_optimizers orders them otherwise, convert again with module="
+    )
+    return names
 
 
 def _check_shapes(found: SlotState, weights: Mapping[str, Tensor]) -> None:
