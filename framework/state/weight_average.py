@@ -219,7 +219,7 @@ class Average:
             self._let_go()
         self._write({entry.names[0]: entry.own for entry in entries})
         if share_buffers and any(entry.is_buffer for entry in entries):
-            self._strategy.syncbuffer_locations(self._run.module)
+            self._strategy.sync_buffers(self._run.module)
 
     def swap_out(self) -> None:
         """Give the module its live weights back. Collective."""
