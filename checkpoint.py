@@ -1,4 +1,4 @@
-"""``phalanx.checkpoint``: what a user does with a checkpoint on a disk. Nothing in here pickles or unpickles."""
+"""``phalanx.checkpoint``: read, write, compare and convert checkpoints. Nothing in here pickles or unpickles."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .framework.checkpoint.listing import checkpoints as checkpoints
     from .framework.checkpoint.reader import Checkpoint as Checkpoint
     from .framework.checkpoint.reader import open_checkpoint as open_checkpoint
+    from .framework.checkpoint.stale_files import clean_leftovers as clean_leftovers
     from .framework.checkpoint.verify import is_complete as is_complete
     from .framework.checkpoint.verify import verify as verify
     from .framework.checkpoint.whole_checkpoint import load as load
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from .framework.checkpoint.write_plan import Snapshot as Snapshot
     from .framework.checkpoint.writer import Save as Save
     from .framework.checkpoint.writer import save as save
-    from .framework.system.atomic_files import clean_leftovers as clean_leftovers
 
 _HOMES = {
     "Checkpoint": ".framework.checkpoint.reader",
@@ -39,7 +39,7 @@ _HOMES = {
     "Shard": ".framework.checkpoint.write_plan",
     "Snapshot": ".framework.checkpoint.write_plan",
     "checkpoints": ".framework.checkpoint.listing",
-    "clean_leftovers": ".framework.system.atomic_files",
+    "clean_leftovers": ".framework.checkpoint.stale_files",
     "consolidate": ".framework.checkpoint.consolidate",
     "convert": ".framework.checkpoint.convert.convert",
     "diff": ".framework.checkpoint.diff",

@@ -1,4 +1,4 @@
-"""What ``ModelCheckpoint`` is about to do at one moment, decided by rank 0 and told to all."""
+"""The plan of ``ModelCheckpoint`` for one save, decided by rank 0 and broadcast to all ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One moment's plan; the same on every rank."""
+    """The plan of one save; the same on every rank."""
 
     last: str = ""
-    """Where the newest state goes; empty where none is kept apart."""
+    """The path of ``last.ckpt``; empty without ``save_last``."""
     path: str = ""
-    """Where a checkpoint goes that is kept by one of the rules; empty where none of them wants it."""
+    """The path of a checkpoint that one of the rules retains; empty where no rule does."""
     score: float | None = None
     """The metric it is ranked by; None without one."""
     counts: bool = False
@@ -22,5 +22,5 @@ class SavePlan:
 
     @property
     def targets(self) -> list[str]:
-        """What is to be written, under which names."""
+        """The paths to write."""
         return [path for path in (self.path, self.last) if path]

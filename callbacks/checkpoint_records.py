@@ -1,9 +1,10 @@
-"""What ``ModelCheckpoint`` has saved and keeps: its records, as the user reads them and as a checkpoint holds them."""
+"""Records of the checkpoints that ``ModelCheckpoint`` has saved and retains, for the user and for a resumed run."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from ..framework.api.callback import Callback
 from ..framework.checkpoint.retention import Retention
-from ..framework.checkpoint.whole_checkpoint import remove
+from ..framework.checkpoint.whole_checkpoint import hide
+from ..framework.system.atomic_directories import delete_hidden
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
@@ -30,7 +32,7 @@ class CheckpointRecords(Callback):
     _newest: str
     _current: float | None
     _giving_way: list[str]
-    """What the checkpoint being saved takes the place of: a run killed before that was deleted does it later."""
+    """Checkpoints replaced by the one being saved: a run killed before they are deleted deletes them when resumed."""
 
     @property
     def best_model_path(self) -> str:
@@ -113,20 +115,25 @@ class CheckpointRecords(Callback):
         self._newest = "" if self._newest in missing else self._newest
         self.last_model_path = "" if self.last_model_path in missing else self.last_model_path
         if trainer.is_global_zero:
-            for text in self._remove(set(self._giving_way) - self._kept.paths - {self.last_model_path}):
+            for text in self._remove(set(self._giving_way) - self._kept.paths - {self.last_model_path}, delete_hidden):
                 trainer.note(text)
         self._giving_way = []
 
-    def _remove(self, paths: set[str]) -> list[str]:
-        """Delete checkpoints; return a sentence for each that stays. What lies elsewhere is not ours to delete."""
+    def _remove(self, paths: set[str], delete: Callable[[Path], None]) -> list[str]:
+        """Delete checkpoints in ``dirpath``; return a sentence for each that stays.
+
+        Each is renamed to a hidden name here, so that no reader finds it any more, and handed to ``delete``.
+        """
         notes = []
         for path in sorted(paths):
             if self.dirpath is None or not Path(path).is_relative_to(self.dirpath) or not os.path.lexists(path):
                 continue
             try:
-                remove(path)
+                hidden = hide(path)
+                if hidden is not None:
+                    delete(hidden)
             except OSError as error:
-                notes.append(f"An old checkpoint stays: {error}")
+                notes.append(f"An old checkpoint was not deleted: {error}")
         return notes
 
 

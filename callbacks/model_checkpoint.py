@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..framework.checkpoint.background_deletion import BackgroundDeletion
 from ..framework.checkpoint.file_names import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.save_request import SaveRequest
@@ -300,7 +301,7 @@ class ModelCheckpoint(CheckpointRecords):
             self.asynchronous,
             also=Path(targets[1]) if len(targets) > 1 else None,
             failure_key=self.state_key,
-            prune=partial(self._remove, set(self._giving_way)),
+            prune=partial(self._prune, set(self._giving_way)),
             on_done=partial(self._finished, trainer, plan, before),
         )
         trainer.request_save(request)
@@ -316,6 +317,10 @@ class ModelCheckpoint(CheckpointRecords):
         if trainer.is_global_zero:
             self._tell_loggers(trainer)
         self._tell(trainer, plan)
+
+    def _prune(self, paths: set[str], deletion: BackgroundDeletion) -> list[str]:
+        """Have the checkpoints that gave way deleted, on a thread: training does not wait for it."""
+        return self._remove(paths, deletion.add)
 
     def _record(self, plan: SavePlan) -> None:
         """Note a checkpoint that is about to be saved."""

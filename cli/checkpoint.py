@@ -87,7 +87,7 @@ def _list(verbs: Any) -> None:
 
 
 def _folders_below(folder: Path) -> list[Path]:
-    """Return where a run, or the runs of a name, keep their checkpoints."""
+    """Return the checkpoint directories of a run, or of the runs of a name."""
     patterns = ("checkpoints", "version_*/checkpoints", "*/version_*/checkpoints")
     found = [place for pattern in patterns for place in sorted(folder.glob(pattern))]
     return [place for place in found if place.is_dir() and library.checkpoints(place)]
@@ -156,7 +156,7 @@ def _convert(verbs: Any) -> None:
     parser = _verb(verbs, "convert", run, "make a checkpoint from one of Lightning, Accelerate or DeepSpeed")
     parser.add_argument("path", help="the foreign file or folder")
     parser.add_argument("out", help="the checkpoint to make; nothing may be there")
-    parser.add_argument("--format", help="what it is, where that cannot be told: lightning, accelerate, deepspeed, ...")
+    parser.add_argument("--format", help="the format, if it is not recognised: lightning, accelerate, deepspeed, ...")
     parser.add_argument("--module", metavar="MODULE:CLASS", help="the module's class, where names are not certain")
     parser.add_argument("--prefix", default="", help="what the names of weights get before them, such as net.")
     parser.add_argument(

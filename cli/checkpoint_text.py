@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and what differs between two, as text for people."""
+"""Text for the console: the contents of a checkpoint, and the differences between two."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def show_difference(found: Any) -> None:
         _some("another dtype", [f"{key}: {a} and {b}" for key, (a, b) in section.dtypes.items()])
         _some("other values", [_values(key, value) for key, value in section.values.items()])
     if found.documents:
-        say("what is no tensor:")
+        say("other values:")
     _some("differs", [f"{path}: {a} and {b}" for path, a, b in found.documents])
 
 

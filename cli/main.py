@@ -54,7 +54,7 @@ def build_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. ``arguments`` are those of the process where they are None."""
+    """Run the command and return its exit code. ``arguments`` default to those of the process."""
     try:
         given, foreign = build_parser().parse_known_args(arguments)
         if foreign:

@@ -1,4 +1,4 @@
-"""What the command prints: text that no name from a file can bend, sizes and ages for people, JSON for programs."""
+"""Output of the command: text that no name from a file can bend, sizes and ages to read, JSON for programs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from ..framework.core.errors import ConfigurationError, did_you_mean
 
 
 def find_module(given: str) -> Any:
-    """Return what ``package.module:Class`` names; modules are looked for in the working directory too.
+    """Import the class that ``package.module:Class`` names; modules are looked for in the working directory too.
 
     Raises:
         ConfigurationError: it is not of that form, or nothing is there.

@@ -1,4 +1,4 @@
-"""One piece of work on a thread of its own, that the thread which began it hears of later."""
+"""A task on a thread of its own, whose error is kept for the thread that started it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class Background:
-    """Runs ``work`` at once on a daemon thread. It never raises there: what it met is in ``error`` once it is over.
+    """Runs ``work`` at once on a daemon thread. Nothing is raised there: ``error`` holds the exception afterwards.
 
-    ``over`` is called on that thread at the very end.
+    ``over`` is called on that thread at the end.
     """
 
     def __init__(self, work: Callable[[], None], over: Callable[[], None] = lambda: None) -> None:
@@ -19,17 +19,17 @@ class Background:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is over, at most so long; return whether it is."""
+        """Wait until the task has ended, at most ``seconds``; return whether it has."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def give_up(self) -> None:
-        """Ask the work to end soon; nobody waits for it any more."""
+        """Ask the task to end soon, as its result is no longer awaited."""
         self._given_up.set()
 
     @property
     def given_up(self) -> bool:
-        """Whether the work is no longer wanted."""
+        """Whether ``give_up`` was called."""
         return self._given_up.is_set()
 
     def _run(self, work: Callable[[], None], over: Callable[[], None]) -> None:

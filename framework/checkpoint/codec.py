@@ -15,42 +15,16 @@ from __future__ import annotations
 import base64
 import datetime
 import math
-import pathlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.errors import CheckpointError, ConfigurationError
+from ..core.errors import CheckpointError
+from .codec_encoder import DTYPES, FACTORIES, MAPPINGS, MAX_DEPTH, NUMPY, PATHS, TAG, Encoder, at
 from .manifest import JSON
-
-_TAG = "$"
-# Each level takes five frames of Python, and whoever saves is deep in a stack already.
-_MAX_DEPTH = 64
-_SMALL_BYTES = 4096
-_INT64 = 1 << 63
-
-_FACTORIES: dict[str, type] = {
-    factory.__name__: factory for factory in (bool, int, float, str, bytes, list, tuple, dict, set)
-}
-_PATHS: dict[str, type[pathlib.PurePath]] = {
-    "Path": pathlib.Path,
-    "PurePosixPath": pathlib.PurePosixPath,
-    "PureWindowsPath": pathlib.PureWindowsPath,
-}
-_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-_DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
-}
-# numpy kinds: bool, signed, unsigned, float, complex; by name, so that a file cannot ask for object arrays.
-_NUMPY = [
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-]
 
 
 def encode(state: Any) -> tuple[JSON, dict[str, Tensor]]:
@@ -60,13 +34,13 @@ def encode(state: Any) -> tuple[JSON, dict[str, Tensor]]:
         ConfigurationError: something in the state is of a type that is not kept; the message names its place.
     """
     tensors: dict[str, Tensor] = {}
-    return _Encoder(tensors).value(state, ()), tensors
+    return Encoder(tensors).value(state, ()), tensors
 
 
 def encode_inline(state: Any) -> JSON:
     """Turn nested state into a document alone: tensors are written into it (base64). For small states, such as
     random generators. Raises as ``encode``."""
-    return _Encoder(None).value(state, ())
+    return Encoder(None).value(state, ())
 
 
 def decode(document: JSON, tensors: Mapping[str, Tensor] | None = None) -> Any:
@@ -78,180 +52,6 @@ def decode(document: JSON, tensors: Mapping[str, Tensor] | None = None) -> Any:
     return _Decoder(tensors or {}).value(document, ())
 
 
-class _Encoder:
-    """One walk over a state. ``tensors`` is None where they are written into the document."""
-
-    def __init__(self, tensors: dict[str, Tensor] | None) -> None:
-        self.tensors = tensors
-        self.open: set[int] = set()
-
-    def value(self, value: Any, path: tuple[str, ...]) -> JSON:
-        kind = type(value)
-        if value is None or kind in (bool, str):
-            return value
-        if kind is int:
-            return value if -_INT64 <= value < _INT64 else {_TAG: "int", "value": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
-        if isinstance(value, Tensor):
-            return self.tensor(value, path)
-        writer = _LEAVES.get(kind)
-        if kind is datetime.datetime and type(value.tzinfo) not in (type(None), datetime.timezone):
-            raise _refused(value, path)
-        if writer is not None:
-            return writer(value)
-        if kind in (bytes, bytearray):
-            return self.bytes(value, path)
-        return self.container(value, path)
-
-    def container(self, value: Any, path: tuple[str, ...]) -> JSON:
-        if id(value) in self.open:
-            raise ConfigurationError(f"state{_at(path)} contains itself; save a state without cycles.")
-        if len(path) > _MAX_DEPTH:
-            raise ConfigurationError(f"state{_at(path[:5])}... is nested over {_MAX_DEPTH} levels; flatten it.")
-        self.open.add(id(value))
-        try:
-            return self.opened(value, path)
-        finally:
-            self.open.discard(id(value))
-
-    def opened(self, value: Any, path: tuple[str, ...]) -> JSON:
-        kind = type(value)
-        if kind is list:
-            return self.items(value, path)
-        if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
-            return {key: self.value(item, (*path, key)) for key, item in value.items()}
-        if kind in (dict, OrderedDict, Counter, defaultdict):
-            return self.mapping(value, path)
-        if kind in (tuple, torch.Size):
-            return {_TAG: "tuple" if kind is tuple else "size", "items": self.items(value, path)}
-        if kind in (set, frozenset):
-            # The order of a set differs between processes; a document does not.
-            return {_TAG: kind.__name__, "items": sorted(self.items(value, path), key=repr)}
-        if kind.__module__ == "numpy":
-            return self.numpy(value, path)
-        raise _refused(value, path)
-
-    def items(self, values: Any, path: tuple[str, ...]) -> list[JSON]:
-        return [self.value(item, (*path, str(index))) for index, item in enumerate(values)]
-
-    def mapping(self, value: dict[Any, Any], path: tuple[str, ...]) -> JSON:
-        items = []
-        for key, item in value.items():
-            inside = (*path, str(key))
-            items.append([self.value(key, inside), self.value(item, inside)])
-        if type(value) is not defaultdict:
-            return {_TAG: type(value).__name__, "items": items}
-        factory = getattr(value.default_factory, "__name__", "")
-        if value.default_factory is not None and _FACTORIES.get(factory) is not value.default_factory:
-            return {_TAG: "dict", "items": items}
-        return {_TAG: "defaultdict", "factory": factory or None, "items": items}
-
-    def bytes(self, value: bytes | bytearray, path: tuple[str, ...]) -> JSON:
-        name = type(value).__name__
-        if self.tensors is None or len(value) <= _SMALL_BYTES:
-            return {_TAG: name, "base64": base64.b64encode(value).decode("ascii")}
-        # From a bytearray, as torch warns of memory that cannot be written.
-        tensor = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        return {_TAG: name, "tensor": self.place(tensor, path)}
-
-    def tensor(self, value: Tensor, path: tuple[str, ...]) -> JSON:
-        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-            raise _refused(value, path)
-        if value.is_meta or value.is_quantized:
-            raise _refused(value, path)
-        value = value.detach()
-        if value.dim() == 0 and value.device.type == "cpu":
-            number = value.item()
-            return {_TAG: "scalar", "dtype": _dtype_name(value.dtype), "value": self.value(number, path)}
-        if self.tensors is None:
-            return {_TAG: "inline", **_inline(value)}
-        return {_TAG: "tensor", "key": self.place(value, path)}
-
-    def numpy(self, value: Any, path: tuple[str, ...]) -> JSON:
-        import numpy
-
-        name = value.dtype.name if isinstance(value, numpy.generic | numpy.ndarray) else ""
-        if name not in _NUMPY or not value.dtype.isnative:
-            raise _refused(value, path)
-        if isinstance(value, numpy.generic):
-            return {_TAG: "numpy", "dtype": name, "value": self.value(value.item(), path)}
-        # Copied: torch warns of arrays that cannot be written, and the caller's may change before it is saved.
-        tensor = torch.from_numpy(numpy.array(value, order="C"))
-        return {_TAG: "array", "dtype": name, "value": self.tensor(tensor, path)}
-
-    def place(self, tensor: Tensor, path: tuple[str, ...]) -> str:
-        assert self.tensors is not None
-        name = key = "/".join(path) or "value"
-        number = 1
-        while key in self.tensors:
-            number += 1
-            key = f"{name}~{number}"
-        self.tensors[key] = tensor
-        return key
-
-
-def _complex(value: complex) -> JSON:
-    parts = [_Encoder(None).value(part, ()) for part in (value.real, value.imag)]
-    return {_TAG: "complex", "value": parts}
-
-
-def _path(value: pathlib.PurePath) -> JSON:
-    name = "Path" if isinstance(value, pathlib.Path) else type(value).__name__
-    return {_TAG: "path", "type": name, "value": str(value)}
-
-
-_LEAVES: dict[type, Callable[[Any], JSON]] = {
-    complex: _complex,
-    torch.dtype: lambda value: {_TAG: "dtype", "value": _dtype_name(value)},
-    torch.device: lambda value: {_TAG: "device", "value": str(value)},
-    range: lambda value: {_TAG: "range", "value": [value.start, value.stop, value.step]},
-    datetime.datetime: lambda value: {_TAG: "datetime", "value": value.isoformat()},
-    datetime.date: lambda value: {_TAG: "date", "value": value.isoformat()},
-    datetime.timedelta: lambda value: {
-        _TAG: "timedelta",
-        "value": [value.days, value.seconds, value.microseconds],
-    },
-    pathlib.PosixPath: _path,
-    pathlib.WindowsPath: _path,
-    pathlib.PurePosixPath: _path,
-    pathlib.PureWindowsPath: _path,
-}
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ConfigurationError(f"tensors of {dtype} are not kept in a checkpoint; convert them first.")
-    return name
-
-
-def _inline(value: Tensor) -> dict[str, JSON]:
-    data = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return {
-        "dtype": _dtype_name(value.dtype),
-        "shape": list(value.shape),
-        "base64": base64.b64encode(data.numpy().tobytes()).decode("ascii"),
-    }
-
-
-def _at(path: tuple[str, ...]) -> str:
-    return "".join(f"[{part!r}]" for part in path)
-
-
-def _refused(value: Any, path: tuple[str, ...]) -> ConfigurationError:
-    kind = type(value)
-    detail = f" (with the zone {value.tzinfo!r})" if kind is datetime.datetime else ""
-    if isinstance(value, Tensor):
-        detail = f" (layout {value.layout}, dtype {value.dtype}, device {value.device})"
-    return ConfigurationError(
-        f"state{_at(path)} is a {kind.__module__}.{kind.__qualname__}{detail}, which a checkpoint does not keep:"
-        " nothing in it is pickled. Return plain values from state_dict (numbers, strings, lists, dicts, dense"
-        " tensors) and rebuild the object in load_state_dict; for an enum its .value, for a named tuple or dataclass"
-        " a dict."
-    )
-
-
 class _Decoder:
     """One walk over a document."""
 
@@ -259,21 +59,21 @@ class _Decoder:
         self.tensors = tensors
 
     def value(self, value: JSON, path: tuple[str, ...]) -> Any:
-        if len(path) > 2 * _MAX_DEPTH:
-            raise CheckpointError(f"document{_at(path[:5])}... is nested too deep; the checkpoint is damaged.")
+        if len(path) > 2 * MAX_DEPTH:
+            raise CheckpointError(f"document{at(path[:5])}... is nested too deep; the checkpoint is damaged.")
         if isinstance(value, list):
             return [self.value(item, (*path, str(index))) for index, item in enumerate(value)]
         if not isinstance(value, dict):
             return value
-        if _TAG not in value:
+        if TAG not in value:
             return {key: self.value(item, (*path, key)) for key, item in value.items()}
         try:
-            return self.tagged(value[_TAG], value, path)
+            return self.tagged(value[TAG], value, path)
         except CheckpointError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"document{_at(path)} is not a value that phalanx writes ({type(error).__name__}: {error});"
+                f"document{at(path)} is not a value that phalanx writes ({type(error).__name__}: {error});"
                 " the checkpoint is damaged or of a newer version."
             ) from error
 
@@ -281,20 +81,20 @@ class _Decoder:
         if kind in ("tuple", "size", "set", "frozenset"):
             build: dict[str, Any] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
             return build[kind](self.value(value["items"], path))
-        if kind in _MAPPINGS or kind == "defaultdict":
+        if kind in MAPPINGS or kind == "defaultdict":
             return self.mapping(kind, value, path)
         if kind in ("bytes", "bytearray"):
             return (bytes if kind == "bytes" else bytearray)(self.bytes(value))
         if kind == "tensor":
             return self.tensors[value["key"]]
         if kind == "scalar":
-            return torch.tensor(_number(self.value(value["value"], path)), dtype=_DTYPES[value["dtype"]])
+            return torch.tensor(_number(self.value(value["value"], path)), dtype=DTYPES[value["dtype"]])
         if kind == "array":
             return self.array(value, path)
         if kind == "numpy":
             import numpy
 
-            return numpy.dtype(_known(value["dtype"], _NUMPY)).type(_number(self.value(value["value"], path)))
+            return numpy.dtype(_known(value["dtype"], NUMPY)).type(_number(self.value(value["value"], path)))
         if kind == "complex":
             real, imaginary = self.value(value["value"], path)
             return complex(real, imaginary)
@@ -304,9 +104,9 @@ class _Decoder:
         pairs = [(self.value(key, path), self.value(item, path)) for key, item in value["items"]]
         if kind != "defaultdict":
             # Counter(pairs) would count the pairs.
-            return _MAPPINGS[kind](dict(pairs))
+            return MAPPINGS[kind](dict(pairs))
         factory = value["factory"]
-        return defaultdict(None if factory is None else _FACTORIES[factory], pairs)
+        return defaultdict(None if factory is None else FACTORIES[factory], pairs)
 
     def bytes(self, value: dict[str, JSON]) -> bytes:
         if "tensor" in value:
@@ -328,7 +128,7 @@ def _known(name: str, names: list[str]) -> str:
 
 def _read_inline(value: dict[str, JSON]) -> Tensor:
     data = bytearray(base64.b64decode(value["base64"], validate=True))
-    dtype, shape = _DTYPES[value["dtype"]], value["shape"]
+    dtype, shape = DTYPES[value["dtype"]], value["shape"]
     # Before any memory is asked for: the bytes are here, and there are so many.
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data):,} bytes are no {dtype} tensor of shape {shape}")
@@ -346,12 +146,12 @@ def _number(value: Any) -> Any:
 _READERS: dict[str, Callable[[dict[str, JSON]], Any]] = {
     "int": lambda value: int(value["value"], 16),
     "float": lambda value: float(_known(value["value"], ["nan", "inf", "-inf"])),
-    "dtype": lambda value: _DTYPES[value["value"]],
+    "dtype": lambda value: DTYPES[value["value"]],
     "device": lambda value: torch.device(value["value"]),
     "range": lambda value: range(*value["value"]),
     "datetime": lambda value: datetime.datetime.fromisoformat(value["value"]),
     "date": lambda value: datetime.date.fromisoformat(value["value"]),
     "timedelta": lambda value: datetime.timedelta(*value["value"]),
-    "path": lambda value: _PATHS[value["type"]](value["value"]),
+    "path": lambda value: PATHS[value["type"]](value["value"]),
     "inline": _read_inline,
 }

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from ..core.errors import unknown
+from .manifest import MODEL
 from .reader import Checkpoint, open_checkpoint
 from .safetensors_export import PlainTensors, size_in_bytes, target_dtype, write_plain
 from .stored_tensor import SavedTensor, StoredTensor
 
-MODEL = "model"
 AVERAGES = "averages"
 
 

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: names, shapes, dtypes, values, and everything that is not a tensor."""
+"""Compare two checkpoints: names, shapes, dtypes, values, and everything that is not a tensor."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _MISSING = "(not there)"
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How many of a tensor's elements differ, and the largest difference; NaN equals NaN, and beside a number it is
-    one element that differs by infinity."""
+    """The number of elements that differ and the largest difference.
+
+    NaN equals NaN; NaN beside a number differs by infinity.
+    """
 
     elements: int
     different: int
@@ -33,7 +35,7 @@ class ValueDifference:
 
 @dataclass
 class SectionDifference:
-    """What differs in a section. ``shapes`` and ``dtypes`` have both sides, the first checkpoint's first."""
+    """The differences in a section. ``shapes`` and ``dtypes`` have both sides, the first checkpoint's first."""
 
     only_in_first: list[str] = field(default_factory=list)
     only_in_second: list[str] = field(default_factory=list)
@@ -41,7 +43,7 @@ class SectionDifference:
     dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
     values: dict[str, ValueDifference] = field(default_factory=dict)
     same: int = 0
-    """How many tensors are equal in name, shape, dtype and every element."""
+    """The number of tensors that are equal in name, shape, dtype and every element."""
 
     @property
     def equal(self) -> bool:
@@ -51,8 +53,7 @@ class SectionDifference:
 
 @dataclass
 class Difference:
-    """What differs between two checkpoints. How they are split over files and ranks, and when they were saved, is not
-    part of it."""
+    """The differences between two checkpoints; the layout over files and ranks and the time of saving do not count."""
 
     sections: dict[str, SectionDifference]
     documents: list[tuple[str, str, str]]
@@ -149,7 +150,7 @@ def _bits(tensor: Tensor) -> torch.dtype:
 
 
 def _documents(one: JSON, other: JSON, path: str, depth: int) -> Iterator[tuple[str, str, str]]:
-    """Yield where two documents differ. Below a hundred levels they are compared as wholes."""
+    """Yield the places in which two documents differ. Below a hundred levels they are compared as wholes."""
     if type(one) is dict and type(other) is dict and depth < 100:
         for key in dict.fromkeys([*one, *other]):
             here = f"{path}/{key}"
@@ -165,6 +166,6 @@ def _documents(one: JSON, other: JSON, path: str, depth: int) -> Iterator[tuple[
 
 
 def _text(value: Any, limit: int | None = _MAX_TEXT) -> str:
-    """Return JSON, so that 1, 1.0 and true are three values; shortened where a person reads it."""
+    """Return JSON, so that 1, 1.0 and true are three values; shortened for display."""
     text = json.dumps(value)
     return text if limit is None or len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"

@@ -1,4 +1,4 @@
-"""A directory tried before the first step: all that a save will do in it is done once, with a few bytes."""
+"""A test of a checkpoint directory before the first step: each operation of a save, once, with a few bytes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from pathlib import Path
 
 from ..core.errors import StorageError
 from ..distributed.world import World
-from ..system.atomic_files import (
-    HiddenDirectory,
-    hidden_sibling,
-    make_directory,
-    remove_tree,
-    sync_directory,
-    write_synced,
-)
+from ..system.atomic_directories import HiddenDirectory, delete_hidden, remove_tree
+from ..system.atomic_files import hidden_sibling, make_directory, write_synced
 from .save_errors import agree, error_of, tell
 
 NAME = "probe"
-"""What the hidden directory is named after, so that one left by a killed process is known."""
+"""The name that hidden probe directories are made from, so that one left by a killed process is recognised."""
 
 
 def probe(directory: Path, world: World, sharded: bool) -> None:
@@ -39,7 +33,7 @@ def probe(directory: Path, world: World, sharded: bool) -> None:
         writes = sharded or world.is_global_zero
         failure = _attempt(lambda: write_synced(place / _part(world.rank), b"phalanx")) if writes else None
         agree(world, failure, directory, what)
-        failure = _attempt(lambda: _rename(place)) if world.is_global_zero else None
+        failure = _attempt(lambda: _rename_and_delete(place)) if world.is_global_zero else None
         told = world.broadcast_object(tell(failure, directory))
         error = error_of([told], what, world.size)
         if error is not None:
@@ -69,17 +63,7 @@ def _part(rank: int) -> str:
     return f"probe-{rank:05d}.safetensors"
 
 
-def _rename(place: Path) -> None:
-    goal = hidden_sibling(place.parent / NAME, "gone")
-    os.rename(place, goal)
-    sync_directory(goal.parent)
-    remove_tree(goal)
-
-
-def free_bytes(directory: Path) -> int | None:
-    """Return the bytes that this user may still write where a directory is or will be; None where nobody can tell."""
-    for place in (directory, *directory.parents):
-        with contextlib.suppress(OSError):
-            found = os.statvfs(place)
-            return found.f_bavail * found.f_frsize
-    return None
+def _rename_and_delete(place: Path) -> None:
+    hidden = hidden_sibling(place.parent / NAME, "gone")
+    os.rename(place, hidden)
+    delete_hidden(hidden)

@@ -23,7 +23,7 @@ class NameTemplate:
 
     Raises:
         ConfigurationError: the template cannot be read, a field's format does not fit numbers, or there is a slash
-            outside fields, which would put checkpoints where nobody looks for them.
+            outside fields, which would put checkpoints into folders that are never searched.
     """
 
     def __init__(self, template: str, insert_names: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, told from its manifest alone: no tensor is read. Needs no torch."""
+"""The contents of a checkpoint, from its manifest alone: no tensor is read. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTERS = ("epoch", "batch_in_epoch", "global_batch", "global_step")
 
 @dataclass(frozen=True)
 class SectionSummary:
-    """What lies in a section: how many tensors, their elements and bytes, and the names that are tied to others."""
+    """The contents of a section: how many tensors, their elements and bytes, and the names that are tied to others."""
 
     tensors: int
     tied: int
@@ -37,7 +37,7 @@ class OptimizerSummary:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint says of itself. What it does not say (who saved it may have kept less) is None or empty."""
+    """The description of a checkpoint. Fields that it does not contain are `None` or empty."""
 
     path: str
     format_version: int
@@ -68,11 +68,11 @@ class Inspection:
     """As the manifest has them: what JSON does not know is an object with the key ``"$"``."""
     unsaved_hparams: list[str]
     metrics: dict[str, float]
-    """What was logged by then, as far as it is numbers."""
+    """The metrics that had been logged, those that are numbers."""
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
-    """Return what a checkpoint holds, from its manifest; ``verify`` says whether the files are good.
+    """Describe a checkpoint by its manifest; ``verify`` says whether the files are good.
 
     Raises:
         CheckpointError: there is none, its manifest is damaged, or it is of a newer format version.
@@ -81,7 +81,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
 
 
 def inspection_of(path: str | os.PathLike[str], manifest: Manifest) -> Inspection:
-    """Return what a manifest says of the checkpoint ``path``."""
+    """Describe the checkpoint ``path`` by its manifest."""
     document = _dict(manifest.document)
     progress = _dict(document.get("progress"))
     epoch, batch, _, step = (_count(progress.get(name)) for name in _COUNTERS)
@@ -158,7 +158,7 @@ def _optimizer(described: dict[str, JSON]) -> OptimizerSummary:
     return OptimizerSummary(_text(described.get("class")) or "", groups)
 
 
-# A manifest is well-formed; what stands in its document is anybody's.
+# A manifest is well-formed; its document may hold anything.
 def _dict(value: JSON) -> dict[str, Any]:
     return value if type(value) is dict else {}
 

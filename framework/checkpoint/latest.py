@@ -1,4 +1,4 @@
-"""Which checkpoint of a directory to resume from: found by looking, never through a pointer file. Needs no torch."""
+"""The checkpoint of a directory to resume from: found by its contents, never by a pointer file. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def newest_good(
     """Return the checkpoint in ``directory``, or in one of several, that got furthest and verifies, or None.
 
     "Furthest" is by the progress in the manifests (optimizer steps, then batches, then the time of saving), never by
-    names or a pointer file. ``note`` is told why each better one was passed over: damaged, weights that are not finite,
-    or what ``refuse`` answered for it. Links and unfinished saves are not looked at.
+    names or a pointer file. ``note`` is called with the reason for each better one that was skipped: damaged, weights
+    that are not finite, or the answer of ``refuse``. Links and unfinished saves are not looked at.
     """
     found: list[tuple[tuple[int, int, float], Path, Manifest]] = []
     directories = [directory] if isinstance(directory, (str, os.PathLike)) else directory
@@ -42,7 +42,7 @@ def newest_good(
 
 
 def candidates(directory: Path) -> Iterator[Path]:
-    """Yield what may be a checkpoint in a directory, by name: no links, nothing hidden.
+    """Yield the possible checkpoints in a directory, by name: no links, nothing hidden.
 
     Raises:
         StorageError: it cannot be listed.

@@ -29,7 +29,7 @@ class Listed:
     step: int | None = None
     epoch: int | None = None
     metric: tuple[str, float] | None = None
-    """What a ModelCheckpoint ranks by, and its value."""
+    """The metric that a ModelCheckpoint ranks by, and its value."""
     bytes: int | None = None
     """Of the tensor files and the manifest."""
     saved_at: float | None = None

@@ -23,6 +23,7 @@ JSON: TypeAlias = Any
 MANIFEST = "manifest.json"
 FORMAT = "phalanx-checkpoint"
 VERSION = 1
+MODEL = "model"
 _START = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
 FILE_NAME = re.compile(r"([a-z][a-z0-9_]*)-[0-9]{5,9}\.safetensors")
 SECTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -248,7 +249,7 @@ def _check_tensor(manifest: Manifest, section: str, name: str, record: TensorRec
         raise ValueError(f"{where} has two parts in one file")
     for part in record.parts:
         if part.file not in manifest.files or FILE_NAME.fullmatch(part.file)[1] != section:  # type: ignore[index]
-            raise ValueError(f"{where} lies in {part.file!r}, which is no file of this section")
+            raise ValueError(f"{where} lies in {part.file!r}, which is not a file of this section")
 
 
 def _check_files(manifest: Manifest) -> None:
@@ -277,7 +278,7 @@ def _natural(value: JSON) -> int:
 
 def _seconds(value: JSON) -> float:
     if type(value) not in (int, float) or not 0 <= value < 1e12:
-        raise ValueError(f"{value!r} is no time in seconds since 1970")
+        raise ValueError(f"{value!r} is not a time in seconds since 1970")
     return float(value)
 
 

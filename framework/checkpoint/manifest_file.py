@@ -1,4 +1,4 @@
-"""What a directory is, before any tensor is read: a checkpoint with a good manifest, or not. Needs no torch."""
+"""Recognise a checkpoint and read its manifest, before any tensor is read. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeping optimizers from stepping while another thread still copies their state."""
+"""A gate that makes optimizers wait with their step while another thread copies their state."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Hold:
             self._free.wait()
 
     def release(self) -> None:
-        """Let updates go on."""
+        """Release waiting updates."""
         self._free.set()
 
     def close(self) -> None:
-        """Leave the optimizers as they were."""
+        """Remove all hooks from the optimizers."""
         self.release()
         for _, handle in self._held.values():
             handle.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from .manifest import JSON, Manifest, Part, TensorRecord
 from .manifest_file import read_manifest
 from .safetensors_header import CHUNK_BYTES, PlainFile, open_tensor_file
 from .safetensors_io import DTYPES, bytes_of
-from .tiling import Box, is_flat
+from .tiling import flat_boxes, is_flat
 from .verify import was_replaced
 
 # A checkpoint of a thousand ranks has more files than a process may hold open.
@@ -139,7 +139,7 @@ class Checkpoint:
             out = self._empty(name, record, touched, (length,))
             self._copy_range(name, record, touched, start, out)
             return out
-        boxes = list(_flat_boxes(record.shape, start, length)) if length else []
+        boxes = list(flat_boxes(record.shape, start, length)) if length else []
         inside = [parts_in_box(record, *box) for box in boxes]
         out = self._empty(name, record, [part for parts in inside for part in parts], (length,))
         position = 0
@@ -280,25 +280,6 @@ def parts_in_range(record: TensorRecord, start: int, length: int) -> list[Part]:
         for part in record.parts
         if max(start, part.offsets[0]) < min(start + length, part.offsets[0] + part.shape[0])
     ]
-
-
-def _flat_boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[Box]:
-    """Yield the boxes that are, one after the other, ``length`` elements from ``start`` on of the flattened tensor."""
-    if not shape:
-        yield (), ()
-        return
-    row, position, stop = prod(shape[1:]), start, start + length
-    while position < stop:
-        first, inside = divmod(position, row)
-        size = min(row - inside, stop - position)
-        if size < row:
-            for offsets, extent in _flat_boxes(shape[1:], inside, size):
-                yield (first, *offsets), (1, *extent)
-        else:
-            count = (stop - position) // row
-            yield (first, *(0,) * len(shape[1:])), (count, *shape[1:])
-            size = count * row
-        position += size
 
 
 def _cut(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: the best k by a score, the newest n, every nth for ever; each that one of them wants."""
+"""The rules by which checkpoints are retained: the best k by a score, the newest n, every nth for ever."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BestK:
             return False
         if len(self.scores) < self.k:
             return True
-        # There are more where a run goes on that kept more before.
+        # There are more in a resumed run that retained more before.
         return is_better(score, sorted(self.scores.values(), reverse=self.mode == "max")[self.k - 1], self.mode)
 
     def add(self, path: str, score: float) -> None:
@@ -87,7 +87,7 @@ class Retention:
         self.newest: list[str] = []
         self.forever: list[str] = []
         self.due = 0
-        """How many checkpoints have been due, written or not."""
+        """The number of checkpoints that have been due, written or not."""
 
     @property
     def saves(self) -> bool:
@@ -134,7 +134,7 @@ class Retention:
         self.forever = [one for one in self.forever if one != path]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept."""
+        """Return the retained paths and their scores."""
         return {
             "best_k_models": dict(self.best.scores),
             "newest_models": list(self.newest),

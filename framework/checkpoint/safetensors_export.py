@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError, did_you_mean
-from ..system.atomic_files import (
-    hidden_sibling,
-    make_directory,
-    new_file,
-    remove_tree,
-    replace_directory,
-    storage_error,
-    write_synced,
-)
+from ..system.atomic_directories import remove_tree, replace_directory
+from ..system.atomic_files import hidden_sibling, make_directory, new_file, storage_error, write_synced
 from .manifest import MANIFEST
 from .safetensors_header import header_of
 from .safetensors_io import CODES, DTYPES, bytes_of, code_of, dense, size_of
@@ -51,7 +44,7 @@ def target_dtype(given: str | int | torch.dtype | None) -> torch.dtype | None:
     """Return the dtype that a name such as ``"bf16"``, ``"float16"`` or ``"torch.float32"`` stands for; None for None.
 
     Raises:
-        ConfigurationError: it is none of a floating point number that safetensors files hold.
+        ConfigurationError: it is not a floating point dtype that safetensors files hold.
     """
     if given is None:
         return None
@@ -60,7 +53,7 @@ def target_dtype(given: str | int | torch.dtype | None) -> torch.dtype | None:
     found = known.get(str(given).lower().removeprefix("torch."))
     if found is None:
         raise ConfigurationError(
-            f"dtype={str(given)!r} is none that weights can be written in.{did_you_mean(str(given), known)} "
+            f"dtype={str(given)!r} is not a dtype that weights can be written in.{did_you_mean(str(given), known)} "
             f"Known: {', '.join(sorted(known))}."
         )
     return found
@@ -75,12 +68,12 @@ def size_in_bytes(given: int | str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(given))
     unit = _UNITS.get(match[2].upper()) if match is not None else None
     if match is None or unit is None or float(match[1]) * unit < 1:
-        raise ConfigurationError(f"max_shard_size={given!r} is no size; give bytes, or a string such as '5GB'.")
+        raise ConfigurationError(f"max_shard_size={given!r} is not a size; give bytes, or a string such as '5GB'.")
     return ceil(float(match[1]) * unit)
 
 
 class PlainTensors:
-    """What is to be written: tensors that are read when their turn comes, in ``dtype`` where they are floating."""
+    """The tensors to write, which are read when their turn comes, in ``dtype`` where they are floating."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> None:
         self._tensors = tensors
@@ -109,7 +102,7 @@ class PlainTensors:
 
         Raises:
             CheckpointError: a damaged part is met.
-            ConfigurationError: a finite number is none in the dtype that was asked for.
+            ConfigurationError: a finite number is not finite in the requested dtype.
         """
         stored, dtype = self._tensors[name], self.dtype(name)
         total, step = prod(stored.shape), max(1, SLICE_BYTES // max(stored.dtype.itemsize, dtype.itemsize))
@@ -138,7 +131,7 @@ def write_plain(
     A directory as ``out`` gets ``<stem>.safetensors``. All is synced before it appears under its name.
 
     Raises:
-        ConfigurationError: ``out`` exists, or ``max_shard_size`` is no size.
+        ConfigurationError: ``out`` exists, or ``max_shard_size`` is not a size.
         StorageError: ``out`` cannot be written.
     """
     target = Path(out)

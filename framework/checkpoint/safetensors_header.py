@@ -49,7 +49,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of a file. Checksums are XXH3-64 as 16 hex digits; the header ends where data begins."""
+    """The manifest's record of a file. Checksums are XXH3-64 as 16 hex digits; the header ends where data begins."""
 
     size: int
     header_size: int
@@ -59,7 +59,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Segment:
-    """Where a tensor's bytes lie in a file, and their checksum."""
+    """The range of a tensor's bytes in a file, and their checksum."""
 
     start: int
     size: int
@@ -171,9 +171,9 @@ def parse_header(header: bytes) -> dict[str, tuple[str, tuple[int, ...], int, in
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    # 3.0 and true equal numbers here, and are none to other readers.
+    # 3.0 and true equal numbers here, but not for other readers.
     if type(values) is not list or any(type(value) is not int for value in values):
-        raise TypeError(f"{values!r} is no list of counts")
+        raise TypeError(f"{values!r} is not a list of counts")
     return tuple(values)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError
-from .direct_io import DirectFile
 from .safetensors_header import CHUNK_BYTES, FileRecord, Segment, header_of
+from .streamed_file import StreamedFile
 
 _CODES = {
     "F64": "float64",
@@ -75,7 +75,7 @@ def write_tensor_file(
     specs: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     fetch: Callable[[str], Tensor],
     look: Callable[[str, Tensor], None] | None = None,
-    unsynced: list[DirectFile] | None = None,
+    unsynced: list[StreamedFile] | None = None,
 ) -> tuple[FileRecord, dict[str, Segment]]:
     """Create a file of the tensors in ``specs`` (name, dtype, shape) and sync it.
 
@@ -90,7 +90,7 @@ def write_tensor_file(
     whole = xxh3_64(header)
     segments: dict[str, Segment] = {}
     with contextlib.ExitStack() as closing:
-        file = DirectFile(path, len(header) + sum(size_of(shape, dtype) for _, dtype, shape in specs))
+        file = StreamedFile(path, len(header) + sum(size_of(shape, dtype) for _, dtype, shape in specs))
         closing.callback(file.close)
         file.write(memoryview(header))
         for name, dtype, shape in specs:

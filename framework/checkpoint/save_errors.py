@@ -1,4 +1,4 @@
-"""What became of each rank's part of a save, told to all of them, so that all raise the same or nobody does."""
+"""Exchange of each rank's outcome of a save, so that all ranks raise the same error or none does."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, Stor
 from ..distributed.world import World
 from ..system.atomic_files import storage_error
 
-Told: TypeAlias = "tuple[str, str] | None"
-"""What the other ranks are to know of a failure: its kind and message. None where there was none."""
+Outcome: TypeAlias = "tuple[str, str] | None"
+"""A failure as it is sent to the other ranks: its kind and message. None for success."""
 
 _KINDS: dict[str, type[PhalanxError]] = {
     kind.__name__: kind for kind in (ConfigurationError, NonFiniteError, StorageError)
 }
 
 
-def tell(failure: Exception | None, path: Path) -> Told:
+def tell(failure: Exception | None, path: Path) -> Outcome:
     """Describe a failure met while ``path`` was written."""
     if failure is None:
         return None
@@ -30,8 +30,8 @@ def tell(failure: Exception | None, path: Path) -> Told:
     return StorageError.__name__, f"{type(failure).__name__}: {failure}"
 
 
-def error_of(told: Sequence[Told], what: str, size: int) -> PhalanxError | None:
-    """Return the error that ``size`` ranks raise alike, of the first that failed; ``what`` begins its message."""
+def error_of(told: Sequence[Outcome], what: str, size: int) -> PhalanxError | None:
+    """Return the error that all ``size`` ranks raise, of the first that failed; ``what`` begins its message."""
     for rank, outcome in enumerate(told):
         if outcome is not None:
             kind, message = outcome

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import PhalanxError
+from .background_deletion import BackgroundDeletion
 
 
 def _nothing(error: PhalanxError | None) -> None: ...
 
 
-def _delete_none() -> list[str]:
+def _delete_none(deletion: BackgroundDeletion) -> list[str]:
     return []
 
 
@@ -29,8 +30,9 @@ class SaveRequest:
     """Failures in a row are counted for each key."""
     tolerant: bool = True
     """Whether training continues after a failure."""
-    prune: Callable[[], list[str]] = _delete_none
-    """Called on rank 0 once the checkpoint is complete, perhaps on another thread; returns lines for the console."""
+    prune: Callable[[BackgroundDeletion], list[str]] = _delete_none
+    """Called on rank 0 once the checkpoint is published, perhaps on another thread: has older ones deleted. Returns
+    lines for the console."""
     on_done: Callable[[PhalanxError | None], None] = _nothing
     """Called on every rank, on the training thread, with the error of a failed save or None."""
     step: int = 0

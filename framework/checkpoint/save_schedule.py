@@ -1,4 +1,4 @@
-"""When checkpoints are due: every so many optimizer steps, epochs, or so much time. One of the three."""
+"""The schedule of checkpoints: every so many optimizer steps, epochs, or so much time. One of the three."""
 
 from __future__ import annotations
 

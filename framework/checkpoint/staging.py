@@ -1,4 +1,4 @@
-"""A snapshot copied to memory of its own, so that training can go on while it is written.
+"""A copy of a snapshot in its own memory, so that training can continue while it is written.
 
 The memory is kept and used again for the next snapshot. What costs most is the first touch of fresh pages, ten times as
 much as copying; ``reserve`` has that done ahead, on a thread. Nor does training wait for all copies: an optimizer's
@@ -51,7 +51,7 @@ class Staging:
             memory = self._allocate(size)
             memory.zero_()
         except (MemoryError, OSError, RuntimeError):
-            # Whoever needs it will see.
+            # The save that needs the memory will raise.
             return
         self._memory = memory
 
@@ -61,7 +61,7 @@ class Staging:
             self._reserving.join()
             self._reserving = None
 
-    # A save may come out of an evaluation, and nobody could write afterwards to what is made in inference mode.
+    # A save may come out of an evaluation, and tensors made in inference mode could not be written to afterwards.
     @torch.inference_mode(False)
     def take(self, snapshot: Snapshot, optimizers: Sequence[Optimizer | None] = (None,)) -> Snapshot:
         """Return a copy of a snapshot that stays as it is, until the next one is taken; ``finish`` completes it.
@@ -98,13 +98,13 @@ class Staging:
                     copied[key] = self._copy(shard.tensor.detach(), places[key], later)
                 sections[section][name] = Shard(copied[key], shard.shape, shard.offsets)
         if self._device.type == "cuda":
-            # One wait for all copies, by whoever reads them: the next update is behind them in the device's queue.
+            # One wait for all copies, before they are read: the next update is behind them in the device's queue.
             self._copied = torch.cuda.Event()
             self._copied.record()
         return Snapshot(sections, *documents, set(snapshot.buffers))
 
     def finish(self) -> None:
-        """Copy what ``take`` left, on whichever thread, and let updates go on.
+        """Copy what ``take`` left, on any thread, and release waiting updates.
 
         Raises:
             StorageError: what only an update changes was changed.
@@ -124,7 +124,7 @@ class Staging:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Let go of the optimizers; what ``finish`` has not copied is given up."""
+        """Release the optimizers; copies that ``finish`` has not made are dropped."""
         self.wait()
         self._hold.close()
 

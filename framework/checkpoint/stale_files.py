@@ -1,19 +1,27 @@
-"""What killed saves left behind, deleted at the next start: only what is ours, never through a link."""
+"""Cleaning up what killed processes left behind: hidden directories and files of unfinished writes and deletions."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from ..core.errors import StorageError
-from ..system.atomic_files import clean_leftovers
+from ..system.atomic_directories import remove_tree
+from ..system.atomic_files import storage_error, sync_directory
+from ..system.file_lock import unheld
 from .manifest_file import is_ours
+
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old|gone)", re.DOTALL)
 
 
 def clean_own(directory: Path, note: Callable[[str], None]) -> list[Path]:
-    """Clean up a directory that this process alone writes into: it holds the run's lock.
+    """Clean up a directory that this process alone writes into, as it holds the run's lock.
 
-    What cannot be deleted stays, and ``note`` is told.
+    What cannot be deleted stays, and ``note`` is called with the reason.
     """
     return _clean(directory, lambda name, path: path.is_file() or is_ours(path), False, note)
 
@@ -21,7 +29,7 @@ def clean_own(directory: Path, note: Callable[[str], None]) -> list[Path]:
 def clean_shared(directory: Path, written: Callable[[str], bool], note: Callable[[str], None]) -> list[Path]:
     """Clean up a directory that other runs may be writing into at this moment.
 
-    Only leftovers of names that ``written`` says this run writes, and that no live process holds.
+    Deletes only leftovers of names that this run writes, by ``written``, and that no live process has locked.
     """
     return _clean(directory, lambda name, path: written(name) and is_ours(path), True, note)
 
@@ -32,5 +40,62 @@ def _clean(directory: Path, ours: Callable[[str, Path], bool], shared: bool, not
     try:
         return clean_leftovers(directory, ours, shared)
     except StorageError as error:
-        note(f"What a killed save left stays: {error}")
+        note(f"Leftovers of a killed save were not deleted: {error}")
         return []
+
+
+def clean_leftovers(
+    directory: str | os.PathLike[str],
+    ours: Callable[[str, Path], bool] | None = None,
+    shared: bool = False,
+) -> list[Path]:
+    """Delete what killed processes left in ``directory``, not below it, and return the deleted paths.
+
+    A ``.old`` directory whose successor is missing is renamed back instead. Links are left alone.
+
+    Args:
+        directory: no other process may be writing into it, unless it is ``shared``.
+        ours: called with the name that was being written and the path of the leftover; False leaves that alone.
+        shared: leave what a live process has locked.
+
+    Raises:
+        StorageError: the directory cannot be listed, or a leftover cannot be deleted.
+    """
+    folder = Path(directory)
+    removed: list[Path] = []
+    for path, match in _leftovers(folder):
+        # Another process may be cleaning up as well.
+        with contextlib.suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode) or (ours is not None and not ours(match["name"], path)):
+                continue
+            if stat.S_ISREG(mode):
+                path.unlink()
+                removed.append(path)
+            elif stat.S_ISDIR(mode):
+                with unheld(path) if shared else contextlib.nullcontext(True) as free:
+                    if free and match["kind"] == "old" and not os.path.lexists(folder / match["name"]):
+                        _put_back(path, folder / match["name"])
+                    elif free:
+                        remove_tree(path)
+                        removed.append(path)
+    return removed
+
+
+def _put_back(path: Path, target: Path) -> None:
+    try:
+        os.rename(path, target)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise storage_error("putting back", target, error) from error
+
+
+def _leftovers(folder: Path) -> list[tuple[Path, re.Match[str]]]:
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise storage_error("listing", folder, error) from error
+    matches = ((name, _LEFTOVER.fullmatch(name)) for name in names)
+    return [(folder / name, match) for name, match in matches if match is not None]

@@ -80,7 +80,7 @@ class HeldTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """The tensor's dtype."""
         return self._tensor.dtype
 
     def read(self) -> Tensor:
@@ -114,7 +114,7 @@ class HeldShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """The tensor's dtype."""
         return self._shard.tensor.dtype
 
     def read(self) -> Tensor:

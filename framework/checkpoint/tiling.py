@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import TypeAlias
 
 Box: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
-"""Where a part begins, and its shape."""
+"""The offsets of a part, and its shape."""
 
 # Parts of meshes fall apart along one dim after another; what is left in one piece is small.
 _MAX_CUTS = 8
@@ -20,7 +20,7 @@ def is_flat(shape: Sequence[int], offsets: Sequence[int]) -> bool:
 
 
 def coverage_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Say why boxes ``(offsets, shape)`` do not cover a tensor exactly once, or None where they do."""
+    """Return the reason why boxes ``(offsets, shape)`` do not cover a tensor exactly once, or None where they do."""
     boxes = list(boxes)
     kinds = {is_flat(shape, offsets) for offsets, _ in boxes}
     if kinds == {True, False}:
@@ -69,3 +69,22 @@ def _cut_apart(boxes: list[Box], dim: int) -> list[list[Box]]:
         heaps[-1].append(box)
         end = max(end, start + size)
     return heaps
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[Box]:
+    """Yield the boxes that are, one after the other, ``length`` elements from ``start`` on of the flattened tensor."""
+    if not shape:
+        yield (), ()
+        return
+    row, position, stop = prod(shape[1:]), start, start + length
+    while position < stop:
+        first, inside = divmod(position, row)
+        size = min(row - inside, stop - position)
+        if size < row:
+            for offsets, extent in flat_boxes(shape[1:], inside, size):
+                yield (first, *offsets), (1, *extent)
+        else:
+            count = (stop - position) // row
+            yield (first, *(0,) * len(shape[1:])), (count, *shape[1:])
+            size = count * row
+        position += size

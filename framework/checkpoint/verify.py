@@ -15,7 +15,7 @@ from .safetensors_header import CHUNK_BYTES, FileRecord, open_tensor_file, parse
 _Header: TypeAlias = "dict[str, tuple[str, tuple[int, ...], int, int, str]]"
 """Of each tensor in a file: dtype, shape, its first byte and its end, and the checksum."""
 
-# A run that goes on may replace what is being read.
+# A running fit may replace what is being read.
 _MOST_READINGS = 3
 
 
@@ -59,7 +59,7 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 
 
 def first_incomplete(path: str | os.PathLike[str], manifest: Manifest) -> str | None:
-    """Say which of the files that a manifest names is missing, or is of another size or header; None where all fit."""
+    """Return the problem of the first file that is missing or has another size or header; None where all fit."""
     try:
         for name, record in manifest.files.items():
             open_tensor_file(Path(path) / name, record)
@@ -98,7 +98,7 @@ def _file_problems(path: Path, record: FileRecord, expected: _Header) -> Iterato
 
 
 def _expected_headers(manifest: Manifest, files: Iterable[str]) -> dict[str, _Header]:
-    """Return what lies in each of some files, in one look at all parts: there are as many of them as ranks."""
+    """Return the parts that lie in each of some files, in one look at all parts: there are as many of them as ranks."""
     found: dict[str, _Header] = {name: {} for name in files}
     for tensors in manifest.sections.values():
         for name, record in tensors.items():

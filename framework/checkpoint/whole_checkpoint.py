@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ..core.errors import CheckpointError, StorageError
-from ..system.atomic_files import retire_directory
+from ..system.atomic_directories import delete_hidden, hide_directory
 from . import codec
+from .manifest import MODEL
 from .manifest_file import is_ours
 from .reader import open_checkpoint
-from .writer import MODEL
 
 STATE = "state"
 
@@ -52,15 +52,26 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint: its name disappears at once, its files after. A link is removed, never what it points to.
+    """Delete a checkpoint: its name disappears at once, then its files. A link is removed, never its target.
 
     Raises:
-        StorageError: it holds something else than a checkpoint does, or cannot be deleted.
+        StorageError: the directory holds something that no checkpoint holds, or cannot be deleted.
+    """
+    hidden = hide(path)
+    if hidden is not None:
+        delete_hidden(hidden)
+
+
+def hide(path: str | os.PathLike[str]) -> Path | None:
+    """Rename a checkpoint to a hidden name, ready to be deleted; return that, or None for a link, which is removed.
+
+    Raises:
+        StorageError: the directory holds something that no checkpoint holds, or cannot be renamed.
     """
     folder = Path(path)
     if folder.is_symlink():
         folder.unlink()
-        return
+        return None
     if not is_ours(folder):
         raise StorageError(f"{str(folder)!r} is not a checkpoint or holds other files; it is not deleted.")
-    retire_directory(folder)
+    return hide_directory(folder)

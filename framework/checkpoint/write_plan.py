@@ -1,4 +1,4 @@
-"""Who writes what: ranks describe the shards that they hold, and all of them draw the same conclusion."""
+"""Assignment of shards to the ranks that write them, computed by every rank from the same gathered plans."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Shard:
 
 @dataclass
 class Snapshot:
-    """What this rank has to save.
+    """The contents of a checkpoint, as this rank has them.
 
     ``sections`` maps a section (``"model"``, ``"optimizer"``, ``"state"``) to tensors by name. Of ``document`` rank 0's
     is kept; of ``rank_document`` every rank's, as a list. Both are strict JSON (``codec.encode``).
@@ -52,7 +52,7 @@ class Snapshot:
     document: JSON = field(default_factory=dict)
     rank_document: JSON = None
     buffers: Set[str] = frozenset()
-    """Names in ``"model"`` that are no weights: whether they are finite says nothing of the training."""
+    """Names in ``"model"`` that are not weights: a buffer may be infinite in a good model."""
 
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -60,7 +60,7 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank tells the others of a shard."""
+    """A rank's description of a shard for the other ranks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Piece:
 
 Plan: TypeAlias = "dict[str, dict[str, Piece]]"
 # For each section and name: the name it is tied to, or who writes which box of it.
-Agreed: TypeAlias = "dict[str, dict[str, str | list[tuple[int, Box]]]]"
+Assignment: TypeAlias = "dict[str, dict[str, str | list[tuple[int, Box]]]]"
 
 
 def plan_of(snapshot: Snapshot) -> Plan:
@@ -107,7 +107,7 @@ def _check_shard(section: str, name: str, shard: Shard) -> None:
 
 
 def memory_of(shard: Shard, name: str) -> tuple[Any, ...]:
-    """Return what two tied tensors share: the same elements of the same storage, as the same piece."""
+    """Return a key that two tied tensors share: the same elements of the same storage, as the same piece."""
     tensor = shard.tensor
     if tensor.numel() == 0:
         return (name,)
@@ -115,20 +115,20 @@ def memory_of(shard: Shard, name: str) -> tuple[Any, ...]:
     return (*pointer, tensor.dtype, tuple(tensor.shape), tensor.is_conj(), tensor.is_neg(), shard.shape, shard.offsets)
 
 
-def assign(plans: list[Plan]) -> Agreed:
+def assign(plans: list[Plan]) -> Assignment:
     """Decide who writes what: the same answer on every rank, as it depends on the gathered plans alone."""
-    agreed: Agreed = {}
+    assignment: Assignment = {}
     load = [0] * len(plans)
     for section in dict.fromkeys(section for plan in plans for section in plan):
         held: dict[str, list[tuple[int, Piece]]] = {}
         for rank, plan in enumerate(plans):
             for name, piece in plan.get(section, {}).items():
                 held.setdefault(name, []).append((rank, piece))
-        tensors = agreed.setdefault(section, {})
+        tensors = assignment.setdefault(section, {})
         for name, pieces in held.items():
             tied = _tied(pieces)
             tensors[name] = tied if tied is not None else _writers(section, name, pieces, load)
-    return agreed
+    return assignment
 
 
 def _tied(pieces: list[tuple[int, Piece]]) -> str | None:

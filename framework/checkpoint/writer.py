@@ -1,11 +1,22 @@
-"""Writing a checkpoint: a hidden sibling is filled and synced by all ranks, the manifest last, then it is renamed.
+"""Write a checkpoint so that it is durable and complete, or not there at all.
 
-    begin    Collective: who writes what is agreed, the hidden directory is made
-    write    each rank alone, no collective: the part of this rank is written and synced
-    finish   Collective: rank 0 is told the outcomes, writes the manifest and publishes
+A save has three steps on every rank. Their order is what makes it durable:
 
-A failure on one rank is gathered with everything else and raised on all of them; nobody waits for a rank that gave up.
-All three may run on a thread of its own, on a world of its own, while training goes on with other tensors.
+    begin    Collective. Ranks agree on who writes what. Rank 0 makes a hidden directory beside the target, on the same
+             file system, so that a rename can publish it; no reader ever looks into a hidden directory.
+    write    No collective. Every rank writes its tensor files into the hidden directory and syncs them.
+    finish   Collective. Rank 0 gathers the outcomes. If all ranks succeeded it
+             1. writes the manifest, with a checksum of every file, last: without it nothing counts as a checkpoint;
+             2. syncs the manifest and the hidden directory, so that all contents are on the disk;
+             3. renames the directory to its target, in one step with the one that was there;
+             4. syncs the parent directory, so that the rename survives a crash as well;
+             5. deletes the replaced checkpoint, which has a hidden name by now.
+
+A process killed before step 3 leaves the previous checkpoint and a hidden directory, which the next start deletes
+(stale_files.py). Killed after it, it leaves the new checkpoint. A rank that fails does not raise at once, since the
+others would wait for it: failures are gathered in ``begin`` and ``finish``, and raised there on all ranks.
+
+All three steps may run on a thread with a process group of its own, while training continues with other tensors.
 """
 
 from __future__ import annotations
@@ -13,36 +24,22 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from torch import Tensor
-
-from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..core.errors import ConfigurationError, PhalanxError, StorageError
 from ..distributed.world import World
-from ..system.atomic_files import HiddenDirectory, absolute, remove_tree, replace_directory, storage_error, write_synced
-from .direct_io import DirectFile
-from .finite_check import is_finite
+from ..system.atomic_directories import HiddenDirectory, remove_tree, replace_directory
+from ..system.atomic_files import absolute, storage_error, write_synced
+from .background_deletion import BackgroundDeletion
 from .manifest import JSON, MANIFEST, Manifest, Part, TensorRecord, dump, parse
 from .manifest_file import is_ours
+from .part_writer import PartWriter, WrittenPart, file_name, total_bytes
 from .retention import link_files
-from .safetensors_header import FileRecord, Segment
-from .safetensors_io import code_of, size_of, write_tensor_file
+from .safetensors_io import code_of
 from .save_errors import agree, error_of, tell
-from .write_plan import Agreed, Box, Plan, Snapshot, assign, plan_of
-
-MODEL = "model"
-
-
-@dataclass
-class _Written:
-    """What a rank tells rank 0 after writing: for each section its file and what lies in it."""
-
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    segments: dict[str, dict[str, Segment]] = field(default_factory=dict)
-    nonfinite: str | None = None
+from .write_plan import Assignment, Box, Plan, Snapshot, assign, plan_of
 
 
 def save(
@@ -54,42 +51,45 @@ def save(
     also: str | os.PathLike[str] | None = None,
     finite: str | None = None,
     given_up: Callable[[], bool] | None = None,
+    deletion: BackgroundDeletion | None = None,
 ) -> Path:
-    """Write a checkpoint and publish it as ``path``, replacing one that is there. Collective.
+    """Write a checkpoint and publish it as ``path``, replacing an existing one. Collective.
 
     With ``sharded`` every rank writes the shards that it holds (a piece that several hold is written by one of them);
-    else rank 0 writes its own snapshot, which must be whole, and of the others only ``rank_document`` is kept. The
+    otherwise rank 0 writes its own snapshot, which must be full, and of the others only ``rank_document`` is used. The
     directory must be visible to every rank that writes.
 
     Args:
         path: the checkpoint.
-        snapshot: what this rank has to save.
+        snapshot: what this rank saves.
         world: the ranks.
         sharded: whether every rank writes.
         also: a second name; the two share their bytes, and either can be deleted without the other.
-        finite: refuse weights that are not finite; says when they were taken, for the message.
-        given_up: asked now and then; where it says so on a rank, the save fails.
+        finite: refuse weights that are not finite; says when they were captured, for the message.
+        given_up: called now and then; once it returns True on a rank, the save fails.
+        deletion: deletes the replaced checkpoint on a thread. Default: delete it before returning.
 
     Raises:
-        ConfigurationError: on all ranks; a snapshot cannot be kept, or ``path`` is something else than a checkpoint.
+        ConfigurationError: on all ranks; a snapshot cannot be saved, or ``path`` is not a checkpoint.
         NonFiniteError: on all ranks; a weight is NaN or infinite, and ``finite`` is given.
         StorageError: on all ranks; a rank could not write. What was at ``path`` is still there.
     """
-    pending = Save(path, snapshot, world, sharded, also=also, finite=finite, given_up=given_up)
+    pending = Save(path, snapshot, world, sharded, also=also, finite=finite, given_up=given_up, deletion=deletion)
     try:
         pending.begin()
         pending.write()
         return pending.finish()
     except BaseException:
-        # An interrupt is no failure that is gathered, yet leaves nothing behind either.
+        # An interrupt is not gathered from the ranks, but must leave nothing behind either.
         pending.discard()
         raise
 
 
 class Save:
-    """One save in three steps. Between ``begin`` and ``finish`` the tensors of the snapshot may not change.
+    """One save in three steps. The tensors of the snapshot must not change between ``begin`` and ``finish``.
 
-    ``write`` takes part in no collective, so it may run on a thread of its own while training uses other tensors.
+    ``write`` takes part in no collective, so it may run on a thread while training uses other tensors. The arguments
+    are those of ``save``.
     """
 
     def __init__(
@@ -102,8 +102,9 @@ class Save:
         also: str | os.PathLike[str] | None = None,
         finite: str | None = None,
         given_up: Callable[[], bool] | None = None,
+        deletion: BackgroundDeletion | None = None,
     ) -> None:
-        # Not resolved: a link at the end of the path is replaced itself, never what it points to.
+        # Not resolved: a link at the end of the path is replaced itself, never its target.
         self.path = absolute(path)
         self._also = None if also is None else absolute(also)
         self._snapshot = snapshot
@@ -111,11 +112,12 @@ class Save:
         self._sharded = sharded
         self._finite = finite
         self._given_up = given_up
-        self._held: list[HiddenDirectory] = []
+        self._deletion = deletion
+        self._hidden: list[HiddenDirectory] = []
         self._temporary: Path | None = None
         self._plans: list[Plan] = []
-        self._agreed: Agreed = {}
-        self._written = _Written()
+        self._assignment: Assignment = {}
+        self._written = WrittenPart()
         self._failure: Exception | None = None
 
     @property
@@ -130,13 +132,13 @@ class Save:
             if self._world.is_global_zero:
                 for target in filter(None, (self.path, self._also)):
                     _check_target(target)
-                self._temporary = self._hidden(self.path)
+                self._temporary = self._make_hidden(self.path)
             if self._sharded or self._world.is_global_zero:
                 plan = plan_of(self._snapshot)
             if not self._sharded:
-                # Nobody else needs to know what rank 0 alone writes.
+                # Other ranks do not need the plan of what rank 0 alone writes.
                 self._plans = [plan]
-                self._agreed = assign(self._plans)
+                self._assignment = assign(self._plans)
         except Exception as error:
             failure = error
         payload = (self._temporary, plan if self._sharded else None)
@@ -145,31 +147,30 @@ class Save:
         self._temporary = gathered[0][0]
         if self._sharded:
             self._plans = [plan for _, plan in gathered]
-            # Every rank computes the same from the same plans, so a refusal here is everyone's as well.
+            # Every rank computes the same from the same plans, so all ranks raise if one does.
             with self._discarding():
-                self._agreed = assign(self._plans)
+                self._assignment = assign(self._plans)
 
-    def _hidden(self, target: Path) -> Path:
+    def _make_hidden(self, target: Path) -> Path:
         try:
-            self._held.append(HiddenDirectory(target))
+            self._hidden.append(HiddenDirectory(target))
         except OSError as error:
             raise storage_error("making", target.parent, error) from error
-        return self._held[-1].path
+        return self._hidden[-1].path
 
     def write(self) -> None:
-        """Write and sync this rank's part. A failure is kept and raised by ``finish`` on all ranks."""
-        files: list[DirectFile] = []
+        """Write and sync this rank's part. A failure is recorded, and raised by ``finish`` on all ranks."""
+        assert self._temporary is not None
+        size, rank = total_bytes(self._assignment, self._plans), self._world.rank
+        part = PartWriter(self.path, self._snapshot, self._assignment, rank, size, self._finite, self._given_up)
+        self._written = part.written
         try:
-            for section, tensors in self._agreed.items():
-                self._write_section(section, tensors, files)
-            # At the end: the disk was at work on the first files while the others were written.
-            for file in files:
-                self._sync(file)
+            if self._deletion is not None and self._world.is_global_zero:
+                # A full disk is worse than a wait: the room of old checkpoints is freed first where it is needed.
+                self._deletion.make_room(self._temporary, size)
+            part.write(self._temporary)
         except Exception as error:
             self._failure = error
-        finally:
-            for file in files:
-                file.close()
 
     def finish(self) -> Path:
         """Gather the outcomes, write the manifest and publish. Collective. Raises as ``save``."""
@@ -186,76 +187,38 @@ class Save:
                 except Exception as error:
                     failure = error
                     refusal = error_of([tell(error, self.path)], self._what, self._world.size)
-        # Also what all wait at until the checkpoint is there.
+        # The broadcast is also the barrier: no rank returns before the checkpoint is published.
         refusal = self._world.broadcast_object(refusal)
         if refusal is not None:
             self.discard()
             raise refusal from failure
         return self.path
 
-    def _sync(self, file: DirectFile) -> None:
-        try:
-            file.sync()
-        except OSError as error:
-            raise self._not_written(file.path, error) from error
-
-    def _write_section(
-        self, section: str, tensors: Mapping[str, str | list[tuple[int, Box]]], files: list[DirectFile]
-    ) -> None:
-        shards = self._snapshot.sections.get(section, {})
-        mine = [
-            (name, shards[name].tensor.dtype, box[1])
-            for name, writers in tensors.items()
-            if not isinstance(writers, str)
-            for rank, box in writers
-            if rank == self._world.rank
-        ]
-        # Rank 0 writes a file for a section without tensors too, so that its existence is kept.
-        if not mine and not (self._world.is_global_zero and not tensors):
-            return
-
-        def look(name: str, chunk: Tensor) -> None:
-            if section == MODEL and name not in self._snapshot.buffers:
-                self._check_finite(name, chunk)
-            if self._given_up is not None and self._given_up():
-                raise StorageError("it was given up, as the run ended before it was written.")
-
+    def _publish(self, written: list[WrittenPart], rank_documents: list[JSON]) -> None:
+        """Turn the hidden directory, which holds every rank's synced files, into the checkpoint. On rank 0 alone."""
         assert self._temporary is not None
-        path = self._temporary / f"{section}-{self._world.rank:05d}.safetensors"
+        data, files = self._manifest_bytes(written, rank_documents)
         try:
-            record, segments = write_tensor_file(path, mine, lambda name: shards[name].tensor, look, files)
+            write_synced(self._temporary / MANIFEST, data)
+            # If a rank wrote to another disk, its file would be missed only when the checkpoint is needed.
+            for name, size in files.items():
+                if (self._temporary / name).stat().st_size != size:
+                    raise StorageError(f"{name} is no longer {size:,} bytes long; was it changed meanwhile?")
         except OSError as error:
-            raise self._not_written(path, error) from error
-        self._written.files[path.name] = record
-        self._written.segments[section] = segments
+            raise storage_error("writing", self.path, error, len(data)) from error
+        # Whatever may fail for lack of room is done before the first name changes.
+        second = None if self._also is None else self._make_hidden(self._also)
+        if second is not None:
+            link_files(self._temporary, second)
+        discard = None if self._deletion is None else self._deletion.add
+        # Syncs the directory, renames it, syncs the parent, and then has the replaced one deleted.
+        replace_directory(self._temporary, self.path, discard)
+        if second is not None and self._also is not None:
+            replace_directory(second, self._also, discard)
+        self._release()
 
-    def _check_finite(self, name: str, chunk: Tensor) -> None:
-        if self._written.nonfinite is not None or is_finite(chunk):
-            return
-        self._written.nonfinite = name
-        if self._finite is not None:
-            raise NonFiniteError(
-                f"{name} is not finite {self._finite}, so {self.path.name} was not saved: "
-                "resume from the last good checkpoint with a lower learning rate or with gradient clipping."
-            )
-
-    def _not_written(self, path: Path, error: OSError) -> StorageError:
-        """Build the error of a file that could not be written, with the bytes of the whole checkpoint."""
-        # What lies there already is no use, and would count as taken in what is told of free bytes.
-        for name in [*self._written.files, path.name]:
-            with contextlib.suppress(OSError):
-                (path.parent / name).unlink()
-        boxes = (
-            size_of(box[1], self._plans[rank][section][name].dtype)
-            for section, tensors in self._agreed.items()
-            for name, writers in tensors.items()
-            if not isinstance(writers, str)
-            for rank, box in writers
-        )
-        return storage_error("writing", path, error, sum(boxes))
-
-    def _publish(self, written: list[_Written], rank_documents: list[JSON]) -> None:
-        assert self._temporary is not None
+    def _manifest_bytes(self, written: list[WrittenPart], rank_documents: list[JSON]) -> tuple[bytes, dict[str, int]]:
+        """Return the manifest, and the size of every file that it names."""
         manifest = self._manifest(written, rank_documents)
         try:
             data = dump(manifest)
@@ -265,54 +228,40 @@ class Save:
                 f"a document is not strict JSON ({error}); pass it through codec.encode."
             ) from error
         if not strict:
-            raise ConfigurationError("the document has keys that are no strings; pass it through codec.encode.")
-        try:
-            write_synced(self._temporary / MANIFEST, data)
-            # A file whose rank saw another disk would be missing only later, when it is needed.
-            for name, record in manifest.files.items():
-                if (self._temporary / name).stat().st_size != record.size:
-                    raise StorageError(f"{name} is not {record.size:,} bytes long any more; was it changed meanwhile?")
-        except OSError as error:
-            raise storage_error("writing", self.path, error, len(data)) from error
-        # All that may fail for lack of room is done before the first name changes.
-        second = None if self._also is None else self._hidden(self._also)
-        if second is not None:
-            link_files(self._temporary, second)
-        replace_directory(self._temporary, self.path)
-        if second is not None and self._also is not None:
-            replace_directory(second, self._also)
-        self._release()
+            raise ConfigurationError("the document has keys that are not strings; pass it through codec.encode.")
+        return data, {name: record.size for name, record in manifest.files.items()}
 
-    def _manifest(self, written: list[_Written], rank_documents: list[JSON]) -> Manifest:
+    def _manifest(self, written: list[WrittenPart], rank_documents: list[JSON]) -> Manifest:
         sections: dict[str, dict[str, TensorRecord | str]] = {}
-        for section, tensors in self._agreed.items():
+        for section, tensors in self._assignment.items():
             records = sections.setdefault(section, {})
             for name, writers in tensors.items():
                 records[name] = writers if isinstance(writers, str) else self._record(section, name, writers, written)
         return Manifest(
             sections=sections,
-            files={name: record for outcome in written for name, record in outcome.files.items()},
+            files={name: record for part in written for name, record in part.files.items()},
             document=self._snapshot.document,
             rank_documents=rank_documents,
-            nonfinite=next((one.nonfinite for one in written if one.nonfinite is not None), None),
+            nonfinite=next((part.nonfinite for part in written if part.nonfinite is not None), None),
             sharded=self._sharded,
             world_size=self._world.size,
             saved_at=time.time(),
             phalanx=_version(),
         )
 
-    def _record(self, section: str, name: str, writers: list[tuple[int, Box]], written: list[_Written]) -> TensorRecord:
+    def _record(
+        self, section: str, name: str, writers: list[tuple[int, Box]], written: list[WrittenPart]
+    ) -> TensorRecord:
         piece = self._plans[writers[0][0]][section][name]
         parts = []
         for rank, (offsets, shape) in writers:
             segment = written[rank].segments[section][name]
-            file = f"{section}-{rank:05d}.safetensors"
-            parts.append(Part(file, segment.start, offsets, shape, segment.xxh3_64))
+            parts.append(Part(file_name(section, rank), segment.start, offsets, shape, segment.xxh3_64))
         return TensorRecord(code_of(piece.dtype, name), piece.shape, tuple(parts))
 
     @contextlib.contextmanager
     def _discarding(self) -> Iterator[None]:
-        """Leave nothing behind where the block fails."""
+        """Delete what was written if the block fails."""
         try:
             yield
         except BaseException:
@@ -320,17 +269,17 @@ class Save:
             raise
 
     def discard(self) -> None:
-        """Delete what was written so far, on rank 0. A failure is left to ``clean_leftovers``."""
-        for held in self._held:
-            # What led here matters more.
+        """Delete what was written so far, on rank 0. What cannot be deleted is left to ``clean_leftovers``."""
+        for hidden in self._hidden:
+            # The error that led here matters more.
             with contextlib.suppress(StorageError):
-                if held.path.is_dir():
-                    remove_tree(held.path)
+                if hidden.path.is_dir():
+                    remove_tree(hidden.path)
         self._release()
 
     def _release(self) -> None:
-        for held in self._held:
-            held.release()
+        for hidden in self._hidden:
+            hidden.release()
 
 
 def _version() -> str:

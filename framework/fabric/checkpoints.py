@@ -26,7 +26,7 @@ from ..distributed.seed import restore as restore_generators
 from ..parallel.parameter_names import renamed
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
-from ..system.atomic_files import remove_tree
+from ..system.atomic_directories import remove_tree
 from .module import engine_of, unwrap
 from .state import (
     Contents,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ..system.atomic_files import lock, unheld, unlock
 from ..system.environment import rank_environment, threads_for_ranks
+from ..system.file_lock import lock, unheld, unlock
 from ..system.launcher_env import STORE_FD
 from ..system.processes import is_running
 from .restart_policy import attempt_directory

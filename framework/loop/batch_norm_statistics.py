@@ -52,17 +52,17 @@ class StatisticsPass:
         wanted = average.settings.statistics_batches
         limit = min((n for n in (wanted, self.limit) if n is not None), default=None)
         try:
-            average.put_in(share_buffers=False)
+            average.swap_in(share_buffers=False)
             with isolated(module, keep_buffers=False), torch.no_grad(), _gathering(module, layers):
                 count = self._feed(limit, layers)
                 statistics = self._agreed(layers, count)
         except BaseException:
             if not average.needs_all_ranks:
-                average.take_out()
+                average.swap_out()
             raise
         if statistics:
             average.keep_buffers(statistics)
-        average.take_out()
+        average.swap_out()
 
     def _feed(self, limit: int | None, layers: dict[str, _BatchNorm]) -> int:
         """Run this rank's batches; return how many. Collective where forward passes are."""

@@ -112,7 +112,7 @@ class FitLoop:
             if self._finished():
                 break
             run.progress.next_epoch()
-        run.averages.stay()
+        run.averages.keep_in_module()
         with logging_to(run, NoLog("on_train_end or on_fit_end", "log in on_train_epoch_end instead")):
             run.call("on_train_end")
             # What is told at the end is on the disk by then.

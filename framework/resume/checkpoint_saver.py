@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from ..checkpoint.background_deletion import BackgroundDeletion
 from ..checkpoint.background_task import Background
 from ..checkpoint.save_request import SaveRequest
 from ..checkpoint.staging import Staging
@@ -66,6 +67,7 @@ class Saver:
         self._run = run
         self._windows: Windows | None = None
         self._staging = Staging(run.world.device)
+        self._deletion = BackgroundDeletion()
         self._apart: World | None = None
         self._pending: _Pending | None = None
         self._number = 0
@@ -144,19 +146,19 @@ class Saver:
         self._heed(pending.request, pending.work.error, pending.notes)
 
     def end(self) -> None:
-        """Settle, and raise if the last save of somebody failed: nothing comes after it that would make up for it.
-
-        Collective.
+        """Wait for pending saves and deletions; raise if the most recent save of any failure key failed. Collective.
 
         Raises:
-            StorageError: on all ranks.
+            StorageError: on all ranks; no later save will make up for the one that failed.
         """
         self.finish()
+        with self._run.heartbeat.section("save"):
+            self._deletion.wait()
         for _, error in self._failures.values():
             raise StorageError(f"the training is done, but its last checkpoint is not on the disk: {error}") from None
 
     def close(self) -> None:
-        """Let go of what is held. A save that nobody settled, as the run failed, gets a moment. No collective."""
+        """Release resources. A save that is pending after a failure is given a grace period. No collective."""
         pending, self._pending, over = self._pending, None, True
         self._staging.close()
         # It would keep the data's worker processes alive.
@@ -172,7 +174,11 @@ class Saver:
                 lost = StorageError(f"{pending.request.path} was not saved: the run ended before it was written.")
                 self._run.note(str(lost))
                 pending.request.on_done(lost)
-        # One that a thread may still use goes with that thread.
+        # Nothing is left to delete after a fit that ended well; after a failure the next run deletes the rest.
+        self._deletion.close(_LAST_SECONDS)
+        for text in self._deletion.problems():
+            self._run.note(text)
+        # A process group that the saving thread may still use is released together with that thread.
         if self._apart is not None and (pending is None or over):
             self._apart.close()
         self._apart = None
@@ -211,14 +217,23 @@ class Saver:
         given_up: Callable[[], bool],
     ) -> None:
         when = f"at optimizer step {request.step}"
-        save(request.path, snapshot, world, self.sharded, also=request.also, finite=when, given_up=given_up)
+        save(
+            request.path,
+            snapshot,
+            world,
+            self.sharded,
+            also=request.also,
+            finite=when,
+            given_up=given_up,
+            deletion=self._deletion,
+        )
         if world.is_global_zero:
-            notes += request.prune()
+            notes += request.prune(self._deletion)
 
     def _heed(self, request: SaveRequest, error: BaseException | None, notes: list[str]) -> None:
         """Act on what came of a save; the same on all ranks."""
         note = self._run.note
-        for text in notes:
+        for text in [*notes, *self._deletion.problems()]:
             note(text)
         if error is None:
             self._failures.pop(request.failure_key, None)

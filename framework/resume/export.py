@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.consolidate import MODEL, section_tensors
+from ..checkpoint.consolidate import section_tensors
+from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.safetensors_export import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
 from ..checkpoint.stored_tensor import held
@@ -19,7 +20,8 @@ from ..core.errors import ConfigurationError, StorageError
 from ..distributed.collective_errors import on_rank_zero
 from ..parallel.parameter_names import canonical_table
 from ..run.run import Run
-from ..system.atomic_files import hidden_sibling, remove_tree
+from ..system.atomic_directories import remove_tree
+from ..system.atomic_files import hidden_sibling
 from .capture import live_weights
 
 Dtype = str | torch.dtype | None

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint.directory_probe import NAME, free_bytes, probe
+from ..checkpoint.directory_probe import NAME, probe
 from ..checkpoint.stale_files import clean_shared
 from ..run.run import Run
+from ..system.atomic_files import free_bytes
 from .capture import check_state
 from .preempted_save import is_name
 

@@ -1,6 +1,6 @@
-"""What modules keep beside parameters and buffers: torch's ``get_extra_state`` and ``set_extra_state``.
+"""State of modules beside parameters and buffers: torch's ``get_extra_state`` and ``set_extra_state``.
 
-fp8 layers and quantisation do. It is any value that a checkpoint can hold, told by the module's canonical name, and
+fp8 layers and quantisation do. It is any value that a checkpoint can hold, stored by the module's canonical name, and
 rank 0's; it is put back only once the tensors are.
 """
 

@@ -1,7 +1,7 @@
 """A module rebuilt from a checkpoint: its constructor with the saved hyperparameters, then the saved weights.
 
-The generators of this process stand afterwards where they stood before, whatever the constructor draws: loading a
-module never changes what a script draws next.
+The random generators of this process keep their state, whatever the constructor draws: loading a module never changes
+what a script draws next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ..checkpoint.codec import decode
-from ..checkpoint.consolidate import AVERAGES, MODEL, section_tensors
+from ..checkpoint.consolidate import AVERAGES, section_tensors
+from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..distributed.seed import capture, restore
@@ -68,10 +69,10 @@ def _check_average(checkpoint: Checkpoint, average: str) -> None:
 
 
 def target_device(given: str | torch.device | None) -> torch.device:
-    """Return the device that ``map_location`` names; the CPU where it is None.
+    """Return the device that ``map_location`` names; the CPU for `None`.
 
     Raises:
-        ConfigurationError: it is none, or this process does not have it.
+        ConfigurationError: it is not a device, or this process does not have it.
     """
     example = "give 'cpu', 'cuda', 'cuda:1', a torch.device or None"
     if not isinstance(given, str | torch.device | None):
@@ -80,7 +81,7 @@ def target_device(given: str | torch.device | None) -> torch.device:
         device = torch.device("cpu" if given is None else given)
     except RuntimeError as error:
         close = did_you_mean(str(given), ["cpu", "cuda", "mps", "xpu"])
-        raise ConfigurationError(f"map_location={given!r} is no device.{close} So {example}.") from error
+        raise ConfigurationError(f"map_location={given!r} is not a device.{close} So {example}.") from error
     if device.type == "meta":
         raise ConfigurationError(f"map_location={given!r} holds no data, so no weights can go there; {example}.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -107,7 +108,7 @@ def _built(cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any])
     document = checkpoint.document if isinstance(checkpoint.document, dict) else {}
     saved = decode(document.get("hparams", {}))
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{checkpoint.path} holds hyperparameters that are no dict; it is damaged.")
+        raise CheckpointError(f"{checkpoint.path} holds hyperparameters that are not a dict; it is damaged.")
     parameters = inspect.signature(cls.__init__).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in overrides:

@@ -83,3 +83,14 @@ def encode_known(hparams: Mapping[str, Any]) -> tuple[JSON, list[str]]:
         except ConfigurationError:
             unknown.append(name)
     return encode_inline(known), unknown
+
+
+def buffer_locations(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return the location of each buffer by its canonical name: the table of its module, and the key in that."""
+    canonical = canonical_names(module)
+    return {
+        canonical(f"{prefix}.{key}" if prefix else key): (part._buffers, key)
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for key, buffer in part._buffers.items()
+        if buffer is not None
+    }

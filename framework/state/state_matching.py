@@ -1,4 +1,4 @@
-"""What of a checkpoint fits what is there now, and what does not: one list with both sides, before anything changes."""
+"""Compare a checkpoint with the live module and optimizers, and list every mismatch before anything is changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SavedModel:
     names: dict[str, str]
     owners: dict[str, str]
     unused: list[str] = field(default_factory=list)
-    """What was to be renamed, and is not there."""
+    """The names to be renamed that do not exist."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, renames: Mapping[str, str], prefix: str = "") -> SavedModel:
@@ -51,7 +51,7 @@ class SavedModel:
 
 @dataclass
 class ModelMatch:
-    """What a checkpoint and a module share: the saved name of each own tensor; and what they do not."""
+    """The match of a checkpoint and a module: the saved name of each own tensor; and the mismatches."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     misshapen: set[str] = field(default_factory=set)
@@ -61,7 +61,7 @@ class ModelMatch:
 def match_model(module: nn.Module, own: Mapping[str, Shape], saved: SavedModel) -> ModelMatch:
     """Compare names and shapes of a module, ``own``, with those of a checkpoint.
 
-    A name that is missing on one side is no problem where its tensor comes by another name that it is tied to.
+    A name that is missing on one side is accepted where its tensor comes by another name that it is tied to.
     """
     match, tied, shapes = ModelMatch(), tied_names(module), saved.shapes
     for name, shape in own.items():
@@ -125,18 +125,26 @@ def match_optimizer(
     old = renamed((name for group in saved["groups"] for name in group["params"]), renames)
     groups = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
     here = {name: number for number, group in enumerate(own) for name in group}
+    _match_names(match, label, here, old, misshapen)
+    for name, saved_name in old.items():
+        if match.carries_groups and name in here and here[name] != groups[saved_name]:
+            places = f"group {groups[saved_name]} in the checkpoint, group {here[name]} here"
+            match.problems.append(f"{label}: {name} is in {places}")
+    return match
+
+
+def _match_names(
+    match: OptimizerMatch, label: str, here: Mapping[str, int], old: Mapping[str, str], misshapen: Container[str]
+) -> None:
+    """Match parameters by name, and list those that only one side has."""
     for position, name in enumerate(here):
         if name not in old:
             match.problems.append(f"{label}: {name} is in its groups here, not in the checkpoint{_guess(name, old)}")
         elif name not in misshapen:
             match.parameters[position] = old[name]
-    for name, saved_name in old.items():
+    for name in old:
         if name not in here:
             match.problems.append(f"{label}: {name} is in its groups in the checkpoint, not here{_guess(name, here)}")
-        elif match.carries_groups and here[name] != groups[saved_name]:
-            places = f"group {groups[saved_name]} in the checkpoint, group {here[name]} here"
-            match.problems.append(f"{label}: {name} is in {places}")
-    return match
 
 
 def match_schedulers(schedulers: Sequence[Any], saved: Sequence[str]) -> list[str]:

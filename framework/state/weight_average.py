@@ -2,7 +2,7 @@
 
 Each rank averages what it holds: the shards that its strategy gives as canonical state, of fp32 masters where there are
 any. An average is never anything else than that. While a module computes with one, the live weights are set aside, and
-whoever asks for the state of the run gets them from there.
+checkpoints take them from there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..distributed.world import World
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import canonical_names
 from ..parallel.strategy import Strategy, parameters_of
-from .module_state import model_state, put_model, shapes_of
+from .module_state import buffer_locations, model_state, put_model, shapes_of
 
 # So much is converted at once where weights are of another dtype or on another device than their average.
 _CHUNK_ELEMENTS = 1 << 24
@@ -35,7 +35,7 @@ Combine = Callable[[list[Tensor], list[Tensor], int], None]
 
 @dataclass(frozen=True)
 class AverageSettings:
-    """What an average is to be."""
+    """The settings of an average."""
 
     key: str
     """The name under which checkpoints hold it."""
@@ -43,7 +43,7 @@ class AverageSettings:
     """Asked with ``step_idx=`` after each applied optimizer step, and with ``epoch_idx=`` at the end of each epoch."""
     combine: Combine
     device: torch.device | None = None
-    """Where it is held; None for where the weights are."""
+    """The device that holds it; None for that of the weights."""
     use_buffers: bool = True
     """Whether buffers of floating dtype are averaged too. Else the module's own are computed with."""
     evaluates: bool = True
@@ -92,20 +92,20 @@ class Average:
         self._world = world
         self._toggled = toggled
         self.is_rebound = self._strategy.traits.swaps_weights
-        """Whether every update finds the live tensors anew, as the strategy has their state on a disk."""
+        """Whether every update rebinds to the live tensors, as the strategy keeps their state on a disk."""
         self._entries: dict[str, _Entry] = {}
         self._loaded: set[str] = set()
-        self._aside: dict[str, Tensor] | None = None
+        self._live_weights: dict[str, Tensor] | None = None
         # Averages and live tensors: those of one dtype and device, and those to be converted, in chunks.
         self._direct: _Pairs = [], []
         self._others: list[_Pairs] = []
-        # Where buffers stand in these lists, and in their modules.
+        # The positions of buffers in these lists, and in their modules.
         self._reread: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
 
     # ---- what is averaged -----------------------------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Find the live tensors anew, and take in what is trained by now. Collective."""
+        """Rebind to the current parameters and add newly trainable ones. Collective."""
         firsts: dict[Any, str] = {}
         for name, shard, is_buffer in self._candidates():
             tensor = shard.tensor
@@ -136,7 +136,7 @@ class Average:
             if name in state and (parameter.requires_grad or id(parameter) in chosen or self._keeps(name)):
                 yield name, state[name], False
         saved = shapes_of(self._strategy, module)
-        for name, (table, key) in _buffers(module).items():
+        for name, (table, key) in buffer_locations(module).items():
             # Every rank has its own, of which a checkpoint holds those of one.
             if name in saved and (self.settings.use_buffers or self._keeps(name)):
                 yield name, Shard.whole(table[key].detach()), True
@@ -145,9 +145,9 @@ class Average:
         return name in self._loaded or name in self._entries
 
     def _sort(self) -> None:
-        """Tell tensors that meet their average as they are from those to be converted first."""
+        """Separate tensors of their average's dtype and device from those to be converted first."""
         self._direct, self._others, self._reread = ([], []), [], []
-        buffers = _buffers(self._module)
+        buffers = buffer_locations(self._module)
         elements = _CHUNK_ELEMENTS
         for name, entry in self._entries.items():
             own, live = entry.own, entry.live.tensor
@@ -205,14 +205,14 @@ class Average:
     @property
     def is_in_module(self) -> bool:
         """Whether the module computes with the averages."""
-        return self._aside is not None
+        return self._live_weights is not None
 
     @property
     def needs_all_ranks(self) -> bool:
         """Whether giving weights back takes all ranks."""
         return self._strategy.traits.gathers_loaded and self._world.size > 1
 
-    def put_in(self, share_buffers: bool = True) -> None:
+    def swap_in(self, share_buffers: bool = True) -> None:
         """Let the module compute with the averages; the live weights are set aside. Collective.
 
         With ``share_buffers`` all ranks get the buffers of one.
@@ -221,18 +221,18 @@ class Average:
         entries = self._entries.values()
         aside = {entry.names[0]: entry.live.tensor.clone() for entry in entries}
         # From here on the live weights are these, however far the rest comes.
-        self._aside = aside
+        self._live_weights = aside
         if self.is_rebound:
             self._let_go()
         self._write({entry.names[0]: entry.own for entry in entries})
         if share_buffers and any(entry.is_buffer for entry in entries):
             self._strategy.sync_buffers(self._module)
 
-    def take_out(self) -> None:
+    def swap_out(self) -> None:
         """Give the module its live weights back. Collective."""
-        if self._aside is not None:
-            self._write(self._aside)
-            self._aside = None
+        if self._live_weights is not None:
+            self._write(self._live_weights)
+            self._live_weights = None
 
     def load_into_module(self, tensors: StoredTensors) -> None:
         """Let the module have weights and buffers that are stored. Collective."""
@@ -244,11 +244,11 @@ class Average:
 
     def with_live(self, state: dict[str, Shard]) -> dict[str, Shard]:
         """Return a module's canonical state with the live weights in it, also while it computes with averages."""
-        if self._aside is None:
+        if self._live_weights is None:
             return state
         live = {
             name: self._entries[first].shard(tensor)
-            for first, tensor in self._aside.items()
+            for first, tensor in self._live_weights.items()
             for name in self._entries[first].names
         }
         return {name: live.get(name, shard) for name, shard in state.items()}
@@ -274,11 +274,11 @@ class Average:
         return dict(whole_tensors({name: own.get(name, shard) for name, shard in state.items()}, self._world))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint's document keeps."""
+        """Return the state for a checkpoint's document."""
         return {"count": self.count, "last_epoch": self.last_epoch}
 
     def saved(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, SavedTensor]:
-        """Return what a checkpoint holds of it, by name; ``names`` are those that tensors were saved by."""
+        """Return the tensors of this average in a checkpoint by name; ``names`` maps names to saved names."""
         held = set(checkpoint.names(SECTION)) if SECTION in checkpoint.sections else set()
         keys = {name: f"{self.settings.key}/{saved}" for name, saved in names.items()}
         return {name: SavedTensor(checkpoint, SECTION, key) for name, key in keys.items() if key in held}
@@ -299,14 +299,3 @@ class Average:
                 entry.own.copy_(read_piece(tensors[name], entry.live))
         if self.is_rebound:
             self._let_go()
-
-
-def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return where each buffer stands, by its canonical name: the table of its module, and the key in that."""
-    canonical = canonical_names(module)
-    return {
-        canonical(f"{prefix}.{key}" if prefix else key): (part._buffers, key)
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for key, buffer in part._buffers.items()
-        if buffer is not None
-    }

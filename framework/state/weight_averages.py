@@ -1,4 +1,4 @@
-"""``Averages``: those that a run's callbacks asked for: updated, evaluated with, saved as a section of their own."""
+"""``Averages``: all averages that a run's callbacks registered: updates, evaluation, and their checkpoint section."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Averages:
 
     def __init__(self) -> None:
         self.recompute: Callable[[Average], None] | None = None
-        """Computes the batch statistics of an average anew, where the run has training data."""
+        """Computes the batch statistics of an average again, where the run has training data."""
         self._averages: dict[str, Average] = {}
 
     def __iter__(self) -> Iterator[Average]:
@@ -36,7 +36,7 @@ class Averages:
         settings = average.settings
         if settings.key in self._averages:
             raise ConfigurationError(
-                f"two callbacks keep an average named {settings.key!r}, so a checkpoint could not tell them apart: "
+                f"two callbacks keep an average named {settings.key!r}, so a checkpoint could not distinguish them: "
                 "give one of them another name=."
             )
         for flag, argument in (("evaluates", "evaluate"), ("stays", "average_at_end")):
@@ -62,7 +62,7 @@ class Averages:
                 average.update()
 
     def begin_epoch(self) -> None:
-        """Take note of what is trained from here on. Collective."""
+        """Rebind all averages to what is trained from here on. Collective."""
         for average in self:
             if average.count and not average.is_rebound:
                 average.bind()
@@ -91,19 +91,19 @@ class Averages:
             yield
             return
         try:
-            average.put_in()
+            average.swap_in()
             yield
         except BaseException:
             if not average.needs_all_ranks:
-                average.take_out()
+                average.swap_out()
             raise
-        average.take_out()
+        average.swap_out()
 
-    def stay(self) -> None:
+    def keep_in_module(self) -> None:
         """Leave the average in the module for good, at the end of a fit. Collective."""
         for average in self:
             if average.settings.stays and average.count:
-                average.put_in()
+                average.swap_in()
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Averages:
         return {name: shard for average in self for name, shard in average.shards().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint's document keeps."""
+        """Return the state for a checkpoint's document."""
         return {average.settings.key: average.state_dict() for average in self}
 
     def load(self, checkpoint: Checkpoint, names: Mapping[str, str], note: Callable[[str], None]) -> None:
@@ -132,7 +132,7 @@ class Averages:
             if key in saved:
                 average.load(average.saved(checkpoint, names), saved[key])
             else:
-                note(f"{checkpoint.path} holds no average {key!r}: it begins anew.")
+                note(f"{checkpoint.path} holds no average {key!r}: starting a new average.")
         left = [key for key in saved if key not in self._averages and saved[key]["count"]]
         if left:
             note(f"{checkpoint.path} holds the averages {', '.join(left)}, which no callback keeps up: they are left.")

@@ -10,7 +10,8 @@ import socket
 from pathlib import Path
 
 from ..core.errors import StorageError
-from .atomic_files import lock, unlock, write_text
+from .atomic_files import write_text
+from .file_lock import lock, unlock
 
 _VERSION = re.compile(r"version_(\d+)$")
 _LOCK = ".lock"

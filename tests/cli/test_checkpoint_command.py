@@ -87,7 +87,7 @@ def test_several_are_verified_at_once(tmp_path: Path, run: Any) -> None:
     assert [one["good"] for one in told] == [True, False]
 
 
-def test_where_checkpoints_lie_is_told(tmp_path: Path, run: Any) -> None:
+def test_the_directory_of_checkpoints_is_printed(tmp_path: Path, run: Any) -> None:
     place = tmp_path / "logs" / "version_0" / "checkpoints"
     place.mkdir(parents=True)
     good(place / "a.ckpt")
@@ -207,14 +207,14 @@ def test_the_command_is_installed_and_is_a_module() -> None:
     assert done.stdout == "phalanx 0.1.0\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path) -> None:
+def test_a_reader_that_closes_the_pipe_is_not_an_error(tmp_path: Path) -> None:
     path = good(tmp_path / "a.ckpt")
     command = f"{sys.executable} -m phalanx checkpoint inspect --json {path} | head -c 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("{", "")
 
 
-def test_figures_for_people() -> None:
+def test_sizes_and_ages_are_readable() -> None:
     assert [size(count) for count in (0, 999, 1000, 1_540_000, 999_600, 5 * 10**12)] == [
         *("0 B", "999 B", "1 KB", "1.54 MB", "1 MB", "5 TB"),
     ]

@@ -7,10 +7,6 @@ LONG_FILES = {
     "callbacks.model_checkpoint": "file",
     "callbacks.progress": "file",
     "framework.api.train_module": "file",
-    "framework.checkpoint.codec": "file",
-    "framework.checkpoint.convert.deepspeed": "file",
-    "framework.checkpoint.reader": "file",
-    "framework.checkpoint.writer": "file",
     "framework.data.samplers": "file",
     "framework.data.training_source": "file",
     "framework.distributed.world": "file",
@@ -20,8 +16,6 @@ LONG_FILES = {
     "framework.loop.fit_loop": "file",
     "framework.metrics.metric_log": "file",
     "framework.parallel.strategy": "file",
-    "framework.state.weight_average": "file",
-    "framework.system.atomic_files": "file",
     "framework.trainer.assembly": "file",
     "framework.trainer.trainer": "file",
     "framework.watchdog.stall_detector": "file",
@@ -33,7 +27,6 @@ LONG_FILES = {
 
 # Functions whose body has more than 40 lines of code.
 LONG_FUNCTIONS = {
-    "framework.checkpoint.convert.foreign_state": "snapshot_of",
     "framework.loop.automatic_step": "AutomaticStep.__call__",
     "framework.resume.capture": "capture_run",
     "framework.run.run": "Run.__init__",
@@ -43,8 +36,6 @@ LONG_FUNCTIONS = {
 
 # Functions of framework with more than 15 branches.
 BRANCHING_FUNCTIONS = {
-    "framework.checkpoint.convert.parameter_order": "_named",
-    "framework.checkpoint.convert.placeholder_objects": "as_plain",
     "framework.core.optimizer_config": "_resolved",
     "framework.distributed.gather": "gather_rows",
     "framework.fabric.state": "snapshot_of",
@@ -53,7 +44,6 @@ BRANCHING_FUNCTIONS = {
     "framework.metrics.metric_log": "MetricLog.log",
     "framework.parallel.resources": "_devices",
     "framework.resume.resume_point": "claim_directory",
-    "framework.state.state_matching": "match_optimizer",
     "framework.trainer.plugins": "resolve_callbacks",
     "framework.trainer.settings": "resolve_settings",
 }

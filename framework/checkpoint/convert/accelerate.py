@@ -26,7 +26,7 @@ _NOT_CARRIED = re.compile(r"(random_states|custom_checkpoint)_\d+\.pkl|(sampler|
 
 
 def convert_folder(request: Request) -> Foreign:
-    """Return what ``save_state`` wrote of one model."""
+    """Read a folder that ``save_state`` wrote for one model."""
     source, names = request.source, names_in(request.source)
     _refuse_several(request)
     # safetensors files hold tensors in an order of their own.
@@ -47,7 +47,7 @@ def convert_folder(request: Request) -> Foreign:
 
 
 def convert_sharded(request: Request) -> Foreign:
-    """Return what ``save_state`` wrote under FSDP, as torch.distributed.checkpoint folders."""
+    """Read a folder that ``save_state`` wrote under FSDP, as torch.distributed.checkpoint folders."""
     source = request.source
     model, *optimizers = _only(source, r"pytorch_model_fsdp_\d+"), *_folders(source, r"optimizer_\d+")
     folders = [source / name for name in (model, *optimizers)]
@@ -67,7 +67,7 @@ def convert_sharded(request: Request) -> Foreign:
 
 
 def convert_deepspeed(request: Request) -> Foreign:
-    """Return what ``save_state`` wrote under DeepSpeed: an engine's folder, and the rest beside it."""
+    """Read a folder that ``save_state`` wrote under DeepSpeed: an engine's folder, and the rest beside it."""
     source = request.source
     engine = read_engine(source / _only(source, r"pytorch_model(_\d+)?"), request)
     prefix = prefix_in(build_module(request.module, {}), engine.first["module"], request.prefix)
@@ -94,7 +94,7 @@ def _beside(source: Path) -> list[Job]:
 
 
 def _add_rest(foreign: Foreign, source: Path, contents: Sequence[Content]) -> None:
-    """Add schedulers and loss scaler, count steps, and tell what is left out."""
+    """Add schedulers and loss scaler, count steps, and note what is left out."""
     names, states = names_in(source), [dict(content) for content in contents]
     if _SCALER in names.files:
         foreign.scaler = states.pop()
@@ -185,4 +185,4 @@ def _indexed(source: Path, name: str) -> list[Path]:
             table: Mapping[str, str] = json.loads(file.read(_MOST_INDEX_BYTES))["weight_map"]
             return [file_of(source, str(part)) for part in sorted(set(table.values()))]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{source / name} is no index of weights: {error}.") from error
+            raise CheckpointError(f"{source / name} is not an index of weights: {error}.") from error

@@ -46,14 +46,14 @@ def convert(
 ) -> Path:
     """Make a checkpoint of phalanx from one of Lightning, Accelerate or DeepSpeed; return its path.
 
-    The model, the optimizers, schedulers, progress and hyperparameters are carried over, and ``note`` is told what is
-    not. None of the three libraries is needed. Pickles are read by a process of its own, bounded in time and memory,
-    with torch's safe unpickler, which runs nothing that a file names.
+    The model, the optimizers, schedulers, progress and hyperparameters are carried over, and ``note`` is called for
+    what is not. None of the three libraries is needed. Pickles are read by a process of its own, bounded in time and
+    memory, with torch's safe unpickler, which runs nothing that a file names.
 
     Args:
         source: the foreign file or folder.
         out: the checkpoint to make; nothing may be there.
-        format: what ``source`` is, where it cannot be told by what lies there: ``"lightning"``,
+        format: what ``source`` is, where its files do not show it: ``"lightning"``,
             ``"lightning-sharded"``, ``"lightning-deepspeed"``, ``"accelerate"``, ``"accelerate-sharded"``,
             ``"accelerate-deepspeed"`` or ``"deepspeed"``.
         module: the module that will be trained, or its class, to be built from the saved hyperparameters. Needed where

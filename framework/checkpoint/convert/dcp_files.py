@@ -64,7 +64,7 @@ class ShardedFiles:
         return {name: (entry.dtype, entry.shape) for name, entry in self._entries.items() if entry.dtype is not None}
 
     def values(self) -> dict[str, Any]:
-        """Return all that is no tensor."""
+        """Return all values that are not tensors."""
         return {
             name: self._unpickle(io.BytesIO(self._read(entry.pieces[0][2])))
             for name, entry in self._entries.items()
@@ -139,5 +139,5 @@ def _place(info: dict[str, Any]) -> _Place:
         raise ValueError("its files are compressed or otherwise transformed, which is not read")
     place = _Place(str(info["relative_path"]), int(info["offset"]), int(info["length"]))
     if Path(place.file).name != place.file or place.file in ("", ".", ".."):
-        raise ValueError(f"the index points to {place.file!r}, which is no file of the folder itself")
+        raise ValueError(f"the index points to {place.file!r}, which is not a file of the folder itself")
     return place

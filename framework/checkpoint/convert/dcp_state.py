@@ -66,7 +66,7 @@ def named_optimizer(tree: Mapping[Any, Any], source: object, prefix: str = "") -
 
 
 def _unnested(value: Any) -> Any:
-    """Return what was a list of tensors, and was taken apart by position, as a list."""
+    """Rebuild a list of tensors that was saved as a dict by position."""
     if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
         return [value[key] for key in sorted(value)]
     return value

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ from .foreign_state import Foreign, ForeignOptimizer, ForeignProgress, Group, co
 from .parameter_order import Order, add_kinds, build_module, by_name, orders_of
 from .request import Request
 from .strip_prefixes import bare, prefix_in
-from .unpickle_client import Content, Job
+from .unpickle_client import Job
+from .zero_partitions import Engine, FlatPartition, Shapes, cut, cut_stage_2, cut_stage_3
 
 LATEST = "latest"
 _MODEL = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
@@ -32,25 +31,9 @@ OWN = {
     *("checkpoint_parallel_dimensions", "autoep_layers", "ds_autoep_layers", "universal_checkpoint_info"),
 }
 
-Shapes = Mapping[str, Sequence[int]]
-
-
-@dataclass
-class Engine:
-    """What DeepSpeed saved: of the model by rank, and of the optimizer by rank (empty without ZeRO)."""
-
-    folder: Path
-    models: list[Content]
-    partitions: list[Mapping[str, Any]]
-
-    @property
-    def first(self) -> Content:
-        """Rank 0's model states, where the client state is."""
-        return self.models[0]
-
 
 def convert_folder(request: Request) -> Foreign:
-    """Return what ``save_checkpoint`` wrote."""
+    """Read a folder that ``save_checkpoint`` wrote."""
     engine = read_engine(state_folder(request.source), request)
     names = {bare(name): None for name in engine.first["module"]}
     built = build_module(request.module, {})
@@ -65,7 +48,7 @@ def state_folder(source: Path) -> Path:
     """Return the folder of one step: the source, the one that ``latest`` names, or the only one.
 
     Raises:
-        CheckpointError: it cannot be told, or lies elsewhere.
+        CheckpointError: it is not known, or lies elsewhere.
     """
     names = names_in(source)
     if has_states(names):
@@ -108,7 +91,7 @@ def read_engine(folder: Path, request: Request) -> Engine:
     contents = request.read([Job(file_of(folder, match.string)) for match in ranks])
     for content in contents[: len(models)]:
         if "module" not in content:
-            raise CheckpointError(f"{folder} holds model states without 'module'; they are none of DeepSpeed's.")
+            raise CheckpointError(f"{folder} holds model states without 'module'; they are not DeepSpeed's.")
     partitions = [content["optimizer_state_dict"] for content in contents[len(models) :]]
     engine = Engine(folder, contents[: len(models)], partitions)
     _check_ranks(engine)
@@ -215,7 +198,7 @@ def _weights(engine: Engine, names: _Naming, masters: Mapping[str, Tensor]) -> d
     # A model that was saved without its frozen parameters lists nothing of them.
     weights.update({name: tensor for name, tensor in masters.items() if name not in weights})
     weights.update({tied: weights[owner] for tied, owner in shared.items() if owner in weights and tied not in weights})
-    # Under stage 3 a tied weight is an empty tensor, and which it is tied to is told nowhere.
+    # Under stage 3 a tied weight is an empty tensor, and no file records what it is tied to.
     return weights
 
 
@@ -229,7 +212,7 @@ def _frozen(engine: Engine) -> dict[str, Tensor]:
     for name, shape in shapes.items():
         pieces = [content["frozen_param_fragments"][name].reshape(-1) for content in engine.models]
         flat = torch.cat(pieces) if _stage(engine) == 3 else pieces[0]
-        found[name] = _cut(flat, 0, shape, name, engine.folder)
+        found[name] = cut(flat, 0, shape, name, engine.folder)
     return found
 
 
@@ -250,13 +233,13 @@ def _partitioned(engine: Engine, names: _Naming) -> tuple[dict[str, Tensor], For
             f"{engine.folder} holds ZeRO states in a form that is not converted (elastic or universal checkpoints): "
             "save once more without load_from_fp32_weights and elastic_checkpoint."
         )
-    flats = [_Flat.of(engine, partition[key], base) for partition, base in zip(engine.partitions, bases, strict=True)]
+    flats = [FlatPartition.of(partition[key], base) for partition, base in zip(engine.partitions, bases, strict=True)]
     masters: dict[str, Tensor] = {}
     optimizer = ForeignOptimizer([], {})
     hyper = bases[0]["param_groups"]
-    cut = _cut_stage_3 if stage == 3 else _cut_stage_2
+    cut_group = cut_stage_3 if stage == 3 else cut_stage_2
     for number, shapes in enumerate(groups):
-        for given, slots in cut(engine, flats, number, groups).items():
+        for given, slots in cut_group(engine, flats, number, groups).items():
             name = names(given)
             masters[name] = slots.pop("")
             if slots:
@@ -264,82 +247,3 @@ def _partitioned(engine: Engine, names: _Naming) -> tuple[dict[str, Tensor], For
         described = {key: value for key, value in hyper[number].items() if key not in ("params", "param_names")}
         optimizer.groups.append(Group([names(name) for name in shapes], described))
     return masters, optimizer
-
-
-@dataclass
-class _Flat:
-    """One rank's flat tensors: by slot (the empty one is the weights), for each of its groups; and its scalars."""
-
-    slots: list[dict[str, Tensor]]
-    scalars: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, engine: Engine, weights: Sequence[Tensor], base: Mapping[str, Any]) -> _Flat:
-        slots: list[dict[str, Tensor]] = []
-        scalars: list[dict[str, Any]] = []
-        for number, flat in enumerate(weights):
-            state = base["state"].get(number, {})
-            slots.append({"": flat.reshape(-1).float()})
-            slots[-1].update({k: v.reshape(-1) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
-            scalars.append({k: v for k, v in state.items() if not (isinstance(v, Tensor) and v.dim())})
-        return cls(slots, scalars)
-
-
-Cut = dict[str, dict[str, Any]]
-
-
-def _cut_stage_2(engine: Engine, flats: Sequence[_Flat], number: int, groups: Sequence[Shapes]) -> Cut:
-    """Cut stages 1 and 2: each rank holds a contiguous part of the group's parameters, one after the other."""
-    found: Cut = {}
-    mappings: list[Any] = [partition.get("param_slice_mappings") for partition in engine.partitions]
-    paddings = engine.partitions[0].get("param_alignment_paddings")
-    offset = 0
-    for place, (name, shape) in enumerate(groups[number].items()):
-        slots = found.setdefault(name, dict(flats[0].scalars[number]))
-        for slot in flats[0].slots[number]:
-            if all(mappings):
-                # Each rank tells which piece of its part is of which parameter, whatever the order.
-                pieces = [
-                    flat.slots[number][slot].narrow(0, where["start"], where["numel"])
-                    for flat, mapping in zip(flats, mappings, strict=True)
-                    if (where := mapping[number].get(name)) is not None
-                ]
-                slots[slot] = _cut(_joined(pieces, engine), 0, shape, name, engine.folder)
-            else:
-                whole = _joined([flat.slots[number][slot] for flat in flats], engine)
-                slots[slot] = _cut(whole, offset, shape, name, engine.folder)
-        offset += prod(shape) + (paddings[number][place] if paddings else 0)
-    return found
-
-
-def _cut_stage_3(engine: Engine, flats: Sequence[_Flat], number: int, groups: Sequence[Shapes]) -> Cut:
-    """Cut stage 3: each rank holds an equal, padded part of every parameter, one after the other."""
-    ranks = len(flats)
-    # Large groups are split into sub-groups, each with a state of its own; all count the same steps.
-    first = engine.partitions[0]["optimizer_state_dict"]["param_groups"][number]["params"][0]
-    found: Cut = {}
-    joined = [
-        {slot: _joined([part[slot] for part in flat.slots if slot in part], engine) for slot in flat.slots[0]}
-        for flat in flats
-    ]
-    offset = sum(-(-prod(shape) // ranks) for shapes in groups[:number] for shape in shapes.values())
-    for name, shape in groups[number].items():
-        size = -(-prod(shape) // ranks)
-        slots = found.setdefault(name, dict(flats[0].scalars[first]))
-        for slot in joined[0]:
-            pieces = [one[slot].narrow(0, offset, min(size, one[slot].numel() - offset)) for one in joined]
-            slots[slot] = _cut(_joined(pieces, engine), 0, shape, name, engine.folder)
-        offset += size
-    return found
-
-
-def _joined(pieces: Sequence[Tensor], engine: Engine) -> Tensor:
-    if not pieces:
-        raise CheckpointError(f"{engine.folder} does not hold all pieces of its parameters.")
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
-
-
-def _cut(flat: Tensor, offset: int, shape: Sequence[int], name: str, folder: Path) -> Tensor:
-    if flat.dim() != 1 or offset + prod(shape) > flat.numel():
-        raise CheckpointError(f"{folder} holds too few elements of {name} ({flat.numel()} for {list(shape)}).")
-    return flat.narrow(0, offset, prod(shape)).reshape(tuple(shape))

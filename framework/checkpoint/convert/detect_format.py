@@ -1,4 +1,4 @@
-"""Which foreign format lies in a file or folder: by names alone, nothing is opened."""
+"""Detection of a foreign checkpoint's format, by the names of its files alone: nothing is opened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_ACCELERATE = re.compile(
 
 @dataclass(frozen=True)
 class Names:
-    """What a folder holds: names of regular files, of folders, and of links and other things, which are never read."""
+    """The names of regular files in a folder, of folders, and of links and other things, which are never read."""
 
     files: frozenset[str]
     folders: frozenset[str]
@@ -59,7 +59,7 @@ def file_of(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if Path(name).name != name or name in ("", ".", ".."):
-        raise CheckpointError(f"{folder} points to {name!r}, which is no file of its own; it is not read.")
+        raise CheckpointError(f"{folder} points to {name!r}, which is not a file of its own; it is not read.")
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link, and links in a foreign checkpoint are not followed: copy the file.")
     if not path.is_file():
@@ -71,7 +71,7 @@ def detect(source: Path, given: str | None) -> str:
     """Return the format of ``source``; ``given`` is what the user says it is.
 
     Raises:
-        ConfigurationError: ``given`` is no known format.
+        ConfigurationError: ``given`` is not a known format.
         CheckpointError: nothing known lies there, or something else than ``given``, or several formats at once.
     """
     if given is not None and given not in FORMATS:

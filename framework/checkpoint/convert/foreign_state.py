@@ -1,4 +1,4 @@
-"""What a foreign checkpoint comes down to, whatever its format, and the checkpoint of phalanx that is made of it."""
+"""The contents of a foreign checkpoint in a form common to all formats, and the snapshot that is made of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ForeignOptimizer:
 
 @dataclass
 class ForeignProgress:
-    """How far the run had come. ``batch_in_epoch`` counts micro-batches of each rank; None where it is unknown."""
+    """Progress of the run. ``batch_in_epoch`` counts micro-batches of each rank; None where it is unknown."""
 
     epoch: int = 0
     global_step: int = 0
@@ -59,7 +59,7 @@ class Foreign:
     weights: dict[str, Tensor]
     optimizers: list[ForeignOptimizer] | None = None
     schedulers: list[dict[str, Any]] | None = None
-    """None where the format tells nothing of schedulers."""
+    """None where the format does not hold schedulers."""
     scaler: dict[str, Any] | None = None
     progress: ForeignProgress = field(default_factory=ForeignProgress)
     hparams: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Foreign:
 
 
 def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
-    """Return what a run's checkpoint holds, made of a foreign one."""
+    """Build the contents of a run's checkpoint from a foreign one."""
     sections = {"model": {name: Shard.whole(tensor) for name, tensor in foreign.weights.items()}}
     document: dict[str, Any] = {
         "module": foreign.module,
@@ -94,12 +94,22 @@ def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
             key: {"count": average.count, "last_epoch": foreign.progress.epoch - 1}
             for key, average in foreign.averages.items()
         }
+    if foreign.optimizers is not None:
+        _add_training_state(foreign, foreign.optimizers, sections, document)
     buffers = foreign.buffers | {name for name, tensor in foreign.weights.items() if not tensor.is_floating_point()}
-    if foreign.optimizers is None:
-        return Snapshot(sections=sections, document=document, buffers=buffers)
+    return Snapshot(sections=sections, document=document, buffers=buffers)
+
+
+def _add_training_state(
+    foreign: Foreign,
+    optimizers: list[ForeignOptimizer],
+    sections: dict[str, dict[str, Shard]],
+    document: dict[str, Any],
+) -> None:
+    """Add the entries that a resumed run needs beside the model."""
     sections["optimizer"] = {}
     document["optimizers"] = []
-    for index, optimizer in enumerate(foreign.optimizers):
+    for index, optimizer in enumerate(optimizers):
         described, tensors = _optimizer(optimizer, index)
         document["optimizers"].append(described)
         sections["optimizer"].update(tensors)
@@ -114,7 +124,6 @@ def snapshot_of(foreign: Foreign, source: str) -> Snapshot:
     sections["state"] = {name: Shard.whole(tensor) for name, tensor in tensors_of_state.items()}
     batches = foreign.progress.batch_in_epoch
     document["position"] = {"global_batches": batches} if batches and not foreign.progress.epoch_ended else None
-    return Snapshot(sections=sections, document=document, buffers=buffers)
 
 
 def _scaler(state: Mapping[str, Any] | None) -> dict[str, Any] | None:

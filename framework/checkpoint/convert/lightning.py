@@ -30,16 +30,17 @@ _KNOWN = {
 
 
 def convert_file(request: Request) -> Foreign:
-    """Return what a ``.ckpt`` file holds.
+    """Read a ``.ckpt`` file.
 
     Raises:
-        CheckpointError: it is none of Lightning's, or names are not certain.
+        CheckpointError: it is not Lightning's, or names are not certain.
     """
     content = request.read([Job(request.source)])[0]
     if not isinstance(content.get("state_dict"), dict) or "pytorch-lightning_version" not in content:
         raise CheckpointError(
-            f"{request.source} is no checkpoint of Lightning: it holds {counted([str(key) for key in content])}, where "
-            "'state_dict' and 'pytorch-lightning_version' are expected. A file of weights alone is loaded with torch."
+            f"{request.source} is not a checkpoint of Lightning: it holds {counted([str(key) for key in content])}, "
+            "where 'state_dict' and 'pytorch-lightning_version' are expected. A file of weights alone is loaded with "
+            "torch."
         )
     # A WeightAveraging callback puts the average where the weights are, and the weights elsewhere.
     swapped = isinstance(content.get("current_model_state"), dict)
@@ -61,7 +62,7 @@ def convert_file(request: Request) -> Foreign:
 
 
 def convert_sharded(request: Request) -> Foreign:
-    """Return what the strategies FSDP and ModelParallel wrote: a folder of torch.distributed.checkpoint and meta.pt."""
+    """Read a folder of the strategies FSDP and ModelParallel: a folder of torch.distributed.checkpoint and meta.pt."""
     source = request.source
     meta, content = request.read([Job(file_of(source, "meta.pt")), Job(source, sharded=True)])
     tree = nested(content, source)
@@ -76,7 +77,7 @@ def convert_sharded(request: Request) -> Foreign:
 
 
 def convert_deepspeed(request: Request) -> Foreign:
-    """Return what the strategy DeepSpeed wrote: an engine's folder, with all else as its client state."""
+    """Read a folder of the strategy DeepSpeed: an engine's folder, with all else as its client state."""
     engine = read_engine(request.source / "checkpoint", request)
     hparams, _ = _keepable(engine.first.get("hyper_parameters") or {})
     built = build_module(request.module, hparams)
@@ -111,7 +112,7 @@ def from_trainer(content: Content, weights: dict[str, Tensor], format: str, requ
 
 
 def progress_of(content: Mapping[str, Any], notes: list[str]) -> ForeignProgress:
-    """Return where the run stood, from the states of Lightning's loops."""
+    """Return the progress of the run, from the states of Lightning's loops."""
     progress = ForeignProgress(int(content.get("epoch", 0)), int(content.get("global_step", 0)))
     try:
         loop = content["loops"]["fit_loop"]
@@ -123,13 +124,13 @@ def progress_of(content: Mapping[str, Any], notes: list[str]) -> ForeignProgress
         last = bool(batches["is_last_batch"])
     except (KeyError, TypeError):
         progress.batch_in_epoch = None
-        notes.append("where in the epoch the run stood is not in this file: training goes on at the epoch's start")
+        notes.append("the position in the epoch is not in this file: training continues at the epoch's start")
         return progress
     progress.epoch_ended = under_way and last and done >= batches["current"]["ready"] > 0
     progress.batch_in_epoch = int(done) if under_way else 0
     if progress.batch_in_epoch and not progress.epoch_ended:
         notes.append(
-            f"the run stood in epoch {progress.epoch} after {done} batches of each rank; training goes on after as "
+            f"the run was in epoch {progress.epoch} after {done} batches of each rank; training continues after as "
             "many: the same samples where the loader does not shuffle and ranks and batch size stay as they were"
         )
     return progress
@@ -157,7 +158,7 @@ def _bare_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keepable(values: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what a checkpoint can hold of values by name, and the names of the others."""
+    """Return the values that a checkpoint can hold, by name, and the names of the others."""
     kept: dict[str, Any] = {}
     dropped: list[str] = []
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Which parameter an optimizer calls number 3: torch keeps optimizer state by position, a checkpoint here by name."""
+"""Names for the positions of an optimizer's state: torch saves it by position, a checkpoint of phalanx by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_module(given: Any, hparams: Mapping[str, Any]) -> nn.Module | None:
     if given is None or isinstance(given, nn.Module):
         return given
     if not (inspect.isclass(given) and issubclass(given, nn.Module)):
-        raise ConfigurationError(f"module={given!r} is no module; give an nn.Module, or a TrainModule class.")
+        raise ConfigurationError(f"module={given!r} is not a module; give an nn.Module, or a TrainModule class.")
     try:
         module: nn.Module = given(**_accepted(given, hparams))
     except TypeError as error:
@@ -59,7 +59,7 @@ def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) 
     """Return the order of each optimizer's parameters as the user's objects have it, or None without such objects.
 
     Raises:
-        ConfigurationError: the optimizers cannot be made, or update what is no parameter of the module.
+        ConfigurationError: the optimizers cannot be made, or update a tensor that is not a parameter of the module.
     """
     if module is None:
         if optimizers:
@@ -84,8 +84,8 @@ def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) 
     foreign = [one for one in optimizers for group in one.param_groups for p in group["params"] if id(p) not in names]
     if foreign:
         raise ConfigurationError(
-            f"optimizers= holds a {type(foreign[0]).__name__} of what is no parameter of {type(module).__name__}; make "
-            "it of that module's parameters."
+            f"optimizers= holds a {type(foreign[0]).__name__} of what is not a parameter of {type(module).__name__}; "
+            "make it of that module's parameters."
         )
     return [
         Order([[names[id(p)] for p in group["params"]] for group in one.param_groups], type(one).__name__)
@@ -133,26 +133,7 @@ def _named(
     num_optimizers: int,
     notes: list[str],
 ) -> ForeignOptimizer:
-    groups = [list(group["params"]) for group in state["param_groups"]]
-    positions = [position for group in groups for position in group]
-    if order is not None:
-        if [len(group) for group in order.groups] != [len(group) for group in groups]:
-            raise CheckpointError(
-                f"the foreign optimizer has groups of {[len(group) for group in groups]} parameters, the module's "
-                f"{[len(group) for group in order.groups]}: pass optimizers= with the same groups."
-            )
-        names = dict(zip(positions, [name for group in order.groups for name in group], strict=True))
-    elif all(isinstance(position, str) for position in positions):
-        names = {position: position for position in positions}
-    elif all(len(group.get("param_names") or ()) == len(group["params"]) for group in state["param_groups"]):
-        told = [name for group in state["param_groups"] for name in group["param_names"]]
-        names = dict(zip(positions, told, strict=True))
-    else:
-        names = _inferred(state, positions, weights, ordered, len(groups), num_optimizers)
-        notes.append(
-            "optimizer state was given to parameters in the order of the module, which is where their shapes fit; if "
-            "configure_optimizers orders them otherwise, convert again with module="
-        )
+    names = _names_of(state, weights, order, ordered, num_optimizers, notes)
     found: SlotState = {names[position]: dict(slots) for position, slots in state["state"].items()}
     _check_shapes(found, weights)
     named = [
@@ -162,6 +143,37 @@ def _named(
         for group in state["param_groups"]
     ]
     return ForeignOptimizer(named, found, order.kind if order is not None else "")
+
+
+def _names_of(
+    state: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    order: Order | None,
+    ordered: bool,
+    num_optimizers: int,
+    notes: list[str],
+) -> dict[Any, str]:
+    """Return the parameter's name for each position: by the module, by names in the file, or by shapes."""
+    groups = [list(group["params"]) for group in state["param_groups"]]
+    positions = [position for group in groups for position in group]
+    if order is not None:
+        if [len(group) for group in order.groups] != [len(group) for group in groups]:
+            raise CheckpointError(
+                f"the foreign optimizer has groups of {[len(group) for group in groups]} parameters, the module's "
+                f"{[len(group) for group in order.groups]}: pass optimizers= with the same groups."
+            )
+        return dict(zip(positions, [name for group in order.groups for name in group], strict=True))
+    if all(isinstance(position, str) for position in positions):
+        return {position: position for position in positions}
+    if all(len(group.get("param_names") or ()) == len(group["params"]) for group in state["param_groups"]):
+        given = [name for group in state["param_groups"] for name in group["param_names"]]
+        return dict(zip(positions, given, strict=True))
+    names = _inferred(state, positions, weights, ordered, len(groups), num_optimizers)
+    notes.append(
+        "optimizer state was given to parameters in the order of the module, which is where their shapes fit; if "
+        "configure_optimizers orders them otherwise, convert again with module="
+    )
+    return names
 
 
 def _check_shapes(found: SlotState, weights: Mapping[str, Tensor]) -> None:
@@ -240,7 +252,7 @@ def _by_shape_alone(
 def _only_embedding(
     wanted: list[tuple[int, ...] | None], shapes: list[tuple[int, ...]], names: list[str]
 ) -> list[str] | None:
-    """Return the names of the one subsequence of ``shapes`` that equals ``wanted``; None where there is no one."""
+    """Return the names of the only subsequence of ``shapes`` that equals ``wanted``; None unless there is one."""
     first = _greedy(wanted, shapes)
     last = _greedy(wanted[::-1], shapes[::-1])
     if first is None or last is None:

@@ -44,7 +44,7 @@ class Built:
 
 
 def read_inert(data: bytes) -> Any:
-    """Return what a pickle describes, with nothing imported or called.
+    """Return the values that a pickle describes; nothing is imported or called.
 
     Raises:
         ValueError: it is no pickle, or uses operations that this reader does not know.
@@ -127,7 +127,7 @@ class _Machine:
     def do_build(self, _: Any) -> None:
         state = self.stack.pop()
         if not isinstance(self.stack[-1], Built):
-            raise ValueError("state is put into what is no object")
+            raise ValueError("state is put into something else than an object")
         self.stack[-1].state = state
 
     def do_tuple(self, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Inert stand-ins for the classes that foreign checkpoints name, and what they hold as plain values.
+"""Inert placeholders for the classes that foreign checkpoints name, and their contents as plain values.
 
 The unpickler is handed these in the place of the foreign classes, so nothing of a foreign library is imported or run.
 Each keeps what it was given and does nothing with it.
@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-Plain = Callable[["StandIn"], Any]
+Plain = Callable[["Placeholder"], Any]
 
 
-class StandIn:
+class Placeholder:
     """Holds what a foreign object was built from."""
 
     foreign: ClassVar[str]
@@ -25,7 +25,7 @@ class StandIn:
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> StandIn:
+    def __new__(cls, *arguments: Any) -> Placeholder:
         self = object.__new__(cls)
         self.arguments = arguments
         self.state = None
@@ -36,7 +36,7 @@ class StandIn:
 
 
 class Left:
-    """What takes the place of a value that is left out."""
+    """Marks a value that is left out."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -49,15 +49,15 @@ class _Mapping:
         return {}
 
 
-def _argument(value: StandIn) -> Any:
+def _argument(value: Placeholder) -> Any:
     return value.arguments[0]
 
 
-def _attributes(value: StandIn) -> Any:
+def _attributes(value: Placeholder) -> Any:
     return dict(value.state) if isinstance(value.state, dict) else {}
 
 
-def _path(value: StandIn) -> Any:
+def _path(value: Placeholder) -> Any:
     return pathlib.PurePosixPath(*[str(part) for part in value.arguments])
 
 
@@ -70,7 +70,7 @@ _NUMPY_KINDS = {"b1": "bool", **{f"{kind}{size}": f"{name}{8 * size}"
 def _dtype(value: Any) -> Any:
     import numpy
 
-    if not (isinstance(value, StandIn) and value.foreign == "numpy.dtype"):
+    if not (isinstance(value, Placeholder) and value.foreign == "numpy.dtype"):
         raise ValueError("a numpy value without a dtype")
     order = value.state[1] if isinstance(value.state, tuple) and len(value.state) > 1 else "<"
     dtype = numpy.dtype(_NUMPY_KINDS[str(value.arguments[0])])
@@ -81,14 +81,14 @@ def _bytes(value: Any) -> bytes:
     return value.encode("latin-1") if isinstance(value, str) else bytes(value)
 
 
-def _numpy_scalar(value: StandIn) -> Any:
+def _numpy_scalar(value: Placeholder) -> Any:
     import numpy
 
     dtype, data = value.arguments
     return numpy.frombuffer(_bytes(data), _dtype(dtype))[0].item()
 
 
-def _numpy_array(value: StandIn) -> Any:
+def _numpy_array(value: Placeholder) -> Any:
     import numpy
 
     _, shape, dtype, fortran, data = value.state
@@ -97,7 +97,7 @@ def _numpy_array(value: StandIn) -> Any:
 
 
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
-# Foreign name -> how a stand-in of it becomes a plain value.
+# Foreign name -> how a placeholder of it becomes a plain value.
 _KNOWN: dict[str, Plain] = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _attributes,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _attributes,
@@ -126,19 +126,19 @@ _FACTORIES = ("builtins.int", "builtins.float", "builtins.list", "builtins.dict"
 
 
 def allowed(leave_out: list[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Return what ``torch.serialization.safe_globals`` is to be given: the closed list, and what is to be left out."""
+    """Return the arguments of ``torch.serialization.safe_globals``: the closed list, and what is to be left out."""
     table: dict[str, Any] = {name: _kind(name, plain) for name, plain in _KNOWN.items()}
     table.update(dict.fromkeys(_MAPPINGS, _Mapping))
     table.update({name: _kind(name, lambda value: Left(value.foreign)) for name in (*_FACTORIES, *leave_out)})
     return [(kind, name) for name, kind in table.items()]
 
 
-def _kind(name: str, plain: Plain) -> type[StandIn]:
-    return type("StandInFor", (StandIn,), {"foreign": name, "plain": staticmethod(plain)})
+def _kind(name: str, plain: Plain) -> type[Placeholder]:
+    return type("PlaceholderOf", (Placeholder,), {"foreign": name, "plain": staticmethod(plain)})
 
 
 def as_plain(value: Any, place: str, left: list[str]) -> Any:
-    """Return a value with every stand-in replaced by what it holds; what cannot be kept is listed in ``left``."""
+    """Return a value with every placeholder replaced by what it holds; what cannot be kept is listed in ``left``."""
     if isinstance(value, dict):
         items = ((key, as_plain(item, f"{place}[{key!r}]", left)) for key, item in value.items())
         kept = {key: item for key, item in items if not isinstance(item, Left)}
@@ -146,20 +146,24 @@ def as_plain(value: Any, place: str, left: list[str]) -> Any:
     if type(value) in (list, tuple, set, frozenset):
         parts = [as_plain(item, f"{place}[{index}]", left) for index, item in enumerate(value)]
         return type(value)(None if isinstance(part, Left) else part for part in parts)
-    if isinstance(value, StandIn):
+    if isinstance(value, Placeholder):
         found = type(value).plain(value)
         if not isinstance(found, Left):
             return as_plain(found, place, left)
         value = found
-    elif isinstance(value, type) and issubclass(value, StandIn):
-        value = Left(value.foreign)
-    elif isinstance(value, Tensor):
-        value = _dense(value)
-    elif not isinstance(value, _KEPT):
-        value = Left(f"{type(value).__module__}.{type(value).__qualname__}")
+    else:
+        value = _leaf(value)
     if isinstance(value, Left) and value.kind not in _FACTORIES:
         left.append(f"{place} ({value.kind})")
     return value
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, type) and issubclass(value, Placeholder):
+        return Left(value.foreign)
+    if isinstance(value, Tensor):
+        return _dense(value)
+    return value if isinstance(value, _KEPT) else Left(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _dense(value: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What a conversion is asked to do."""
+"""The arguments of a conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds on a process that reads what nobody has checked: memory, time, files, and neither network nor programs."""
+"""Bounds on a process that reads untrusted files: memory, time, files, and neither network nor programs."""
 
 from __future__ import annotations
 

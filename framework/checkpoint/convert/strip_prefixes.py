@@ -39,7 +39,7 @@ def all_bare(tensors: Mapping[str, V], prefixes: tuple[str, ...] = ()) -> dict[s
 
 
 def prefix_in(module: nn.Module | None, names: Mapping[str, object], given: str) -> str:
-    """Return what ``module`` has before all ``names``: ``given``, nothing, or the name of an attribute and a dot.
+    """Return the prefix of all ``names`` in ``module``: ``given``, nothing, or the name of an attribute and a dot.
 
     A model that was trained alone is often an attribute of the module it is trained as here, such as ``net``.
     """

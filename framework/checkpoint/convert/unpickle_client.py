@@ -17,9 +17,10 @@ from torch import Tensor
 from ...core.errors import CheckpointError
 from ...system.processes import die_with_parent
 from ..codec import decode
+from . import unpickle_process
 from .unpickle_process import FAILURE, REQUEST
 
-_MODULE = __name__.rpartition(".")[0] + ".child"
+_MODULE = unpickle_process.__name__
 _SPARE_BYTES = 1 << 30
 
 
@@ -32,7 +33,7 @@ class Job:
 
 
 class Content(dict[Any, Any]):
-    """What a file held, and in ``left`` the places that were left out."""
+    """The contents of a file, and in ``left`` the places that were left out."""
 
     def __init__(self, content: dict[Any, Any], left: list[str]) -> None:
         super().__init__(content)
@@ -130,7 +131,7 @@ def _json(path: Path) -> Any:
 
 def _plain(path: Path) -> Path:
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(f"{path.name} is no regular file")
+        raise OSError(f"{path.name} is not a regular file")
     return path
 
 

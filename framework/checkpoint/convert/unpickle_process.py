@@ -1,6 +1,6 @@
 """The process that reads foreign pickles: bounded, with torch's safe unpickler, handing over JSON and safetensors.
 
-It is told what to read in ``request.json``. Whatever happens in here, at worst it fails.
+``request.json`` names the files to read. Whatever a file does to this process, at worst the process fails.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ REQUEST, FAILURE, BLOCKED = "request.json", "failure.json", ("sys", "os", "posix
 
 
 class Refused(Exception):
-    """What is read is refused; the message is a sentence for the user."""
+    """Raised for a file that is refused; the message is a sentence for the user."""
 
 
 def main(folder: str) -> None:
-    """Do what ``request.json`` in ``folder`` asks for; write ``failure.json`` where it cannot be done."""
+    """Carry out ``request.json`` in ``folder``; write ``failure.json`` where it cannot be done."""
     directory = Path(folder)
     request = json.loads((directory / REQUEST).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
@@ -92,18 +92,18 @@ def open_plainly(path: Path) -> BinaryIO:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise Refused("it is no regular file")
+        raise Refused("it is not a regular file")
     return os.fdopen(handle, "rb")
 
 
 def unpickled(file: BinaryIO, leave_out: list[str]) -> Any:
-    """Return what torch's safe unpickler makes of a file.
+    """Read a file with torch's safe unpickler.
 
     Raises:
         Refused: it names classes that are neither known nor to be left out.
     """
     unknown: list[str] = []
-    # Files of before torch 1.6 are no archives; those the unpickler itself stops at the first unknown name.
+    # Files written before torch 1.6 are not archives; those the unpickler itself stops at the first unknown name.
     with contextlib.suppress(ValueError):
         unknown = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     if unknown:

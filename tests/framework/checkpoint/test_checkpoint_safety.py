@@ -83,7 +83,7 @@ def test_a_missing_file_is_refused(path: Path) -> None:
         file.write_bytes(data)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_anything_but_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path, text in [(tmp_path, "manifest"), (tmp_path / "file", "is a file"), (tmp_path / "no", "does not exist")]:
         with pytest.raises(CheckpointError, match=text):

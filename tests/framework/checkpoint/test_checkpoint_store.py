@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx import checkpoint
+from phalanx.framework.checkpoint import part_writer
 from phalanx.framework.checkpoint import safetensors_io as tensor_bytes
 from phalanx.framework.checkpoint import verify as verification
-from phalanx.framework.checkpoint import writer as write
 from phalanx.framework.checkpoint.manifest import Manifest
 from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.checkpoint.writer import Save
@@ -301,7 +301,7 @@ def save_and_fail(path: Path, failure: str) -> tuple[str, str]:
 
         with pytest.MonkeyPatch.context() as patch:
             if failure in ("disk", "crash") and world.rank == 1:
-                patch.setattr(write, "write_tensor_file", failing)
+                patch.setattr(part_writer, "write_tensor_file", failing)
             try:
                 pending.begin()
                 pending.write()
@@ -344,7 +344,7 @@ def test_a_save_replaces_the_checkpoint_and_leaves_nothing_else(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_what_is_no_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path, kind: str) -> None:
+def test_anything_but_a_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "thesis"
     if kind == "file":
         path.write_text("mine")
@@ -391,7 +391,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write, "write_tensor_file", interrupted)
+    monkeypatch.setattr(part_writer, "write_tensor_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path / "a.ckpt", {"w": torch.ones(2)})
     assert os.listdir(tmp_path) == []
@@ -569,7 +569,7 @@ def test_a_damaged_checkpoint_is_not_consolidated(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_an_interrupted_replacement_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_replacement_names_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "a.ckpt", {"w": torch.ones(1)})
     path.rename(atomic.hidden_sibling(path, "old"))
     with pytest.raises(CheckpointError, match="clean_leftovers"):

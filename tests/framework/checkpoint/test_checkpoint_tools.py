@@ -59,7 +59,7 @@ def folder_of(root: Path) -> Path:
 # ---- inspect and checkpoints --------------------------------------------------------------------------------------
 
 
-def test_inspect_tells_what_a_fit_saved(tmp_path: Path) -> None:
+def test_inspect_describes_the_checkpoint_of_a_fit(tmp_path: Path) -> None:
     run_on_ranks(2, fit, str(tmp_path), "fsdp", 2, "bf16-mixed")
     path = folder_of(tmp_path) / "epoch=1.ckpt"
     told = checkpoint.inspect(path)
@@ -160,7 +160,7 @@ def save_split(folder: str) -> None:
     world.close()
 
 
-def test_what_differs_is_told(tmp_path: Path) -> None:
+def test_differences_are_listed(tmp_path: Path) -> None:
     nan = float("nan")
     one = saved(
         tmp_path / "a.ckpt",

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from phalanx.framework.checkpoint import codec
+from phalanx.framework.checkpoint import codec, codec_encoder
 from phalanx.framework.checkpoint.manifest import JSON
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
 
@@ -142,7 +142,7 @@ def test_tensors_of_every_dtype_come_back(dtype: torch.dtype) -> None:
             assert after.reshape(-1).view(torch.uint8).tolist() == before.reshape(-1).view(torch.uint8).tolist()
 
 
-def test_a_scalar_on_the_cpu_is_no_tensor_entry() -> None:
+def test_a_scalar_on_the_cpu_is_not_a_tensor_entry() -> None:
     document, tensors = codec.encode({"step": torch.tensor(7.0), "moment": torch.ones(2)})
 
     assert list(tensors) == ["moment"]
@@ -158,7 +158,7 @@ def test_tensors_lie_under_their_path_and_never_collide() -> None:
     assert (found["a/b"].item(), found["a"]["b"].item()) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("name", codec._NUMPY)
+@pytest.mark.parametrize("name", codec_encoder.NUMPY)
 def test_arrays_come_back(name: str) -> None:
     for array in (numpy.arange(6).astype(name).reshape(2, 3).T, numpy.array(1).astype(name)):
         found = round_trip(array)
@@ -228,7 +228,7 @@ def test_a_cycle_and_a_deep_nest_are_refused() -> None:
             codec.encode(state)
 
 
-def test_the_same_object_twice_is_no_cycle() -> None:
+def test_the_same_object_twice_is_not_a_cycle() -> None:
     shared = [1]
     assert round_trip([shared, shared]) == [[1], [1]]
 

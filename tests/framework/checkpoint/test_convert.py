@@ -35,7 +35,7 @@ from phalanx.framework.core.errors import CheckpointError
 
 # The first test waits for what the other libraries write, all of them.
 pytestmark = pytest.mark.timeout(300)
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 ONE_RANK = ["lightning", "lightning-groups", "lightning-averaged", "accelerate", "zero0", "zero3"]
 # Accelerate's and Lightning's folders of DeepSpeed are of stage 2.
 TWO_RANKS = ["accelerate-sharded", "lightning-sharded", "zero1", "zero3", "accelerate-deepspeed", "lightning-deepspeed"]
@@ -129,7 +129,7 @@ CASES = [*((1, kind) for kind in ONE_RANK), *((2, kind) for kind in TWO_RANKS)]
 
 
 @pytest.mark.parametrize(("size", "kind"), CASES, ids=lambda value: str(value))
-def test_training_goes_on_with_the_losses_of_the_library(foreign: Path, tmp_path: Path, size: int, kind: str) -> None:
+def test_training_continues_with_the_losses_of_the_library(foreign: Path, tmp_path: Path, size: int, kind: str) -> None:
     model = (
         Unscheduled()
         if kind in ("accelerate-sharded",)
@@ -149,7 +149,7 @@ def test_training_goes_on_with_the_losses_of_the_library(foreign: Path, tmp_path
         assert model.told == {"words": ["a", "b"]}
 
 
-def test_accelerates_folder_goes_on_in_a_loop_of_the_users(foreign: Path, tmp_path: Path) -> None:
+def test_accelerates_folder_continues_in_a_loop_of_the_users(foreign: Path, tmp_path: Path) -> None:
     net = seeded_net()
     source = foreign / "1" / "accelerate"
     path, notes = converted(source, tmp_path / "converted.ckpt", module=net, optimizers=optimizer_of(net, True))
@@ -208,7 +208,7 @@ def test_several_groups_by_position_are_refused_without_the_module(foreign: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_ranks_file_is_told(foreign: Path, tmp_path: Path) -> None:
+def test_a_missing_ranks_file_is_named(foreign: Path, tmp_path: Path) -> None:
     source = tmp_path / "zero3"
     shutil.copytree(foreign / "2" / "zero3", source)
     gone = next(source.glob("*/zero_pp_rank_1_mp_rank_00_optim_states.pt"))
@@ -220,7 +220,7 @@ def test_a_missing_ranks_file_is_told(foreign: Path, tmp_path: Path) -> None:
         converted(source, tmp_path / "converted.ckpt")
 
 
-def test_a_latest_that_names_no_step_is_told(foreign: Path, tmp_path: Path) -> None:
+def test_a_latest_that_names_no_step_is_refused(foreign: Path, tmp_path: Path) -> None:
     source = tmp_path / "zero1"
     shutil.copytree(foreign / "2" / "zero1", source)
     (source / "latest").write_text("global_step5")

@@ -202,7 +202,7 @@ def test_paths_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     outside(folder)
     torch.save(lightning_content(None), folder / "meta.pt")
 
-    with pytest.raises(CheckpointError, match="which is no file of the folder itself"):
+    with pytest.raises(CheckpointError, match="which is not a file of the folder itself"):
         checkpoint.convert(folder, tmp_path / "out", note=lambda line: None)
 
 
@@ -235,7 +235,7 @@ def test_an_index_of_weights_names_files_of_the_folder_only(tmp_path: Path) -> N
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "optimizer.bin").unlink()
 
-    with pytest.raises(CheckpointError, match="which is no file of its own"):
+    with pytest.raises(CheckpointError, match="which is not a file of its own"):
         checkpoint.convert(tmp_path, tmp_path / "out", note=lambda line: None)
 
 
@@ -253,7 +253,7 @@ def test_links_and_pipes_are_not_taken_for_files(tmp_path: Path) -> None:
         checkpoint.convert(tmp_path / "pipe.ckpt", tmp_path / "out")
 
 
-def test_what_is_unknown_mixed_or_in_the_way_is_told(tmp_path: Path) -> None:
+def test_unknown_mixed_and_existing_folders_are_refused(tmp_path: Path) -> None:
     empty, mixed = tmp_path / "empty", tmp_path / "mixed"
     empty.mkdir()
     mixed.mkdir()

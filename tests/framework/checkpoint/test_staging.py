@@ -115,7 +115,7 @@ def test_state_that_something_else_changes_is_not_saved(stepped: Stepped) -> Non
     assert torch.equal(taken(copy)[1], stepped.moment)
 
 
-def test_giving_up_lets_updates_go_on_and_leaves_no_hook(stepped: Stepped) -> None:
+def test_giving_up_releases_updates_and_leaves_no_hook(stepped: Stepped) -> None:
     hooks: Any = stepped.optimizer._optimizer_step_pre_hooks
     stepped.staging.take(stepped.snapshot(), [stepped.optimizer])
     stepped.staging.finish()

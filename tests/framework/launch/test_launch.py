@@ -24,8 +24,8 @@ from phalanx.framework.launch.exit_hooks import _kill_workers
 from phalanx.framework.launch.fork_launcher import launch_function
 from phalanx.framework.launch.launch_context import _remove_stale
 from phalanx.framework.launch.script_launcher import launch_script
-from phalanx.framework.system.atomic_files import lock
 from phalanx.framework.system.entry_script import _interpreter_flags, can_rerun_script
+from phalanx.framework.system.file_lock import lock
 from phalanx.framework.system.launcher_env import ERROR_DIR
 
 # What each script begins with: the first process becomes the supervisor, and what follows is for the ranks.

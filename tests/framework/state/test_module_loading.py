@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused_or_left_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_fits_is_loaded_without_a_word(tmp_path: Path) -> None:
+def test_a_full_match_is_loaded_silently(tmp_path: Path) -> None:
     path, module = saved(tmp_path)
     assert torch.equal(weights_of(Drawing.load_from_checkpoint(path, strict=False)), weights_of(module))
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from phalanx.checkpoint import clean_leftovers
 from phalanx.framework.core.errors import StorageError
+from phalanx.framework.system import atomic_directories, file_lock
 from phalanx.framework.system import atomic_files as atomic
 
 TOKEN = "0123456789abcdef"
@@ -74,10 +76,10 @@ def test_a_directory_is_published_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(atomic_directories, "_exchange", lambda first, second: False)
     target = tmp_path / "target"
     for text in ("first", "second"):
-        atomic.replace_directory(filled(tmp_path / ".new", text), target)
+        atomic_directories.replace_directory(filled(tmp_path / ".new", text), target)
 
         assert (target / "file").read_text() == text
         assert names(tmp_path) == ["target"]
@@ -92,10 +94,10 @@ def test_a_failed_second_rename_puts_the_old_directory_back(tmp_path: Path, monk
             raise OSError(errno.EIO, "Input/output error")
         rename(source, goal)
 
-    monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(atomic_directories, "_exchange", lambda first, second: False)
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(StorageError, match="Input/output error"):
-        atomic.replace_directory(new, target)
+        atomic_directories.replace_directory(new, target)
 
     assert (target / "file").read_text() == "old"
 
@@ -109,15 +111,15 @@ def test_a_publication_that_cannot_be_synced_is_undone(
     if is_there:
         filled(target, "old")
     if not can_exchange:
-        monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(atomic_directories, "_exchange", lambda first, second: False)
 
     def failing(path: Path) -> None:
         if path == tmp_path:
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(atomic, "sync_directory", failing)
+    monkeypatch.setattr(atomic_directories, "sync_directory", failing)
     with pytest.raises(StorageError, match="Input/output error"):
-        atomic.replace_directory(new, target)
+        atomic_directories.replace_directory(new, target)
 
     assert (new / "file").read_text() == "new"
     assert names(tmp_path) == ([".new", "target"] if is_there else [".new"])
@@ -128,7 +130,7 @@ def test_a_link_is_replaced_itself(tmp_path: Path) -> None:
     other = filled(tmp_path / "other", "precious")
     target = tmp_path / "target"
     target.symlink_to(other)
-    atomic.replace_directory(filled(tmp_path / ".new", "new"), target)
+    atomic_directories.replace_directory(filled(tmp_path / ".new", "new"), target)
 
     assert not target.is_symlink()
     assert (other / "file").read_text() == "precious"
@@ -140,8 +142,8 @@ def test_deleting_never_follows_links(tmp_path: Path) -> None:
     doomed = filled(tmp_path / "doomed", "y")
     (doomed / "link").symlink_to(precious)
     (tmp_path / "alias").symlink_to(precious)
-    atomic.remove_tree(doomed)
-    for remove in (atomic.remove_tree, atomic.retire_directory):
+    atomic_directories.remove_tree(doomed)
+    for remove in (atomic_directories.remove_tree, atomic_directories.hide_directory):
         with pytest.raises(StorageError, match="is a link or a file"):
             remove(tmp_path / "alias")
         with pytest.raises(StorageError):
@@ -161,17 +163,17 @@ def test_leftovers_are_cleaned_and_nothing_else(tmp_path: Path) -> None:
         filled(tmp_path / name, "mine")
     (tmp_path / f".link.{TOKEN}.tmp").symlink_to(precious)
 
-    assert len(atomic.clean_leftovers(tmp_path)) == 3
+    assert len(clean_leftovers(tmp_path)) == 3
     assert names(tmp_path) == sorted([*keep, f".link.{TOKEN}.tmp", "precious"])
     assert names(precious) == ["file"]
-    assert atomic.clean_leftovers(tmp_path / "missing") == []
+    assert clean_leftovers(tmp_path / "missing") == []
 
 
 def test_an_interrupted_replacement_is_put_back(tmp_path: Path) -> None:
     filled(tmp_path / f".a.ckpt.{TOKEN}.old", "previous")
     filled(tmp_path / "b.ckpt", "newer")
     filled(tmp_path / f".b.ckpt.{TOKEN}.old", "older")
-    atomic.clean_leftovers(tmp_path)
+    clean_leftovers(tmp_path)
 
     assert (tmp_path / "a.ckpt" / "file").read_text() == "previous"
     assert (tmp_path / "b.ckpt" / "file").read_text() == "newer"
@@ -179,19 +181,19 @@ def test_an_interrupted_replacement_is_put_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inherited", [False, True])
-def test_a_lock_is_let_go_of_for_all(tmp_path: Path, inherited: bool) -> None:
+def test_a_released_lock_is_free_for_all(tmp_path: Path, inherited: bool) -> None:
     handle, other = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
     fork = multiprocessing.get_context("fork")
     over = fork.Event()
     # As a worker of a loader, which is forked with all that is open.
     process = fork.Process(target=over.wait, args=(30.0,))
     try:
-        assert atomic.lock(handle) is True
-        assert atomic.lock(other) is False
+        assert file_lock.lock(handle) is True
+        assert file_lock.lock(other) is False
         if inherited:
             process.start()
-        atomic.unlock(handle)
-        assert atomic.lock(other) is True
+        file_lock.unlock(handle)
+        assert file_lock.lock(other) is True
     finally:
         os.close(other)
         over.set()

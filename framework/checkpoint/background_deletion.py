@@ -1,0 +1,79 @@
+"""Deletion of old checkpoints on a thread, so that training never waits until the disk has freed their blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from pathlib import Path
+
+from ..system.atomic_directories import delete_hidden
+from ..system.atomic_files import free_bytes
+
+# More wait only where saves come faster than the disk deletes; each of them still takes the room of a checkpoint.
+_MOST_WAITING = 4
+
+
+class BackgroundDeletion:
+    """A queue of hidden directories that a thread deletes in order. The thread ends when the queue is empty.
+
+    Only directories that already have a hidden name are accepted: a process killed at any instant leaves hidden
+    directories, which ``clean_leftovers`` deletes at the next start, and never a visible checkpoint that lacks files.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[Path] = deque()
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._problems: list[str] = []
+
+    def add(self, hidden: Path) -> None:
+        """Have a hidden directory deleted. Waits only while the queue is full."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._queue) < _MOST_WAITING)
+            self._queue.append(hidden)
+            if len(self._queue) == 1:
+                self._stopped.clear()
+                self._thread = threading.Thread(target=self._run, daemon=True, name="phalanx-delete")
+                self._thread.start()
+
+    def make_room(self, directory: Path, size: int) -> None:
+        """Wait for pending deletions if less than ``size`` bytes are free at ``directory``."""
+        if self._queue and (free_bytes(directory) or 0) < size:
+            self.wait()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all are deleted, at most ``seconds``; return whether they are."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
+    def close(self, seconds: float | None = None) -> None:
+        """Wait at most ``seconds``, then end the thread after the file it is at; the rest stays as hidden leftovers."""
+        if not self.wait(seconds):
+            self._stopped.set()
+            self.wait()
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each failed deletion since the last call."""
+        with self._changed:
+            problems, self._problems = self._problems, []
+        return problems
+
+    def _run(self) -> None:
+        while True:
+            problem = ""
+            try:
+                delete_hidden(self._queue[0], self._stopped.is_set)
+            except Exception as error:
+                # Nothing may end this thread early: a full queue would wait for it forever.
+                problem = f"An old checkpoint was not deleted: {error}"
+            with self._changed:
+                self._queue.popleft()
+                self._problems += [problem] if problem else []
+                if self._stopped.is_set():
+                    self._queue.clear()
+                self._changed.notify_all()
+                if not self._queue:
+                    return

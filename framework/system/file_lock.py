@@ -1,0 +1,40 @@
+"""Locks of files and directories (``flock``) that end with the process that holds them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def lock(handle: int) -> bool | None:
+    """Lock an open file or directory until it is unlocked or this process ends.
+
+    Returns False where another process holds the lock, and None where the file system does not support locks.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
+
+
+def unlock(handle: int) -> None:
+    """Release a lock and close its file or directory."""
+    # A process forked meanwhile shares the lock: closing alone would leave the lock with that process.
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
+
+@contextlib.contextmanager
+def unheld(path: Path) -> Iterator[bool]:
+    """Report whether no live process holds the lock of a directory; within the block no process can take it."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield lock(handle) is True
+    finally:
+        os.close(handle)
