@@ -89,7 +89,8 @@ def zero2_by_hand(steps: int, marks: list[float]) -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     from phalanx.framework.core.precision import resolve_precision
-    from phalanx.strategies.deepspeed.config import engine_config, resolve_options
+    from phalanx.strategies.deepspeed.arguments import resolve_options
+    from phalanx.strategies.deepspeed.config import engine_config
 
     model = GPT()
     elements = sum(parameter.numel() for parameter in model.parameters())

@@ -13,7 +13,7 @@ from .strategy import DeepSpeedStrategy
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .config import ZeroArguments
+    from .arguments import ZeroArguments
 
 
 def zero1(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:

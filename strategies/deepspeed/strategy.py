@@ -32,10 +32,11 @@ from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.parameter_names import state_tensors
 from ...framework.parallel.strategy import Slots, StepFunction, Strategy, Traits, parameters_of
 from ..limits import check_dense
-from .arguments import check_secondary_shards, lies_in_memory
-from .config import check_precision, engine_config, resolve_options
+from .arguments import check_secondary_shards, resolve_options
+from .build import ensure_ops
+from .config import check_precision, engine_config
 from .engine import backend, building, converter, start_engine, stop_engine
-from .ops import check_ops, ensure_ops, needed_ops
+from .ops import check_ops, needed_ops
 from .optimizer import Following, engine_optimizer, engine_size
 from .pieces import FlatGroups, whole_shape
 from .setup import (
@@ -51,12 +52,13 @@ from .setup import (
     whole_weights,
 )
 from .state import EngineState
+from .swap import is_in_memory
 from .update import EngineUpdate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .config import ZeroArguments
+    from .arguments import ZeroArguments
 
 
 class DeepSpeedStrategy(Strategy):
@@ -122,7 +124,7 @@ class DeepSpeedStrategy(Strategy):
     def prepare(self, device_type: str, precision: Precision) -> None:
         """Build what DeepSpeed compiles, as far as it is missing."""
         path = self.options.nvme_path if self.options.uses_nvme else None
-        if path is not None and lies_in_memory(path):
+        if path is not None and is_in_memory(path):
             _tell(f"nvme_path={str(path)!r} lies in memory, so offloading saves none: choose a folder on a disk.")
         ensure_ops(needed_ops(self.options, device_type), _tell, device_type)
 

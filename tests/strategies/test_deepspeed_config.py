@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.core.precision import PRECISIONS
 from phalanx.framework.core.registry import STRATEGIES
-from phalanx.strategies.deepspeed.config import check_precision, engine_config, resolve_options
-from phalanx.strategies.deepspeed.values import check_values
+from phalanx.strategies.deepspeed.arguments import resolve_options
+from phalanx.strategies.deepspeed.config import check_precision, check_settings, engine_config
 
 FP32 = PRECISIONS["32-true"]
 MILLION = 1_000_000
@@ -62,7 +63,7 @@ def zero_of(elements: int = 20 * MILLION, **arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"stage": 4}, "stage=4 is no stage of ZeRO: choose 1, 2 or 3"),
+        ({"stage": 4}, "stage=4 must be a stage of ZeRO: 1, 2 or 3"),
         ({"stage": 0}, "use strategy='ddp'"),
         ({"stage": "3"}, "stage='3'"),
         ({"stage": True}, "stage=True"),
@@ -144,8 +145,7 @@ def test_all_that_phalanx_decides_and_every_auto_are_named_at_once() -> None:
         ({"zero_optimisation": {}}, "Did you mean 'zero_optimization'"),
         ({"gradient_cliping": 1.0}, "Did you mean 'gradient_clipping'"),
         ({"amp": {"enabled": True}}, "precision="),
-        ({"elasticity": {}}, "no longer in DeepSpeed"),
-        ({"monitor": [{"a": "auto"}], "communication_data_type": "auto"}, "monitor[0].a: 'auto'"),
+        ({"their_own": [{"a": "auto"}]}, "their_own[0].a: 'auto'"),
         ({"zero_optimization": {"cpu_offload": True}}, "offload_optimizer='cpu'"),
         ({"data_types": {"param_dtype": "bf16"}}, "precision="),
     ],
@@ -160,7 +160,7 @@ def test_an_entry_that_cannot_stay_is_refused(config: dict[str, Any], words: str
         ('{"a": 1,\n "b" 2}', "Expecting ':' delimiter at line 2, column 6"),
         ('{"a": 1, // no\n}', "line 1, column 10"),
         ("[1]", "must hold a JSON object, not list"),
-        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ('{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         ("", "at line 1, column 1"),
     ],
 )
@@ -263,25 +263,43 @@ def test_a_precision_that_the_engine_lacks_is_refused(precision: str, device: st
 
 
 @pytest.mark.parametrize(
-    ("zero", "words"),
+    ("config", "words"),
     [
-        ({"reduce_bucket_sise": 5}, "Did you mean 'reduce_bucket_size'"),
-        ({"overlap_comm": "perhaps"}, "overlap_comm='perhaps'"),
-        ({"zenflow": {"topk": 1}}, "zero_optimization.zenflow.topk: not known"),
-        ({"stage": 3, "zero_quantized_weights": True}, "leave it out on a CPU"),
-        ({"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {"device": "cpu"}}, "ZenFlow fails on a CPU"),
-        ({"reduce_bucket_size": "big", "allgather_bucket_size": -1}, "allgather_bucket_size=-1"),
+        ({"zero_optimization": {"reduce_bucket_sise": 5}}, "Did you mean 'reduce_bucket_size'"),
+        ({"zero_optimization": {"overlap_comm": "perhaps"}}, "overlap_comm='perhaps'"),
+        ({"zero_optimization": {"zenflow": {"topk": 1}}}, "zero_optimization.zenflow.topk: not known"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "leave it out on a CPU"),
+        (
+            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {"device": "cpu"}}},
+            "ZenFlow fails on a CPU",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "big", "allgather_bucket_size": -1}},
+            "allgather_bucket_size=-1",
+        ),
+        ({"comms_logger": {"enabld": True}}, "comms_logger.enabld: not known"),
+        ({"tensorboard": {"enabled": "perhaps"}}, "tensorboard.enabled='perhaps'"),
+        ({"communication_data_type": "fp99"}, "Got: fp99"),
+        ({"elasticity": {}}, "Elastic training has been removed"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "'zero_optimization.mics_shard_size' is no longer supported"),
     ],
 )
-def test_deepspeed_itself_is_asked_before_a_process_starts(zero: dict[str, Any], words: str) -> None:
+def test_deepspeed_itself_checks_settings_before_a_process_starts(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
-        check_values(resolve_options(config={"zero_optimization": zero}), "cpu")
+        check_settings(resolve_options(config=config), "cpu")
     assert words in str(raised.value)
+
+
+def test_a_run_without_settings_of_its_own_does_not_import_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.config", None)
+    check_settings(STRATEGIES.load("zero3-offload")(gather_weights="all").options, "cpu")
+    with pytest.raises(ImportError):
+        check_settings(resolve_options(overlap_comm=True), "cpu")
 
 
 def test_deepspeed_takes_the_sizes_that_phalanx_chooses(tmp_path: Path) -> None:
     zero = zero_of(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=tmp_path)
-    check_values(resolve_options(config={"zero_optimization": zero}), "cpu")
+    check_settings(resolve_options(config={"zero_optimization": zero}), "cpu")
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ import pytest
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.system import environment
 from phalanx.strategies.deepspeed import build, toolchain
+from phalanx.strategies.deepspeed.arguments import resolve_options
 from phalanx.strategies.deepspeed.build import ensure_ops, missing_ops, op_folder
-from phalanx.strategies.deepspeed.config import resolve_options
 from phalanx.strategies.deepspeed.ops import needed_ops
 from phalanx.strategies.deepspeed.toolchain import check_toolchain, missing_tools, require_deepspeed
 

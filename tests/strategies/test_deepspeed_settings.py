@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
 from phalanx.strategies import DeepSpeedStrategy
-from phalanx.strategies.deepspeed.config import ZeroArguments
+from phalanx.strategies.deepspeed.arguments import ZeroArguments
 
 # Half of the middle layer is 2 MiB; DeepSpeed leaves less than 1 MiB in memory.
 WIDTH, STEPS, BATCH = 1024, 3, 8
