@@ -22,7 +22,7 @@ from ..system.redaction import without_secrets
 from ..system.run_directory import REPORT
 from ..watchdog.in_process_watchdog import watched
 from .assembly import FitRequest, assemble_evaluation, assemble_fit
-from .auto_strategy import settle_strategy
+from .auto_strategy import choose_strategy
 from .run_report import box, end_lines, report, start_lines
 from .trainer_view import TrainerState
 
@@ -72,7 +72,7 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
 def _fit(trainer: Trainer, request: FitRequest) -> None:
     limit = TimeLimit(current_job(), trainer.time_limit_margin)
     with SignalWatch(trainer.preemption_signals) as watch, limit:
-        settle_strategy(trainer, request)
+        choose_strategy(trainer, request)
         loop = assemble_fit(trainer, request)
         watch.tell(loop.run.triggers)
         if loop.run.world.is_global_zero:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ def _complaints(config: dict[str, Any], device_type: str) -> Iterator[str]:
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
         try:
-            DeepSpeedConfig(config)
+            # In a process that is a rank already, ``mpu`` gives the number of ranks to compare batch sizes with.
+            DeepSpeedConfig(config, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 1))
         except ValidationError as error:
             # pydantic reports unknown keys without the closest known one.
             names = list(_names(DeepSpeedZeroConfig)) if error.title == DeepSpeedZeroConfig.__name__ else []

@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import DataModule, TrainModule
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import PRECISIONS
-from phalanx.framework.memory import available_memory as there
-from phalanx.framework.memory.available_memory import Memory, host_memory
+from phalanx.framework.memory.available_memory import Memory, available_memory, host_memory
 from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
-from phalanx.framework.memory.measure import Activations, optimizer_state, run_on_shapes, shapes_alone, size_of
+from phalanx.framework.memory.measure import Activations, optimizer_state, run_on_shapes, size_of, without_data
 from phalanx.framework.memory.memory_plan import MemoryPlan, make_plan, shown
 from phalanx.framework.trainer import auto_strategy as planning
 
@@ -185,7 +184,7 @@ def test_a_models_size_counts_tied_parameters_once_and_frozen_ones_apart() -> No
 )
 def test_optimizer_state_is_what_a_real_step_leaves(name: str, options: dict[str, Any]) -> None:
     module = Net(16, name, **options)
-    slots, state_bytes, count = optimizer_state(shapes_alone(module), FP32)
+    slots, state_bytes, count = optimizer_state(without_data(module), FP32)
     optimizer = module.configure_optimizers()
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -201,7 +200,7 @@ def test_activations_are_what_backward_will_read() -> None:
     assert plan.activations == Activations(4 * 4 * (6 + 16 + 1 + 1))
 
 
-def test_activations_on_shapes_alone_are_the_same() -> None:
+def test_activations_on_without_data_are_the_same() -> None:
     module, batch = Net(16), [torch.arange(4)]
     for precision in ("32-true", "bf16-mixed"):
         real = silent_trainer(devices=1, precision=precision).plan(module, words()).activations
@@ -389,7 +388,7 @@ def test_bytes_are_shown_with_a_unit(number: int, text: str) -> None:
 def test_auto_looks_at_nothing_where_all_fits_easily(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(planning, "_look", lambda *arguments: pytest.fail("measured"))
+    monkeypatch.setattr(planning, "_measure", lambda *arguments: pytest.fail("measured"))
     trainer = silent_trainer(devices=1, max_steps=1)
     trainer.fit(Regressor(), loader())
     assert trainer.strategy.name == "single"
@@ -402,13 +401,13 @@ def fit_in(strategy: str, memories: list[int]) -> tuple[str, str, Tensor]:
     patched: Any = planning
     trainer: Any = silent_trainer(strategy=strategy, devices=2, max_steps=3)
     rank = trainer.global_rank
-    patched.memory_there = lambda *_: Memory(memories[rank], memories[rank])
+    patched.available_memory = lambda *_: Memory(memories[rank], memories[rank])
     trainer.note = said.append
     try:
         module = Regressor()
         trainer.fit(module, loader(batch_size=2))
     finally:
-        patched.memory_there = there.memory_there
+        patched.available_memory = available_memory
     whole = module.net[0].weight.is_meta
     return trainer.strategy.name, "\n".join(said), torch.empty(0) if whole else weights_of(module)
 
@@ -430,7 +429,7 @@ sys.path.insert(0, {tests!r})
 from models import Regressor, loader, silent_trainer
 from phalanx.framework.trainer import auto_strategy as planning
 from phalanx.framework.memory.available_memory import Memory
-planning.memory_there = lambda *_: Memory(2500, 2500)
+planning.available_memory = lambda *_: Memory(2500, 2500)
 for _ in range(2):
     trainer = silent_trainer(strategy="auto", devices=2, max_steps=1)
     trainer.fit(Regressor(), loader(batch_size=2))
@@ -440,14 +439,14 @@ for _ in range(2):
 
 
 def test_ranks_that_run_the_script_again_decide_together() -> None:
-    done = run_script(SCRIPT.format(tests=str(Path(__file__).parent.parent)))
+    done = run_script(SCRIPT.format(tests=str(Path(__file__).parents[2])))
     assert sorted(re.findall("RANK . [a-z]+", done.stdout)) == ["RANK 0 fsdp"] * 2 + ["RANK 1 fsdp"] * 2, done.stdout
     assert done.stdout.count("Memory for each") == 2
 
 
 # ---- the page on it -----------------------------------------------------------------------------------------------
 
-PAGE = Path(planning.__file__).parent.parent / "docs" / "choosing-a-strategy.md"
+PAGE = Path(__file__).parents[3] / "docs" / "choosing-a-strategy.md"
 
 
 def documented(precision: str) -> dict[str, list[str]]:
