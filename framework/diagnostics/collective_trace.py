@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.errors import DesyncError
+from ..core.package_paths import OWN_FOLDERS
 from ..distributed.rendezvous import shared_store
 
 if TYPE_CHECKING:
-    from ..core.package_paths import OWN_FOLDERS
-from ..run.run import Run
+    from ..run.run import Run
 
 LIMIT_SECONDS = 120.0
 _MAIN = "main"
