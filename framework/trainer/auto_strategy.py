@@ -197,17 +197,16 @@ def _activations(trainer: Trainer, request: FitRequest, size: ModelSize, memory:
 
     The copy has data if that takes at most half of the memory; otherwise it consists of fake tensors.
     """
-    fabric, module = trainer.fabric, request.module
+    resources, module = trainer.fabric.resources, request.module
     if not module.automatic_optimization:
         raise ConfigurationError("a step under manual optimization updates weights, so it is not run before training.")
-    place = fabric.resources.place
-    world = World(place, _device(fabric.resources))
+    precision, world = resources.precision, World(resources.place, _device(resources))
     batch = _first_batch(trainer, request, world)
     # The copy, its gradients, and as much again for activations.
-    if 3 * size.elements * fabric.precision.storage.itemsize < memory.device / 2:
-        transfer = batch_transfer(_Mover(world.device, fabric.precision), module, request.datamodule)
-        return run_for_real(module, batch if transfer is None else transfer(batch, 0), world.device, fabric.precision)
-    return run_on_shapes(module, batch, fabric.precision)
+    if 3 * size.elements * precision.storage.itemsize >= memory.device / 2:
+        return run_on_shapes(module, batch, precision)
+    transfer = batch_transfer(_Mover(world.device, precision), module, request.datamodule)
+    return run_for_real(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
 
 
 def _device(resources: Resources) -> torch.device:

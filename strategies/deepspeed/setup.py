@@ -32,6 +32,8 @@ class TensorsOnlyAdapter(StepAdapter):
     lists and dicts alone: without a hook on a loss in a dataclass, parameters would stay split in the backward pass.
     """
 
+    _replaced: tuple[Any] | None = None
+
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
         """Call ``step``. Where DeepSpeed cannot look into its output, return the list of its tensors instead."""
         output = step(*args, **kwargs)
@@ -39,16 +41,17 @@ class TensorsOnlyAdapter(StepAdapter):
             return output
         tensors: list[Tensor] = []
         apply_to_collection(output, Tensor, tensors.append)
-        # Through __dict__, because nn.Module would register a module or tensor among the engine's own.
-        self.__dict__["replaced"] = output
+        # In a tuple, because nn.Module would register a bare parameter as one of its own.
+        self._replaced = (output,)
         return tensors
 
     def unpack(self, output: Any) -> Any:
         """Return the step's own output, with the tensors that came out of the hooks in it."""
-        if "replaced" not in self.__dict__:
+        if self._replaced is None:
             return output
+        (replaced,), self._replaced = self._replaced, None
         tensors = iter(output)
-        return apply_to_collection(self.__dict__.pop("replaced"), Tensor, lambda _: next(tensors))
+        return apply_to_collection(replaced, Tensor, lambda _: next(tensors))
 
 
 def _plain_dict(output: Any) -> bool:

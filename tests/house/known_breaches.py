@@ -27,7 +27,6 @@ LONG_FILES = {
     "framework.trainer.trainer": "file",
     "framework.trainer.trainer_view": "file",
     "framework.watchdog.stall_detector": "file",
-    "strategies.deepspeed.arguments": "file",
     "strategies.deepspeed.strategy": "file",
     "strategies.fsdp.model": "file",
     "strategies.fsdp.strategy": "file",
@@ -123,9 +122,10 @@ REWIRED_OBJECTS = {
     "framework.trainer.assembly": "request.module.__dict__",
     "framework.trainer.stages": "request.module.__dict__",
     "strategies.ddp": "self.__dict__ self._adapter.__dict__ self._ddp.__dict__",
+    "strategies.deepspeed.attributes": "part.__dict__",
     "strategies.deepspeed.engine": "part.__dict__",
     "strategies.deepspeed.optimizer": "copied.__dict__",
-    "strategies.deepspeed.setup": "layer.__class__ layer.__dict__ part.__dict__ self.__dict__",
+    "strategies.deepspeed.setup": "layer.__class__ layer.__dict__",
     "strategies.deepspeed.strategy": "optimizers[0].__dict__",
     "strategies.fsdp.activations": "part.__dict__",
     "strategies.fsdp.undo": "part.__class__ part.__dict__",
@@ -159,7 +159,6 @@ LONG_CHAINS = {
     "framework.resume.restore": "run.fabric.scaler.load_state_dict",
     "framework.trainer.assembly": "run.fabric.strategy.building run.fabric.strategy.place "
     "run.fabric.strategy.setup run.world.device.type",
-    "framework.trainer.auto_strategy": "fabric.precision.storage.itemsize",
     "framework.trainer.notebook": "trainer.fabric.resources.place",
     "framework.trainer.stages": "run.fabric.strategy.teardown trainer.fabric.resources.place "
     "trainer.run.fabric.strategy.restore",
