@@ -154,7 +154,7 @@ def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
 # ---- activations --------------------------------------------------------------------------------------------------
 
 
-def run_for_real(module: TrainModule, batch: Any, device: torch.device, precision: Precision) -> Activations:
+def measure_with_data(module: TrainModule, batch: Any, device: torch.device, precision: Precision) -> Activations:
     """Run a micro-batch on a copy of the module on ``device``; return what its forward pass saved.
 
     On CUDA this is the peak of allocated memory in either pass, without parameters and gradients. It also contains the
@@ -179,7 +179,7 @@ def run_for_real(module: TrainModule, batch: Any, device: torch.device, precisio
     return Activations(max(0, forward - seen.casts, backward - seen.casts), seen.casts)
 
 
-def run_on_shapes(module: TrainModule, batch: Any, precision: Precision) -> Activations:
+def measure_with_fake_tensors(module: TrainModule, batch: Any, precision: Precision) -> Activations:
     """Run a micro-batch on fake tensors; return what its forward pass would save."""
 
     def fake_of(tensor: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from ..memory.available_memory import Memory, available_memory, bytes_of
 from ..memory.formulas import LAYOUTS, ModelSize, Ranks
 from ..memory.measure import (
     Activations,
+    measure_with_data,
+    measure_with_fake_tensors,
     optimizer_state,
-    run_for_real,
-    run_on_shapes,
     size_of,
     without_data,
 )
@@ -77,6 +77,7 @@ def choose_strategy(trainer: Trainer, request: FitRequest) -> None:
     if not resources.auto:
         return
     world, module = trainer.fabric.world, request.module
+    # Every rank must choose the same strategy, so each decision below is made from gathered values alone.
     own = _memory(resources, _tensors(module))
     memory = own.least(world.all_gather_object(own))
     name = candidates(world.size)[0]
@@ -129,15 +130,16 @@ def _refusal(
 ) -> str | None:
     """Return why a strategy cannot be used here, by the checks that ``fit`` makes; None if it can."""
     try:
+        # Without arguments, as "auto" would construct it: zero3-nvme then takes its folder from the environment.
         strategy = STRATEGIES.load(name)()
         strategy.check(resources.world_size, resources.device_type, resources.num_nodes, resources.precision)
         strategy.check_module(module)
     except _REFUSALS as error:
         return str(error)
     if optimizers > 1 and not strategy.traits.supports_several_optimizers:
-        return f"{optimizers} optimizers, and it takes one."
+        return f"It supports one optimizer, and there are {optimizers} optimizers."
     if clipping[0] is not None and clipping[1] == "value" and not strategy.traits.clips_by_value:
-        return "It clips by norm alone."
+        return "It clips only by norm."
     return None
 
 
@@ -164,6 +166,7 @@ def _measure(trainer: Trainer, request: FitRequest, memory: Memory, activation_b
     """
     resources, module = trainer.fabric.resources, request.module
     notes: list[str] = []
+    # Each part is measured independently, so that one failure leaves the others accurate.
     size, built = size_of(module), None
     try:
         built = without_data(module)
@@ -183,7 +186,7 @@ def _measure(trainer: Trainer, request: FitRequest, memory: Memory, activation_b
         try:
             activations = _activations(trainer, request, size, memory)
         except Exception as error:
-            notes.append(f"Activations could not be measured, and count as nothing: {_summary(error)}")
+            notes.append(f"Activations could not be measured, and count as 0: {_summary(error)}")
     return _Measurements(size, activations, optimizers, tuple(notes))
 
 
@@ -204,21 +207,22 @@ def _activations(trainer: Trainer, request: FitRequest, size: ModelSize, memory:
     batch = _first_batch(trainer, request, world)
     # The copy, its gradients, and as much again for activations.
     if 3 * size.elements * precision.storage.itemsize >= memory.device / 2:
-        return run_on_shapes(module, batch, precision)
+        return measure_with_fake_tensors(module, batch, precision)
     transfer = batch_transfer(_Mover(world.device, precision), module, request.datamodule)
-    return run_for_real(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
+    return measure_with_data(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
 
 
 def _device(resources: Resources) -> torch.device:
     if resources.device_type != "cuda":
         return torch.device(resources.device_type)
-    place = resources.place.local_rank
-    return torch.device("cuda", place if resources.indices is None else resources.indices[place])
+    index = resources.place.local_rank
+    return torch.device("cuda", index if resources.indices is None else resources.indices[index])
 
 
 def _first_batch(trainer: Trainer, request: FitRequest, world: World) -> Any:
     """Return this rank's first micro-batch. Random generators and loaders are left unchanged."""
     settings, datamodule = trainer.settings, request.datamodule
+    # A shuffling loader draws from the global generators, and training has to find them as the user left them.
     with RandomStream(0).entered():
         if datamodule is not None:
             # Attributes that its hooks set are set on this copy.
@@ -226,6 +230,7 @@ def _first_batch(trainer: Trainer, request: FitRequest, world: World) -> Any:
             datamodule.prepare_data()
             datamodule.setup("fit")
         loaders = Data(world, request.module, datamodule, request.given, 0, True).loaders("train")
+        # Reading an iterator would take its first batch away from training.
         if any(iter(leaf) is leaf for leaf in tree_leaves(loaders) if hasattr(leaf, "__next__")):
             raise ConfigurationError("the training data can be read only once.")
         source = prepare_training(

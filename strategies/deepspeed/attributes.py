@@ -36,43 +36,15 @@ class OriginalAttributes:
 
 # Named one by one, because users set attributes of their own on modules during a fit.
 _ON_MODULES = {
-    "_external_params",
-    "ds_external_parameters",
-    "all_parameters",
-    "_original_parameters",
-    "ds_inflight_param_registry",
-    "ds_id",
-    "ds_recompute_parameters",
-    "ds_grads_remaining",
-    "ds_model_granularity",
-    "pre_bwd_fn",
-    "post_bwd_fn",
-    "applied_pre_backward_ref_cnt",
-    "_ds_child_entered",
-}
+    "_external_params", "ds_external_parameters", "all_parameters", "_original_parameters",
+    "ds_inflight_param_registry", "ds_id", "ds_recompute_parameters", "ds_grads_remaining", "ds_model_granularity",
+    "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "_ds_child_entered",
+}  # fmt: skip
 _PREFIXES = ("ds_", "_ds_", "_hp_", "_z3_")
 _ON_PARAMETERS = {
-    "load_hp_checkpoint_state",
-    "param_idx_in_group",
-    "_dp_group",
-    "grad_accum",
-    "get_full_hp_grad",
-    "set_full_hp_grad",
-    "get_full_hp_param",
-    "set_full_hp_param",
-    "_index_in_param_group",
-    "_zero_optimizer",
-    "reduce_gradients_at_owner",
-    "partition_gradients",
-    "all_gather",
-    "all_gather_coalesced",
-    "aligned_size",
-    "item",
-    "nvme_swapper",
-    "partition_numel",
-    "is_external_param",
-    "padding_size",
-    "convert_to_zero_parameters",
-    "partition",
+    "load_hp_checkpoint_state", "param_idx_in_group", "_dp_group", "grad_accum", "get_full_hp_grad",
+    "set_full_hp_grad", "get_full_hp_param", "set_full_hp_param", "_index_in_param_group", "_zero_optimizer",
+    "reduce_gradients_at_owner", "partition_gradients", "all_gather", "all_gather_coalesced", "aligned_size", "item",
+    "nvme_swapper", "partition_numel", "is_external_param", "padding_size", "convert_to_zero_parameters", "partition",
     "comm_dtype",
-}
+}  # fmt: skip

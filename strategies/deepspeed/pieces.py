@@ -43,6 +43,7 @@ def is_split(parameter: Tensor) -> bool:
 
 def even_piece(count: int, world: World) -> tuple[int, int]:
     """Return the start and length of this rank's piece of ``count`` elements, as stage 3 splits, without padding."""
+    # Rounded up as in DeepSpeed, so the last ranks may have less than the others, or nothing.
     size = -(-count // world.size)
     start = min(size * world.rank, count)
     return start, min(size, count - start)
@@ -54,7 +55,7 @@ def local_piece(parameter: Any, world: World) -> tuple[Tensor, int]:
     return parameter.ds_tensor.detach().narrow(0, 0, length), start
 
 
-# The optimizers of DeepSpeed that step the inner optimizer in the calling thread. ZenFlow and SuperOffload step in
+# Classes of DeepSpeed that step the inner optimizer in the calling thread. ZenFlow and SuperOffload step in
 # processes of their own, so that watching the inner optimizer's ``step`` would tell nothing.
 _STEPS_IN_THIS_THREAD = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 
@@ -77,17 +78,20 @@ class FlatGroups:
             self.flats = self.zero.fp32_groups_flat_partition if bf16 else self.zero.single_partition_of_fp32_groups
             members = self.zero.bf16_groups if bf16 else self.zero.bit16_groups
             self.groups = [[self._mapped(one) for one in group] for group in members]
+        # Frozen parameters and those without elements are in no group.
         self.trained = {id(piece.parameter) for group in self.groups for piece in group}
 
     def _even(self, parameter: Any) -> Piece:
+        # Stage 3 splits each parameter by itself; its pieces are then placed one after the other in the flat tensor.
         _, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
         return Piece(parameter, int(offset), *even_piece(parameter.ds_numel, self.world))
 
     @staticmethod
     def _mapped(parameter: Any) -> Piece:
+        # Stages 1 and 2 split the flat tensor, so that a piece may be any range of a parameter.
         mapping = parameter._hp_mapping
         if mapping is None:
-            # This parameter lies entirely in the parts of other ranks.
+            # No element of this parameter is in this rank's part of the flat tensor.
             return Piece(parameter, 0, 0, 0)
         here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
         return Piece(parameter, int(there.start), int(here.start), int(here.numel))
@@ -139,5 +143,5 @@ class FlatGroups:
         for number in range(len(self.groups)):
             with self.opened(number):
                 self.zero._reassign_or_swap_out_partitioned_parameters(number)
-        # ZeRO++'s second copy inside a node (hpZ) would be gathered from in the next forward pass.
+        # Otherwise the next forward pass would gather from ZeRO++'s second copy inside the node (hpZ), which is stale.
         self.zero.invalidate_secondary_tensor()

@@ -5,6 +5,9 @@ Nothing is gathered, because a piece of a flat tensor is a range of a flattened 
 - weights are read from the fp32 masters; loading writes the masters, and from these the parameters to compute with;
 - moments are in the flat tensors of the optimizer's state;
 - step counters are one for each flat tensor, of the type in which the optimizer counts.
+
+Private to DeepSpeed, and checked with 0.19.8: ``ds_tensor.status``, ``nvme_swapper.swap_in``, ``all_gather`` and
+``partition`` of parameters, and ``_lazy_init_hp_params_optimizer_state`` of the optimizer.
 """
 
 from __future__ import annotations
