@@ -193,4 +193,4 @@ def shown(number: int) -> str:
 
 def casts_of(size: ModelSize, precision: Precision) -> int:
     """Return the bytes of the copies that autocast makes, if it casts every parameter."""
-    return size.elements * precision.compute.itemsize if precision.autocasts else 0
+    return size.elements * precision.compute_dtype.itemsize if precision.is_mixed else 0

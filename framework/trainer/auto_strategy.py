@@ -206,7 +206,7 @@ def _activations(trainer: Trainer, request: FitRequest, size: ModelSize, memory:
     precision, world = resources.precision, World(resources.place, _device(resources))
     batch = _first_batch(trainer, request, world)
     # The copy, its gradients, and as much again for activations.
-    if 3 * size.elements * precision.storage.itemsize >= memory.device / 2:
+    if 3 * size.elements * precision.parameter_dtype.itemsize >= memory.device / 2:
         return measure_with_fake_tensors(module, batch, precision)
     transfer = batch_transfer(_Mover(world.device, precision), module, request.datamodule)
     return measure_with_data(module, batch if transfer is None else transfer(batch, 0), world.device, precision)

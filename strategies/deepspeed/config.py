@@ -14,6 +14,7 @@ DeepSpeed's own ``DeepSpeedConfig`` checks the result before any process starts.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 
 from ...framework.core.errors import ConfigurationError, did_you_mean
-from ...framework.core.precision import PRECISIONS, Precision
+from ...framework.core.loss_scaler import LossScaler
+from ...framework.core.precision import Precision
 from ...framework.system.environment import library_environment
 from .arguments import Offload, ZeroOptions
 
@@ -42,11 +44,18 @@ def check_precision(precision: Precision, device_type: str) -> None:
     """Refuse a precision that DeepSpeed's engine does not support.
 
     Raises:
-        ConfigurationError: fp64 anywhere, or fp16 on a CPU.
+        ConfigurationError: fp64, fp16 on a CPU, or a loss scale in another dtype than fp16.
     """
-    if precision.storage == torch.float64:
-        raise ConfigurationError("precision='64-true' is not known to DeepSpeed: use '32-true', or strategy='fsdp'.")
-    if device_type == "cpu" and torch.float16 in (precision.compute, precision.storage):
+    if precision.parameter_dtype == torch.float64:
+        raise ConfigurationError(
+            f"precision={precision.name!r} is not known to DeepSpeed: use '32-true', or strategy='fsdp'."
+        )
+    if precision.loss_scaler() is not None and precision.compute_dtype != torch.float16:
+        raise ConfigurationError(
+            f"precision={precision.name!r} scales losses in {precision.compute_dtype}, and DeepSpeed scales them in "
+            "fp16 alone: leave the loss scaler out, or use strategy='fsdp'."
+        )
+    if device_type == "cpu" and torch.float16 in (precision.compute_dtype, precision.parameter_dtype):
         raise ConfigurationError(
             f"precision={precision.name!r} is refused by DeepSpeed on a CPU: use 'bf16-mixed', or strategy='fsdp'."
         )
@@ -62,7 +71,7 @@ def check_settings(options: ZeroOptions, device_type: str) -> None:
     """
     if not options.config:
         return
-    wrong = list(_complaints(engine_config(options, PRECISIONS["32-true"], 1, _SOME_ELEMENTS), device_type))
+    wrong = list(_complaints(engine_config(options, None, 1, _SOME_ELEMENTS), device_type))
     if device_type == "cpu":
         zero = options.config.get("zero_optimization") or {}
         wrong += [f"zero_optimization.{name}: {_CUDA_ONLY[name]}" for name in _CUDA_ONLY if zero.get(name)]
@@ -75,18 +84,17 @@ def _complaints(config: dict[str, Any], device_type: str) -> Iterator[str]:
     # DS_ACCELERATOR keeps the import from searching for devices. The import itself sets the second variable for good,
     # which would then be inherited by every process that this one starts.
     with library_environment(DS_ACCELERATOR=device_type, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
-        from pydantic import ValidationError
-
         from deepspeed.runtime.config import DeepSpeedConfig
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
         try:
             # In a process that is a rank already, ``mpu`` gives the number of ranks to compare batch sizes with.
             DeepSpeedConfig(config, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 1))
-        except ValidationError as error:
-            # pydantic reports unknown keys without the closest known one.
-            names = list(_names(DeepSpeedZeroConfig)) if error.title == DeepSpeedZeroConfig.__name__ else []
-            for each in error.errors(include_url=False):
+        except Exception as error:  # besides pydantic, its parsers raise whatever a wrong value makes them raise
+            errors: list[Any] = error.errors() if hasattr(error, "errors") else []
+            # pydantic reports an unknown key without the closest known one.
+            names = list(_names(DeepSpeedZeroConfig)) if getattr(error, "title", "") == "DeepSpeedZeroConfig" else []
+            for each in errors:
                 where = _where(config, each["loc"])
                 if each["type"] == "extra_forbidden":
                     yield f"{where}: not known.{did_you_mean(str(each['loc'][-1]), names).rstrip('?')}".rstrip(".")
@@ -94,8 +102,8 @@ def _complaints(config: dict[str, Any], device_type: str) -> Iterator[str]:
                     yield f"{where}={each['input']!r}: {each['msg']}"
                 else:
                     yield each["msg"].removeprefix("Assertion failed, ").rstrip(".")
-        except Exception as error:  # besides pydantic, its parsers raise whatever a wrong value makes them raise
-            yield str(error).strip().rstrip(".") or type(error).__name__
+            if not errors:
+                yield str(error).strip().rstrip(".") or type(error).__name__
 
 
 def _where(config: Mapping[str, Any], location: tuple[Any, ...]) -> str:
@@ -116,7 +124,7 @@ def _names(model: Any) -> Iterator[str]:
 
 def engine_config(
     options: ZeroOptions,
-    precision: Precision,
+    precision: Precision | None,
     world_size: int,
     model_elements: int,
     largest_elements: int | None = None,
@@ -125,6 +133,7 @@ def engine_config(
     """Return the config for ``deepspeed.initialize`` and ``zero.Init``.
 
     Args:
+        precision: None for an engine that only holds fp32 weights.
         model_elements: the number of elements of all parameters.
         largest_elements: the number of elements of the largest parameter. Default: ``model_elements``.
         swap_folder: a folder to use in place of ``nvme_path``, so that runs do not share files.
@@ -134,7 +143,7 @@ def engine_config(
     config.update(train_batch_size=world_size, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     # phalanx computes the clipping factor, and the engine applies it with the update.
     config["gradient_clipping"] = 0.0
-    config.update(_precision_blocks(precision))
+    config.update(_precision_blocks(precision) if precision is not None else {})
     # DeepSpeed would reduce and accumulate in the parameters' dtype, which loses small gradients in bf16.
     config.setdefault("communication_data_type", "fp32")
     config.setdefault("zero_allow_untested_optimizer", True)
@@ -157,11 +166,13 @@ def engine_config(
 
 
 def _precision_blocks(precision: Precision) -> dict[str, Any]:
-    if precision.compute == torch.bfloat16:
+    if precision.compute_dtype == torch.bfloat16:
         return {"bf16": {"enabled": True}}
-    if precision.compute == torch.float16:
-        # The schedule of torch's GradScaler: halved at each overflow, doubled after 2000 good updates.
-        return {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}}
+    if precision.compute_dtype == torch.float16:
+        # The engine scales losses in fp16 whatever the precision says: halved at each overflow, doubled after a while.
+        scaler = precision.loss_scaler() or LossScaler()
+        power, window = round(math.log2(scaler.scale)), scaler.growth_interval
+        return {"fp16": {"enabled": True, "initial_scale_power": power, "loss_scale_window": window, "hysteresis": 1}}
     return {}
 
 

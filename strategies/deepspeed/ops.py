@@ -13,6 +13,8 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from ...framework.core.errors import ConfigurationError
 from .arguments import ZeroOptions
@@ -55,19 +57,24 @@ def load_ops(names: Iterable[str]) -> None:
     DeepSpeed's own way queries the processor's features (2 s for each op), runs ninja, and takes a lock file that
     outlives a process killed in between.
     """
-    # Checked with DeepSpeed 0.19.8 (_loaded_ops) and torch 2.13 (_import_module_from_library).
-    from torch.utils.cpp_extension import _import_module_from_library
-
+    # OpBuilder.load looks into _loaded_ops first, in DeepSpeed 0.19.8.
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     for name in names:
         folder = op_folder(name)
         if name not in OpBuilder._loaded_ops and is_built(folder, name):
-            OpBuilder._loaded_ops[name] = _import_module_from_library(name, str(folder), True)
+            OpBuilder._loaded_ops[name] = _import(name, folder)
             if name == "pin_memory":
                 # Makes its symbols global, which async_io needs.
                 PinMemoryBuilder().load()
+
+
+def _import(name: str, folder: Path) -> Any:
+    # As torch 2.13 itself imports what it has compiled.
+    from torch.utils.cpp_extension import _import_module_from_library
+
+    return _import_module_from_library(name, str(folder), True)
 
 
 def main(names: list[str]) -> int:
