@@ -116,11 +116,11 @@ def groups(world: World, found: Found) -> None:
     """Create the process groups of a run with asynchronous saves: default, control, and one for saves."""
     found |= {f"met {name}": value for name, value in held().items()}
     dist.barrier()
-    told, began, computed = from_store(), time.perf_counter(), time.process_time()
+    before, began, computed = from_store(), time.perf_counter(), time.process_time()
     _ = world.control
     found["control seconds"] = time.perf_counter() - began
     found["control computed"] = time.process_time() - computed
-    found["control told"] = from_store() - told
+    found["control bytes"] = from_store() - before
     found |= {f"control {name}": value for name, value in held().items()}
     world.barrier()
     apart = world.apart()

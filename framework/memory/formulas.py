@@ -64,7 +64,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a strategy splits over ranks, and where it keeps it."""
+    """The state that a strategy splits over ranks, and the place where it keeps it."""
 
     splits_parameters: bool = False
     splits_gradients: bool = False
@@ -75,7 +75,7 @@ class Layout:
     """DeepSpeed's engine: updates are applied to fp32 master copies, and gradients accumulated in fp32."""
     parameters_on: Place = "device"
     state_on: Place = "device"
-    """Where optimizer state and master copies are. Unless it is the device, gradients are accumulated on the host."""
+    """The place of optimizer state and master copies. Unless it is the device, gradients accumulate on the host."""
     within_node: bool = False
     """Whether to split over the ranks of a node and replicate over nodes; a single node has two replicas."""
 

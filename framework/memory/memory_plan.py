@@ -27,7 +27,7 @@ class PlanRow:
     shortage: str | None = None
     """The place whose memory is too small, ``"device"``, ``"host"`` or ``"disk"``; None if everything fits."""
     refusal: str | None = None
-    """Why the strategy cannot be used here, in a sentence; None if it can."""
+    """The reason why the strategy cannot be used here, in a sentence; None if it can."""
 
     @property
     def fits(self) -> bool:

@@ -160,7 +160,7 @@ def _tensors(module: TrainModule) -> Iterator[Tensor]:
 
 
 def _measure(trainer: Trainer, request: FitRequest, memory: Memory, activation_bytes: int | None) -> _Measurements:
-    """Measure a model's size, its optimizers' state and its activations. A note tells what could not be measured.
+    """Measure a model's size, its optimizers' state and its activations. Failed measurements leave a note.
 
     User code runs on copies here, outside a run. It may raise anything, which must not prevent training.
     """

@@ -113,7 +113,7 @@ def ensure_ops(names: Iterable[str], note: Note, device_type: str = "cpu", limit
 
 
 def _stamp() -> dict[str, str]:
-    """Return what a built op depends on besides its source: the name of torch's folder has Python's version alone."""
+    """Return the versions that a built op depends on. The name of torch's folder has only that of Python."""
     import torch
 
     return {

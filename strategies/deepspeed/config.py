@@ -80,7 +80,7 @@ def check_settings(options: ZeroOptions, device_type: str) -> None:
 
 
 def _complaints(config: dict[str, Any], device_type: str) -> Iterator[str]:
-    """Yield what DeepSpeed's own config class says against a config."""
+    """Yield the errors that DeepSpeed's own config class finds in a config."""
     # DS_ACCELERATOR keeps the import from searching for devices. The import itself sets the second variable for good,
     # which would then be inherited by every process that this one starts.
     with library_environment(DS_ACCELERATOR=device_type, PYTORCH_NVML_BASED_CUDA_CHECK="1"):

@@ -30,8 +30,8 @@ def check_swap_folder(path: Path) -> None:
         handle, name = tempfile.mkstemp(dir=existing, prefix=".phalanx-")
     except OSError as error:
         raise ConfigurationError(
-            f"nvme_path={str(path)!r} cannot be written: {error.strerror} at {str(existing)!r}. Choose a folder on a "
-            "fast local disk that this user may write to."
+            f"nvme_path={str(path)!r} cannot be written: {error.strerror} ({str(existing)!r}). Choose a folder on "
+            "a fast local disk that this user may write to."
         ) from None
     os.close(handle)
     try:

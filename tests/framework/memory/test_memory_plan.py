@@ -232,7 +232,7 @@ def test_planning_does_not_change_the_module_or_the_generators() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_notes_tell_what_could_not_be_measured() -> None:
+def test_failed_measurements_leave_a_note() -> None:
     class Asks(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) * self.trainer.world_size
