@@ -1,7 +1,6 @@
-"""The ranks that ``growth.py`` measures: run as a module, it starts them, and rank 0 prints what all have found.
+"""The ranks that ``growth.py`` measures. Run as a module it starts them, and rank 0 prints the results of all.
 
-There may be more ranks than cores, so the time of a reduction says more about the cores than about the reduction: what
-is comparable is the processor's time that a rank spends on it.
+There may be more ranks than cores. Elapsed time then depends on the number of cores; a rank's CPU time is comparable.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from phalanx.framework.distributed.world import World
 from .gpt import GPT, batches, next_token_loss
 
 Found = dict[str, float]
-# Where the kernel's tcp_info says how many bytes came in.
+# Offset of tcpi_bytes_received in the kernel's struct tcp_info.
 _RECEIVED_AT = 128
-# As many as a step's control reduction has.
+# The length of a step's control reduction.
 NUMBERS = 11
 TIMES = 5
 
 
 @dataclass
 class Traffic:
-    """The exchanges of objects of a rank, and the bytes that came in by them."""
+    """Number of a rank's collectives on objects, and the bytes that it received in them."""
 
     exchanges: int = 0
     received: int = 0
@@ -48,7 +47,7 @@ class Traffic:
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """Count what a ``World`` exchanges in this context, but for reductions of a few numbers."""
+    """Count the collectives on objects of a ``World`` in this context, without reductions of a few numbers."""
     traffic, rank = Traffic(), dist.get_rank()
     real = {name: getattr(dist, name) for name in ("all_gather", "broadcast", "gather")}
 
@@ -78,9 +77,9 @@ def counted() -> Iterator[Traffic]:
 
 
 def cost(world: World, function: Callable[[], object], count: int) -> tuple[float, float]:
-    """Return the seconds that a call takes, and the seconds that this process computes for it on all its threads.
+    """Return the elapsed seconds and the CPU seconds (of all threads) of a call.
 
-    Medians of several times ``count`` calls, as others may use the machine too.
+    They are medians over several rounds of ``count`` calls, because the machine may be shared.
     """
     seconds, computed = list[float](), list[float]()
     for _ in range(TIMES):
@@ -94,7 +93,7 @@ def cost(world: World, function: Callable[[], object], count: int) -> tuple[floa
 
 
 def held() -> Found:
-    """Return what this process holds: sockets, threads, and the memory that it shares with nobody."""
+    """Return the number of this process's sockets and threads, and the bytes of its private memory."""
     places = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     sockets = sum(os.path.lexists(place) and os.readlink(place).startswith("socket:") for place in places)
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -103,7 +102,7 @@ def held() -> Found:
 
 
 def from_store() -> int:
-    """Return the bytes that the rendezvous has sent to this process so far."""
+    """Return the bytes that this process has received from the rendezvous store."""
     port, received = int(os.environ["MASTER_PORT"]), 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as line:
@@ -114,14 +113,14 @@ def from_store() -> int:
 
 
 def groups(world: World, found: Found) -> None:
-    """Build what a run with saves behind the training has: the default group, the control group and one of its own."""
+    """Create the process groups of a run with asynchronous saves: default, control, and one for saves."""
     found |= {f"met {name}": value for name, value in held().items()}
     dist.barrier()
-    told, began, computed = from_store(), time.perf_counter(), time.process_time()
+    before, began, computed = from_store(), time.perf_counter(), time.process_time()
     _ = world.control
     found["control seconds"] = time.perf_counter() - began
     found["control computed"] = time.process_time() - computed
-    found["control told"] = from_store() - told
+    found["control bytes"] = from_store() - before
     found |= {f"control {name}": value for name, value in held().items()}
     world.barrier()
     apart = world.apart()
@@ -131,8 +130,8 @@ def groups(world: World, found: Found) -> None:
     apart.close()
 
 
-def exchanges(world: World, found: Found, count: int) -> None:
-    """Measure one control reduction in both ways, and the exchange of an object that is next to nothing."""
+def messages(world: World, found: Found, count: int) -> None:
+    """Measure a control reduction through shared memory and through gloo, and an all-gather of a small object."""
     vector = torch.ones(NUMBERS, dtype=torch.float64)
     found["board seconds"], found["board computed"] = cost(world, lambda: world.control_reduce(vector).wait(), count)
     reduce = world.control.allreduce
@@ -145,7 +144,7 @@ def exchanges(world: World, found: Found, count: int) -> None:
 
 
 def checkpoints(strategy: str, ranks: int, layers: int, directory: Path) -> Found:
-    """Save and load a small GPT with AdamW's state and every rank's random generators."""
+    """Save and load a small GPT with AdamW's state and every rank's random states."""
     fabric = Fabric(accelerator="cpu", strategy=strategy, devices=ranks)
     fabric.launch()
     model = GPT(layers)
@@ -153,7 +152,7 @@ def checkpoints(strategy: str, ranks: int, layers: int, directory: Path) -> Foun
     fabric.backward(next_token_loss(model, batches(1, rows=1)[0]))
     optimizer.step()
     path, found = directory / f"{strategy}.ckpt", Found()
-    # What is done for the first time is not counted.
+    # The first save is a warm-up.
     for name, verb in (("", fabric.save_state), ("save", fabric.save_state), ("load", fabric.load_state)):
         fabric.barrier()
         began = time.perf_counter()
@@ -179,8 +178,8 @@ def main() -> None:
     world = fabric.world
     groups(world, found)
     if not count:
-        return tell(world, found)
-    exchanges(world, found, count)
+        return report(world, found)
+    messages(world, found, count)
     directory = Path(world.broadcast_object(tempfile.mkdtemp() if world.is_global_zero else ""))
     try:
         for strategy in ("ddp", "fsdp"):
@@ -190,14 +189,14 @@ def main() -> None:
         world.barrier()
         if world.is_global_zero:
             shutil.rmtree(directory, ignore_errors=True)
-    tell(world, found)
+    report(world, found)
 
 
-def tell(world: World, found: dict[str, Any]) -> None:
-    """Print what all ranks have found, on rank 0."""
+def report(world: World, found: dict[str, Any]) -> None:
+    """Print the results of all ranks, on rank 0."""
     everyone = world.all_gather_object(found)
     if world.is_global_zero:
-        print("FOUND " + json.dumps(everyone), flush=True)
+        print("RESULT " + json.dumps(everyone), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What grows with the ranks beyond those of one machine: the real functions, given what so many ranks would tell.
+"""Costs for more ranks than one machine can start: phalanx's own functions, with the input that the ranks would send.
 
-Nothing here is an estimate. What cannot be computed in one process, such as the time of a network, is left out.
+Nothing is estimated. Costs that cannot be measured in one process, such as those of a network, are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .gpt import GPT
 
 T = TypeVar("T")
 Found = dict[str, float]
-# Of a GPT of 1.8 thousand million parameters; no memory is taken for them.
+# A GPT of 1.8 billion parameters on the meta device.
 WIDTH, HEADS, VOCABULARY = 4096, 32, 50_304
 SLOTS = ("exp_avg", "exp_avg_sq")
 NO_CHECKSUM = "0" * 16
@@ -51,19 +51,19 @@ def timed(function: Callable[[], T]) -> tuple[float, T]:
 
 
 def memory() -> int:
-    """Return the bytes that this process has in memory."""
+    """Return this process's resident memory in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Pretended(World):
-    """One of many ranks of which each tells what this one tells."""
+class SimulatedWorld(World):
+    """A rank among many, which all send what this one sends."""
 
     def __init__(self, size: int) -> None:
         super().__init__(World.single().placement, torch.device("cpu"))
         self.size = self.data_size = size
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return copies of an object as if all ranks had sent it."""
+        """Return copies of the object, one for each rank."""
         sent = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
         return [pickle.loads(sent) for _ in range(self.size)]
 
@@ -80,7 +80,7 @@ def sharded_sections(layers: int) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def plan_of_rank(sections: dict[str, dict[str, tuple[int, ...]]], rank: int, size: int) -> Plan:
-    """Return what a rank says it holds under ``fsdp``: rows of each tensor, none where they do not suffice."""
+    """Return the plan of a rank under ``fsdp``: rows of each tensor, none if there are fewer rows than ranks."""
 
     return {
         section: {name: Piece(torch.float32, shape, rows_of(shape, rank, size), None) for name, shape in shapes.items()}
@@ -89,14 +89,14 @@ def plan_of_rank(sections: dict[str, dict[str, tuple[int, ...]]], rank: int, siz
 
 
 def rows_of(shape: tuple[int, ...], rank: int, size: int) -> Box:
-    """Return the rows of a tensor that a rank holds, as torch splits them: as many as the others, fewer at the end."""
+    """Return the rows of a tensor that a rank holds, as torch splits: equally many, but fewer on the last ranks."""
     rows = -(-shape[0] // size)
     start = min(rank * rows, shape[0])
     return (start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:])
 
 
 def manifest_of(plans: list[Plan], agreed: Agreed, document: Any) -> Manifest:
-    """Return the manifest of a save in which all ranks have written what was agreed; checksums are made up."""
+    """Return the manifest of a save in which all ranks have written their assigned pieces, with dummy checksums."""
     files: dict[str, FileRecord] = {}
     starts: dict[str, dict[str, int]] = {}
     held: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -125,7 +125,7 @@ def _writers(agreed: Agreed) -> Any:
 
 
 def files_read(manifest: Manifest, rank: int, size: int) -> set[str]:
-    """Return the files in which one of ``size`` ranks finds what it holds."""
+    """Return the files that hold pieces of one of ``size`` ranks."""
     found: set[str] = set()
     for tensors in manifest.sections.values():
         for record in tensors.values():
@@ -135,7 +135,7 @@ def files_read(manifest: Manifest, rank: int, size: int) -> set[str]:
 
 
 def checkpoint(size: int, layers: int) -> Found:
-    """Plan, write down and read back a checkpoint of ``size`` ranks, without its tensors."""
+    """Plan a checkpoint of ``size`` ranks, and serialize and parse its manifest, without any tensor."""
     sections = sharded_sections(layers)
     plans = [plan_of_rank(sections, rank, size) for rank in range(size)]
     document = encode_inline({"random": capture()})
@@ -164,11 +164,11 @@ def checkpoint(size: int, layers: int) -> Found:
     }
 
 
-# ---- what a fit does ------------------------------------------------------------------------------------------------
+# ---- a fit ----------------------------------------------------------------------------------------------------------
 
 
 def sampling(size: int) -> Found:
-    """Return the seconds in which a rank draws up its next batch of a shuffled dataset."""
+    """Return the seconds for the next batch of a rank in training and evaluation."""
     rounds = 40
     order = NaturalOrder(range(rounds * size * ROWS), 0, shuffle=True)
     common: dict[str, Any] = {"drop_last": False, "whole": False, "seed": 0, "seeded": False}
@@ -177,7 +177,7 @@ def sampling(size: int) -> Found:
     evaluation.first, evaluation.step = size // 2, size
     found: Found = {}
     for name, sampler in (("training", training), ("evaluation", evaluation)):
-        # Held beyond the measurement, for it holds the order of the epoch.
+        # Kept alive during the measurement, because it holds the order of the epoch.
         batches = iter(sampler)
         next(batches)
         seconds, _ = timed(lambda batches=batches: [next(batches) for _ in range(rounds // 2)])  # type: ignore[misc]
@@ -186,11 +186,11 @@ def sampling(size: int) -> Found:
 
 
 def logged(size: int) -> Found:
-    """Exchange an epoch's means of some names."""
+    """Reduce the means that were logged in an epoch."""
     entries = {f"loss_{number}": Entry(f"loss_{number}", _FLAGS, "mean", False, True) for number in range(LOGGED)}
     for entry in entries.values():
         entry.add(0.1, 32.0)
-    world = Pretended(size)
+    world = SimulatedWorld(size)
     seconds, _ = timed(lambda: exchange(world, "train", entries, {None}, False))
     return {"seconds": seconds}
 
@@ -199,7 +199,7 @@ _FLAGS = (False, True, False, True, "mean", False)
 
 
 def watching(size: int) -> Found:
-    """Look at the heartbeats of as many ranks, each of which has gone on since the last look."""
+    """Read the heartbeats of all ranks, each of which has made progress since the last time."""
     limits = (LEARNED,) * len(SECTIONS)
     watch, looks = SilenceTracker(), []
     for number in range(1, 12):
@@ -211,7 +211,7 @@ def watching(size: int) -> Found:
 
 
 def simulated(sizes: tuple[int, ...], layers: int) -> dict[str, list[Found]]:
-    """Return what was found for each number of ranks, by what was looked at."""
+    """Return the results for each number of ranks, by topic."""
     looks: dict[str, Callable[[int], Found]] = {
         "checkpoint": lambda size: checkpoint(size, layers),
         "sampling": sampling,

@@ -1,10 +1,9 @@
-"""Bytes that each rank holds for parameters, gradients and optimizer state, beside the formulas, for every strategy."""
+"""Compares the bytes that each rank holds under every strategy with the formulas."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -15,17 +14,17 @@ from phalanx.framework.memory.formulas import LAYOUTS, Footprint, Ranks, footpri
 from phalanx.framework.memory.measure import size_of
 
 from .memory_rank import Model
+from .processes import results
 from .table import show
 
 RANKS = 2
 SHAPE, SHORT_SHAPE = (512, 9, 2048), (128, 9, 512)
-SECONDS = 300
 _HEAD = ["MB", "formula", "tensors", "over it, %", "formula with buckets", "resident", "formula on disk", "on disk"]
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank was seen to hold, in bytes."""
+    """Measured bytes of one rank."""
 
     tensors: int
     resident: int
@@ -33,7 +32,7 @@ class Held:
 
 
 def memory(rounds: int, quick: bool) -> None:
-    """Measure each strategy in fresh processes; bytes do not vary, so one round does."""
+    """Measure each strategy in new processes. One round is enough, as bytes do not vary."""
     shape = SHORT_SHAPE if quick else SHAPE
     size = replace(size_of(Model(*shape)), state_slots=2.0)
     for precision in ("32-true", "bf16-mixed"):
@@ -44,12 +43,12 @@ def memory(rounds: int, quick: bool) -> None:
                 held = _measured(name, precision, window, shape, ranks.world_size)
                 needs = footprint(layout, size, ranks, resolve_precision(precision), accumulates=window > 1)
                 rows.append([name, *_cells(held, needs)])
-            held_by = f"Held by each of {RANKS} ranks, {size.elements / 1e6:.1f} M parameters"
-            show(f"{held_by}, {precision}, windows of {window}", _HEAD, rows)
+            title = f"Held by each of {RANKS} ranks, {size.elements / 1e6:.1f} M parameters"
+            show(f"{title}, {precision}, windows of {window}", _HEAD, rows)
 
 
 def _cells(held: Held | None, needs: Footprint) -> list[object]:
-    """Return the cells of a row. Buffers to a disk are there all the time; other buckets come and go, or are small."""
+    """Return the cells of a row. Buffers of a disk are permanent and count as held; others are temporary, or small."""
     in_memory = needs.device.held + needs.host.held + needs.host.buckets
     buckets = needs.device.buckets
     if held is None:
@@ -66,30 +65,17 @@ def _cells(held: Held | None, needs: Footprint) -> list[object]:
 
 
 def _measured(name: str, precision: str, window: int, shape: tuple[int, int, int], ranks: int) -> Held | None:
-    """Run a fit under torchrun; return what the rank that held most told."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    # Next to this file, because a temporary directory may lie in memory, to which DeepSpeed does not swap.
+    """Run a fit under torchrun; return the bytes of the rank that held most."""
+    # Next to this file, because a temporary directory may be in memory, which DeepSpeed cannot swap to.
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix=".swapped-") as folder:
-        done = subprocess.run(
-            [*launcher, "-m", "benchmarks.memory_rank", name, precision, str(window), json.dumps(shape)],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-            cwd=Path(__file__).parent.parent,
-            env={
-                **os.environ,
-                # Of a virtual environment that is not activated, DeepSpeed's builds would not find ninja.
-                "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-                "OMP_NUM_THREADS": "1",
-                "PHALANX_NVME_PATH": folder,
-                # So that what is freed goes back to the system, and resident memory tells what is held.
-                "MALLOC_ARENA_MAX": "1",
-                "MALLOC_MMAP_THRESHOLD_": "65536",
-            },
-        )
-    told = [json.loads(line.removeprefix("HELD ")) for line in done.stdout.splitlines() if line.startswith("HELD ")]
-    if not told:
-        print(f"{name} cannot be measured:\n{done.stderr[-3000:]}")
-        return None
-    return max((Held(**one) for one in told), key=lambda one: one.tensors)
+        variables = {
+            # DeepSpeed's builds would not find the ninja of a virtual environment that is not activated.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+            "PHALANX_NVME_PATH": folder,
+            # Return freed memory to the system, so that resident memory shows what is held.
+            "MALLOC_ARENA_MAX": "1",
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+        }
+        arguments = name, precision, str(window), json.dumps(shape)
+        found = results("benchmarks.memory_rank", *arguments, ranks=ranks, **variables)
+    return max((Held(**rank) for rank in found), key=lambda rank: rank.tensors, default=None)

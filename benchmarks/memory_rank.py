@@ -1,4 +1,4 @@
-"""One rank of a fit whose memory is counted: prints what it holds when it holds most. Run by ``memory.py``."""
+"""One rank of a fit whose memory is measured: prints its peak. Run by ``memory.py``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARM_UPDATES = 2
 
 
 class Model(TrainModule):
-    """Blocks of two wide layers behind an embedding, whose rows are the output's too."""
+    """Blocks of two wide layers, and an embedding that is tied to the output layer."""
 
     def __init__(self, width: int, blocks: int, rows: int) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Model(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
     def on_after_backward(self) -> None:
-        self.look()
+        self.measure()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.look()
+        self.measure()
 
-    def look(self) -> None:
-        """Note what is held, once the optimizer has its state."""
+    def measure(self) -> None:
+        """Record what is held, once the optimizer has its state."""
         if self.global_step >= WARM_UPDATES:
             found = {
                 "tensors": live_bytes(),
@@ -67,7 +67,7 @@ class Model(TrainModule):
 
 
 def live_bytes() -> int:
-    """Return the bytes of all tensors that Python can reach in this process, each storage once."""
+    """Return the bytes of all tensors in this process that Python can reach. Shared storages count once."""
     gc.collect()
     sizes: dict[int, int] = {}
     for found in gc.get_objects():
@@ -88,13 +88,13 @@ def resident_bytes() -> int:
 
 
 def swapped_bytes() -> int:
-    """Return the bytes of all files where state is swapped to."""
+    """Return the bytes of all files in the folder for offloading."""
     folder = Path(os.environ["PHALANX_NVME_PATH"])
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def fit(name: str, precision: str, window: int, shape: tuple[int, int, int]) -> Model:
-    """Train for three updates, in windows of as many micro-batches."""
+    """Train for three optimizer steps of ``window`` micro-batches each."""
     before, tensors = resident_bytes(), live_bytes()
     module = Model(*shape)
     module.before = before
@@ -115,10 +115,10 @@ def fit(name: str, precision: str, window: int, shape: tuple[int, int, int]) -> 
 def main() -> None:
     name, precision, window, shape = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
     torch.set_num_threads(1)
-    fit(name, precision, window, (8, 2, 16))  # what is loaded and made once is not the model's
+    fit(name, precision, window, (8, 2, 16))  # excludes libraries and caches that are loaded once
     module = fit(name, precision, window, shape)
-    # In one write: the ranks share a pipe.
-    print(f"HELD {json.dumps(module.held)}\n", end="", flush=True)
+    # In one write, because the ranks share a pipe.
+    print(f"RESULT {json.dumps(module.held)}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

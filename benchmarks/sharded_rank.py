@@ -1,4 +1,4 @@
-"""One rank of the fits that ``sharded.py`` counts and times: prints what it found. Run under torchrun."""
+"""One rank of the fits that ``sharded.py`` measures; rank 0 prints the results. Run under torchrun."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Fit = Callable[[int, list[float]], None]
 
 
 class Task(TrainModule):
-    """The small GPT; notes when each of its steps begins."""
+    """The small GPT. Records the start time of each step."""
 
     def __init__(self, marks: list[float]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Task(TrainModule):
 
 
 def fit(strategy: str, steps: int, marks: list[float], window: int = 1) -> None:
-    """Train through a Trainer."""
+    """Train with a Trainer."""
     with TemporaryDirectory() as directory:
         trainer = Trainer(
             strategy=_built(strategy, Path(directory)),
@@ -68,7 +68,7 @@ def _built(strategy: str, directory: Path) -> Any:
 
 
 def fsdp_by_hand(steps: int, marks: list[float]) -> None:
-    """Train on ``fully_shard`` as its documentation shows it."""
+    """Train with ``fully_shard``, as in its documentation."""
     from torch.distributed.fsdp import fully_shard
 
     model = GPT()
@@ -84,12 +84,13 @@ def fsdp_by_hand(steps: int, marks: list[float]) -> None:
 
 
 def zero2_by_hand(steps: int, marks: list[float]) -> None:
-    """Train on DeepSpeed's engine, with the configuration and the optimizer that phalanx gives it."""
+    """Train with DeepSpeed's engine, with the config and the optimizer that phalanx passes to it."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     from phalanx.framework.core.precision import resolve_precision
-    from phalanx.strategies.deepspeed.config import engine_config, resolve_options
+    from phalanx.strategies.deepspeed.arguments import resolve_options
+    from phalanx.strategies.deepspeed.config import engine_config
 
     model = GPT()
     elements = sum(parameter.numel() for parameter in model.parameters())
@@ -113,7 +114,7 @@ def timed(run: Fit, steps: int) -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what libraries print out of what this process tells."""
+    """Send what libraries print to stderr, so that stdout has only the result."""
     kept, sys.stdout = sys.stdout, sys.stderr
     try:
         yield
@@ -139,7 +140,7 @@ def main() -> None:
                 sides: tuple[Fit, Fit] = (hand[name], partial(fit, name))
                 found[name] = [[timed(side, int(steps)) for side in sides] for _ in range(int(rounds))]
     if dist.get_rank() == 0:
-        print("FOUND " + json.dumps(found), flush=True)
+        print("RESULT " + json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 

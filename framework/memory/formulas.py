@@ -1,20 +1,20 @@
-"""The bytes that each rank holds under a strategy: formulas over a model's size, and nothing else.
+"""Formulas for the bytes that each rank holds under a strategy, given a model's size.
 
 After Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3: with
 mixed precision (Micikevicius et al. 2018) and Adam, an element of the model takes 2 bytes as a parameter, 2 as a
-gradient and K = 12 as optimizer state, of which 4 are the copy in fp32 that updates are applied to and 8 the two
-moments. On W ranks, stage 1 divides K by W, stage 2 the gradients too, stage 3 also the parameters.
+gradient and K = 12 as optimizer state, of which 4 are the fp32 master copy that updates are applied to and 8 the two
+moments. On W ranks, stage 1 divides K by W, stage 2 also the gradients, stage 3 also the parameters.
 
-What is held here differs from the paper where phalanx, or DeepSpeed, chooses otherwise:
+phalanx and DeepSpeed differ from the paper as follows:
 
     single, ddp, fsdp   mixed precision keeps parameters, and so gradients and moments, in fp32 and casts them for
-                        computing: 4 + 4 + 8. There is no second copy.
-    zero*               gradients gather in fp32 whatever the parameters' dtype: 4 in place of 2 (stage 1 has them
-                        beside the whole 2 of the backward pass). The copy in fp32 exists in 32-true too.
-    *-offload, -nvme    on the host a buffer of gradients that the optimizer reads, and one or two to gather in.
+                        computing: 4 + 4 + 8. There is no master copy.
+    zero*               gradients are accumulated in fp32 whatever the parameters' dtype: 4 in place of 2 (stage 1 has
+                        them besides the full 2 of the backward pass). There is a master copy in 32-true too.
+    *-offload, -nvme    on the host a buffer of gradients that the optimizer reads, and one or two to accumulate in.
 
-All is counted at its fullest, with moments and gradients. Within a window of several micro-batches ``fsdp`` and
-``zero1`` keep whole gradients, which are reduced once, at its end; ``accumulates`` says so.
+The result is the peak within a step, with moments and gradients. In windows of several micro-batches (``accumulates``)
+``fsdp`` and ``zero1`` hold full gradients, which they reduce once, at the end of the window.
 """
 
 from __future__ import annotations
@@ -28,55 +28,56 @@ from ..core.precision import Precision
 Place = Literal["device", "host", "disk"]
 
 _FP32_BYTES = 4
-# Buckets of DeepSpeed's engine, in parts of the model, with a least and a greatest number of elements.
+# Buckets of DeepSpeed's engine, as strategies/deepspeed/config.py sets them: the model divided by the first number, but
+# at least and at most so many elements.
 _BUCKET = (64, 2**18, 50_000_000)
 _LIVE = (8, 2**18, 1_000_000_000)
 _SUB_GROUPS = 16
-# What its swapper keeps in host memory: buffers of a sub-group's size for optimizer state, and for parameters.
+# Buffers of DeepSpeed's swapper in host memory: of a sub-group's size for optimizer state, and for parameters.
 _STATE_BUFFERS = 4
 _PARAMETER_BUFFERS = 5
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the formulas take of a model; elements, each tied parameter once."""
+    """Size of a model, in elements unless stated otherwise. A tied parameter counts once."""
 
     trainable: int
     frozen: int = 0
     buffer_bytes: int = 0
-    """Of registered buffers, which every rank holds."""
+    """Bytes of registered buffers, of which every rank has a copy."""
     state_slots: float = 2.0
     """Elements of optimizer state for each trainable element: 2 for Adam, 1 for SGD with momentum, 0 without."""
     state_bytes: int | None = None
-    """The optimizer's state in bytes, in the dtype that torch's optimizers give it; None: that of the parameters."""
+    """Bytes of optimizer state under torch's optimizers; None: ``state_slots`` in the parameters' dtype."""
     largest_block: int = 0
-    """Elements of the largest part that ``fsdp`` gathers at once; 0: the whole model."""
+    """Elements of the largest block that ``fsdp`` gathers at once; 0: the entire model."""
     outside_blocks: int = 0
-    """Elements that belong to no such part, and are gathered for the whole step."""
+    """Elements outside all blocks, which stay gathered throughout a step."""
     largest_parameter: int = 0
 
     @property
     def elements(self) -> int:
-        """Trainable and frozen ones."""
+        """Elements of all parameters, trainable and frozen."""
         return self.trainable + self.frozen
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a strategy splits over ranks, and where it keeps things."""
+    """The state that a strategy splits over ranks, and the place where it keeps it."""
 
     splits_parameters: bool = False
     splits_gradients: bool = False
     splits_state: bool = False
     replicates: bool = False
-    """Every rank holds all, and buckets of gradients to reduce."""
+    """Every rank holds everything, and buckets in which gradients are reduced."""
     engine: bool = False
-    """DeepSpeed: updates go to a copy in fp32, and gradients gather in fp32."""
+    """DeepSpeed's engine: updates are applied to fp32 master copies, and gradients accumulated in fp32."""
     parameters_on: Place = "device"
     state_on: Place = "device"
-    """Of optimizer state and the copy in fp32; gradients gather on the host where it is not the device."""
+    """The place of optimizer state and master copies. Unless it is the device, gradients accumulate on the host."""
     within_node: bool = False
-    """Split over the ranks of a node and replicated over nodes; on a single node, over half of its ranks."""
+    """Whether to split over the ranks of a node and replicate over nodes; a single node has two replicas."""
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -98,31 +99,31 @@ LAYOUTS: dict[str, Layout] = {
         parameters_on="disk", state_on="disk",
     ),
 }  # fmt: skip
-"""By the name of the strategy."""
+"""Layouts by the name of the strategy."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """What one rank holds in one place."""
+    """Bytes that one rank holds in one place."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer_state: int = 0
     master_copies: int = 0
-    """The copies in fp32 that updates are applied to, where parameters are not those themselves."""
+    """fp32 copies of parameters that updates are applied to, where these are not the parameters themselves."""
     buckets: int = 0
-    """What communication and casting need: reduction buckets, parts gathered for computing, swap buffers."""
+    """Buffers for communication and casting: reduction buckets, gathered blocks, swap buffers."""
     activations: int = 0
-    """What the forward pass keeps for the backward one."""
+    """Tensors that the forward pass saves for the backward pass."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all fields."""
         return sum(self)
 
     @property
     def held(self) -> int:
-        """All but what comes and goes within a step."""
+        """The sum without buffers and activations, which come and go within a step."""
         return self.parameters + self.gradients + self.optimizer_state + self.master_copies
 
     def __iter__(self) -> Iterator[int]:
@@ -134,7 +135,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one rank holds on its device, in host memory and on disk."""
+    """Bytes that one rank holds on its device, in host memory and on disk."""
 
     device: Bytes = field(default_factory=Bytes)
     host: Bytes = field(default_factory=Bytes)
@@ -148,7 +149,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many ranks there are, and how many of them on a node."""
+    """The number of ranks, and how many of them are on a node (None: all)."""
 
     world_size: int = 1
     local_size: int | None = None
@@ -163,12 +164,12 @@ def footprint(
     casts: int = 0,
     accumulates: bool = False,
 ) -> Footprint:
-    """Return what a rank holds under a strategy.
+    """Return the bytes that a rank holds under a strategy.
 
     Args:
+        activations: bytes that the forward pass of a micro-batch saves for its backward pass.
+        casts: bytes of the copies of parameters that autocast makes, where parameters are stored in another dtype.
         accumulates: whether windows have several micro-batches.
-        activations: bytes that a micro-batch's forward keeps for its backward.
-        casts: bytes of copies that autocast makes of parameters, where they are stored in another dtype.
     """
     if layout.engine:
         held = _engine(layout, size, ranks, precision, accumulates)
@@ -178,7 +179,7 @@ def footprint(
 
 
 def shard_of(layout: Layout, ranks: Ranks) -> int:
-    """Return over how many ranks a strategy splits what it splits."""
+    """Return the number of ranks over which a strategy splits."""
     if not layout.within_node:
         return ranks.world_size
     nodes = _part(ranks.world_size, ranks.local_size or ranks.world_size)
@@ -211,7 +212,7 @@ def _torch(
 def _engine(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, accumulates: bool) -> Footprint:
     width, split = precision.compute_dtype.itemsize, shard_of(layout, ranks)
     share = _part(size.trainable, split)
-    whole, parts, staged = _engine_gradients(layout, width, accumulates)
+    full, buffers, staged = _engine_gradients(layout, width, accumulates)
     parameters = _part(size.elements * width, split if layout.splits_parameters else 1)
     places: dict[Place, Bytes] = {"device": Bytes(), "host": Bytes(), "disk": Bytes()}
     places[layout.parameters_on] += Bytes(parameters=parameters)
@@ -221,13 +222,13 @@ def _engine(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision,
     )
     places["device"] += Bytes(
         parameters=size.buffer_bytes,
-        gradients=size.trainable * whole,
+        gradients=size.trainable * full,
         buckets=_engine_buckets(layout, size, width),
     )
-    gathers_on: Place = "device" if layout.state_on == "device" else "host"
-    places[gathers_on] += Bytes(gradients=share * (parts * _FP32_BYTES + staged))
+    accumulated_on: Place = "device" if layout.state_on == "device" else "host"
+    places[accumulated_on] += Bytes(gradients=share * (buffers * _FP32_BYTES + staged))
     if layout.state_on == "disk":
-        # Gradients gather in host memory, and go to the disk for the update.
+        # Gradients are accumulated in host memory, and written to the disk for the update.
         places["disk"] += Bytes(gradients=share * _FP32_BYTES)
         places["host"] += Bytes(buckets=_swap_buffers(size, split, width))
     return Footprint(places["device"], places["host"], places["disk"])
@@ -237,35 +238,36 @@ def _engine_gradients(layout: Layout, width: int, accumulates: bool) -> tuple[in
     """Return how DeepSpeed holds the gradient of an element.
 
     Returns:
-        The bytes of whole gradients on the device, of a part in fp32 how many buffers there are beside the state, and
-        the bytes of one more in which a part is brought to the host in the parameters' dtype.
+        Three numbers: the bytes of the full gradient on the device; the number of fp32 buffers for this rank's part of
+        it, next to the optimizer's state; and the bytes of a staging buffer in which that part is copied to the host in
+        the parameters' dtype.
     """
     offloads, mixed = layout.state_on != "device", width != _FP32_BYTES
     if layout.splits_parameters:
         return 0, 2 if layout.state_on == "host" else 1, 0
     staged = width if offloads else 0
     if layout.splits_gradients:
-        # Mixed precision adds up in a buffer of its own, fp32 only where there is something to add.
+        # Mixed precision accumulates in a buffer of its own; fp32 needs one only in windows of several micro-batches.
         return 0, 2 if offloads and (mixed or accumulates) else 1, staged
     if not mixed:
-        # Parts alone, where a window is one micro-batch: whole gradients are let go of as they are reduced.
+        # With one micro-batch in a window full gradients are freed as they are reduced.
         return _FP32_BYTES if accumulates else 0, 1 if offloads or not accumulates else 0, staged
     return _FP32_BYTES + (0 if offloads else width), 1 if offloads else 0, staged
 
 
 def _engine_buckets(layout: Layout, size: ModelSize, width: int) -> int:
-    """Return the bytes of what is reduced, and of what is gathered, at once."""
+    """Return the bytes that are reduced and gathered at once."""
     bucket = _between(size.elements, *_BUCKET)
     if not layout.splits_parameters:
-        # Offloading brings gradients over one by one, through two buffers of the largest one's size.
+        # Offloading copies gradients one by one, through two buffers of the size of the largest.
         return (bucket + (2 * size.largest_parameter if layout.state_on != "device" else 0)) * width
     return (2 * bucket + max(_between(size.elements, *_LIVE), size.largest_parameter)) * width
 
 
 def _swap_buffers(size: ModelSize, split: int, width: int) -> int:
-    """Return the bytes in host memory through which state goes to a disk and back."""
+    """Return the bytes of the buffers in host memory between memory and a disk."""
     parameter = _part(size.largest_parameter or size.elements, split)
-    # A sub-group is closed by the parameter that fills it.
+    # DeepSpeed closes a sub-group after the parameter that fills it, so it may be larger by one parameter.
     sub_group = _between(size.elements, _SUB_GROUPS * split, 2**18, 1_000_000_000) + parameter
     sub_group = min(sub_group, _part(size.trainable, split))
     for_state = (_STATE_BUFFERS * _FP32_BYTES + 2 * width) * sub_group
@@ -277,7 +279,7 @@ def _between(elements: int, parts: int, low: int, high: int) -> int:
 
 
 def _gathered(size: ModelSize, width: int) -> int:
-    """Return the bytes of what is whole at once: what belongs to no block, a block, and the next one under way."""
+    """Return the bytes that are gathered at once: outside all blocks, one block, and the next one, prefetched."""
     blocks = 2 * size.largest_block if size.largest_block else size.elements
     return min(size.outside_blocks + blocks, size.elements) * width
 

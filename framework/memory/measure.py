@@ -1,8 +1,9 @@
-"""What is measured of a model for a memory plan, on copies, so that the user's module stays as it is.
+"""Measures a model for a memory plan, on copies, so that the user's module stays unchanged.
 
-Shapes are read off a copy whose parameters have no data; what an optimizer keeps, off a step that it takes on them; and
-what a micro-batch keeps for its backward pass, off one that is run: on a copy with data where that fits into memory,
-else on fake tensors, which have shapes alone.
+- Sizes come from the shapes of a copy whose parameters have no data.
+- Optimizer state comes from a step on parameters without data.
+- Activations come from running a micro-batch: on a copy with data if that fits into memory, else on fake tensors, which
+  have shapes but no data.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from ..core.position_rng import RandomStream
 from ..core.precision import DefaultDtype, Precision
 from .formulas import ModelSize
 
+# The number of views between a parameter and its cast that are followed.
 _STEPS_TO_A_CAST = 4
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What one micro-batch's forward keeps for its backward, in bytes."""
+    """Bytes that the forward pass of one micro-batch saves for its backward pass."""
 
     kept: int
     casts: int = 0
-    """Copies of parameters that autocast made, which are kept too where parameters are not in its dtype already."""
+    """Bytes of copies of parameters that autocast made. A strategy that stores them in that dtype has none."""
 
 
-def shapes_alone(module: TrainModule) -> TrainModule:
-    """Return a copy whose parameters and buffers have shapes and no data, built as ``configure_model`` builds it."""
+def without_data(module: TrainModule) -> TrainModule:
+    """Return a copy on the meta device, on which ``configure_model`` has been called."""
     built: TrainModule = copied(module, lambda tensor: tensor.to("meta"))
     with torch.device("meta"):
         built.configure_model()
@@ -49,7 +51,7 @@ def shapes_alone(module: TrainModule) -> TrainModule:
 
 
 def copied(module: TrainModule, convert: Callable[[Tensor], Tensor]) -> TrainModule:
-    """Return a copy of a module, its parameters and buffers converted, ties and what is frozen kept."""
+    """Return a copy of a module with its parameters and buffers converted. Ties and ``requires_grad`` are preserved."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(convert(parameter.detach()), requires_grad=parameter.requires_grad)
@@ -62,7 +64,7 @@ def copied(module: TrainModule, convert: Callable[[Tensor], Tensor]) -> TrainMod
 
 
 def size_of(module: nn.Module) -> ModelSize:
-    """Return a model's size, by its shapes, for Adam's two moments. Lazy parameters count nothing."""
+    """Return a model's size from its shapes, assuming Adam's two moments. Lazy parameters count as 0."""
     parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
     elements = {id(parameter): elements_of(parameter) for parameter in parameters}
     total = sum(elements.values())
@@ -78,12 +80,12 @@ def size_of(module: nn.Module) -> ModelSize:
 
 
 def elements_of(parameter: Tensor) -> int:
-    """Return the elements of the whole parameter, also of one that DeepSpeed has left empty."""
+    """Return the elements of the full parameter, also while DeepSpeed has split it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost parts that occur several times in a list or sequence of modules."""
+    """Yield the outermost modules that repeat in a list or sequence, which ``fsdp`` shards one by one."""
     listed = isinstance(module, (nn.ModuleList, nn.Sequential))
     often = Counter(type(child) for child in module.children() if _computes(child)) if listed else Counter()
     for child in module.children():
@@ -98,12 +100,14 @@ def _computes(part: nn.Module) -> bool:
 
 
 def optimizer_state(module: TrainModule, precision: Precision) -> tuple[float, int, int]:
-    """Return what a module's optimizers keep, found by a step on parameters and gradients without data.
+    """Measure the state of a module's optimizers, by a step on parameters and gradients without data.
 
-    ``module`` is one of shapes alone; it is changed.
+    Args:
+        module: a copy from ``without_data``, which is modified.
 
     Returns:
-        Elements of state for each trainable element, its bytes under torch's optimizers, and how many they are.
+        The elements of state for each trainable element, the bytes of state under torch's optimizers, and the number of
+        optimizers.
     """
     precision.convert_module(module)
     optimizers, _ = resolve_optimizers(module.configure_optimizers())
@@ -114,7 +118,7 @@ def optimizer_state(module: TrainModule, precision: Precision) -> tuple[float, i
 
 
 def _slots(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of state, as an optimizer keeps them after a step; counters left out."""
+    """Yield the tensors of state that an optimizer has after a step, without step counters."""
     for group in optimizer.param_groups:
         known: dict[Any, list[Any]] = {}
         for parameter in group["params"]:
@@ -126,8 +130,8 @@ def _slots(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> list[Any]:
-    """Return the state of one parameter after a step of the optimizer's kind on it alone."""
-    # Fused kernels know no tensors without data; what they keep is the same.
+    """Return the state of one parameter after a step of a copy of the optimizer on it alone."""
+    # Fused kernels do not support meta tensors. The state is the same without them.
     plain: dict[str, Any] = {name: False for name in ("fused", "capturable", "foreach") if name in group}
     for device in ("meta", "cpu"):
         one = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
@@ -138,7 +142,7 @@ def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
         try:
             alone.step()
         except (RuntimeError, NotImplementedError):
-            # Some look at numbers. One parameter with data does not take much.
+            # Some optimizers read values. One parameter with data takes little memory.
             if device == "cpu":
                 raise
         else:
@@ -149,10 +153,11 @@ def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
 # ---- activations --------------------------------------------------------------------------------------------------
 
 
-def run_for_real(module: TrainModule, batch: Any, device: torch.device, precision: Precision) -> Activations:
-    """Run a micro-batch, which is on ``device``, on a copy of the module there; return what its forward kept.
+def measure_with_data(module: TrainModule, batch: Any, device: torch.device, precision: Precision) -> Activations:
+    """Run a micro-batch on a copy of the module on ``device``; return what its forward pass saved.
 
-    On CUDA it is the peak of what was allocated above parameters and gradients, in either pass.
+    On CUDA this is the peak of allocated memory in either pass, without parameters and gradients. It also contains the
+    temporary buffers of kernels, which can be larger than the saved tensors.
     """
     built = copied(module, lambda tensor: tensor.to(device, copy=True))
     with device:
@@ -172,8 +177,8 @@ def run_for_real(module: TrainModule, batch: Any, device: torch.device, precisio
     return Activations(max(0, forward - seen.casts, backward - seen.casts), seen.casts)
 
 
-def run_on_shapes(module: TrainModule, batch: Any, precision: Precision) -> Activations:
-    """Run a micro-batch on tensors that have shapes alone; return what its forward would keep."""
+def measure_with_fake_tensors(module: TrainModule, batch: Any, precision: Precision) -> Activations:
+    """Run a micro-batch on fake tensors; return what its forward pass would save."""
 
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         built = copied(module, lambda tensor: torch.empty_like(tensor, device="cpu"))
@@ -186,14 +191,14 @@ def run_on_shapes(module: TrainModule, batch: Any, precision: Precision) -> Acti
 
 
 def _watched(module: TrainModule, batch: Any, precision: Precision, device_type: str) -> tuple[Activations, Tensor]:
-    """Run a step and add up what it saves for backward, each storage once, parameters and buffers left out."""
+    """Run a step and add up the storages that it saves for backward, without those of parameters and buffers."""
     parameters = {id(parameter) for parameter in module.parameters()}
     known = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
     kept: dict[int, tuple[int, bool]] = {}
-    # A storage whose tensors are gone may lend its place to the next one.
+    # Freed storages would be reused, and two of them counted as one.
     alive: list[Tensor] = []
 
-    def see(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         place = _storage(tensor)
         if place not in known and place not in kept:
             kept[place] = tensor.untyped_storage().nbytes(), _is_cast_of(tensor, parameters)
@@ -205,7 +210,7 @@ def _watched(module: TrainModule, batch: Any, precision: Precision, device_type:
         if device_type == "cuda":
             stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor))
         context = precision.forward_context(device_type)
         if context is not None:
             stack.enter_context(context)
@@ -224,7 +229,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_cast_of(tensor: Tensor, parameters: set[int]) -> bool:
-    """Whether a tensor comes from a parameter by a change of its dtype, and perhaps a view or two."""
+    """Whether a tensor is a parameter cast to another dtype, or a view of one."""
     node, casts = tensor.grad_fn, False
     for _ in range(_STEPS_TO_A_CAST):
         if node is None:

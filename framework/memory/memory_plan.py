@@ -1,4 +1,4 @@
-"""``MemoryPlan``: what each strategy would hold on every rank, beside the memory that is there, and which to take."""
+"""``MemoryPlan``: the memory that each strategy needs on every rank, the memory available, and the strategy to use."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from .available_memory import Memory
 from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, Ranks, footprint
 from .measure import Activations
 
-# Of the memory there is: allocators leave holes, and libraries take some too.
+# The usable part of the available memory: allocators fragment it, and libraries take some.
 _USABLE = 0.9
-# What fits into this part of it needs no closer look.
+# A model that takes less than this part of the memory fits without measuring it.
 _EASILY = 0.25
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One strategy: what it would hold on each rank, and what stands against it."""
+    """One strategy: the memory that it needs on each rank, and why it cannot be used, if so."""
 
     name: str
     needs: Footprint
     shortage: str | None = None
-    """The place whose memory does not suffice, ``"device"``, ``"host"`` or ``"disk"``; None where all fits."""
+    """The place whose memory is too small, ``"device"``, ``"host"`` or ``"disk"``; None if everything fits."""
     refusal: str | None = None
-    """Why it cannot be used here, in a sentence; None where it can."""
+    """The reason why the strategy cannot be used here, in a sentence; None if it can."""
 
     @property
     def fits(self) -> bool:
-        """Whether its memory suffices."""
+        """Whether the memory is sufficient."""
         return self.shortage is None
 
     @property
     def verdict(self) -> str:
-        """What a table says of it."""
+        """The last column of the table."""
         if self.refusal is not None:
             return self.refusal.partition(". ")[0].partition(": ")[0]
         return "fits" if self.shortage is None else f"too large for the {self.shortage}"
@@ -44,11 +44,11 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What each strategy would hold on every rank; printed, a table.
+    """The memory that each strategy needs on every rank. Its ``str`` is a table.
 
-    ``chosen`` is what ``strategy="auto"`` takes: the first that can be used and fits of ``single`` (one rank) or
-    ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme``; where none fits, the one of them that needs least of the
-    device.
+    ``chosen`` is the strategy that ``strategy="auto"`` uses. Of ``single`` (one rank) or ``ddp``, ``fsdp``,
+    ``zero3-offload`` and ``zero3-nvme`` it is the first that can be used and fits; if none fits, the one that needs the
+    least memory on the device.
     """
 
     rows: tuple[PlanRow, ...]
@@ -59,14 +59,14 @@ class MemoryPlan:
     device_type: str
     precision: str
     activations: Activations | None
-    """None where they could not be measured; then they count as nothing."""
+    """None if they could not be measured; they then count as 0 bytes."""
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> PlanRow:
         """Return the row of a strategy.
 
         Raises:
-            UnknownNameError: there is none of that name.
+            UnknownNameError: there is no row of that name.
         """
         for row in self.rows:
             if row.name == name:
@@ -78,14 +78,14 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether what was chosen fits."""
+        """Whether the chosen strategy fits."""
         return self[self.chosen].fits
 
     def __str__(self) -> str:
         return self.table()
 
     def table(self, names: Sequence[str] | None = None) -> str:
-        """Return the rows, or those of ``names``, as a table under a line on what was counted."""
+        """Return all rows, or those of ``names``, as a table below the summary line."""
         rows = [row for row in self.rows if names is None or row.name in names]
         lines = [_HEAD, *(self._cells(row) for row in rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
@@ -100,16 +100,16 @@ class MemoryPlan:
 
     @property
     def summary(self) -> str:
-        """What was counted, and the memory that is there, in a line."""
+        """The size of the model and the available memory, in one line."""
         size, memory = self.size, self.memory
         kept = "activations unknown" if self.activations is None else f"{shown(self.activations.kept)} of activations"
-        there = [f"{shown(memory.device)} on the {self.device_type}"]
-        there += [] if memory.device_is_host else [f"{shown(memory.host)} on the host"]
-        there += [f"{shown(memory.disk)} on disk"] if memory.disk else []
+        available = [f"{shown(memory.device)} on the {self.device_type}"]
+        available += [] if memory.device_is_host else [f"{shown(memory.host)} on the host"]
+        available += [f"{shown(memory.disk)} on disk"] if memory.disk else []
         frozen = f" ({size.frozen:,} frozen)" if size.frozen else ""
         return (
             f"Memory for each of {self.world_size} rank(s) in {self.precision}: {size.elements:,} parameters{frozen}, "
-            f"{kept}; there are {', '.join(there)}."
+            f"{kept}; available are {', '.join(available)}."
         )
 
     def _cells(self, row: PlanRow) -> list[str]:
@@ -123,7 +123,7 @@ _HEAD = ["  strategy", *(each.name.partition("_")[0] for each in fields(Bytes)),
 
 
 def candidates(world_size: int) -> tuple[str, ...]:
-    """Return what ``strategy="auto"`` tries, the cheapest in time first."""
+    """Return the strategies that ``strategy="auto"`` tries, the fastest first."""
     return ("single" if world_size == 1 else "ddp", "fsdp", "zero3-offload", "zero3-nvme")
 
 
@@ -138,26 +138,31 @@ def make_plan(
     notes: Sequence[str] = (),
     accumulates: bool = False,
 ) -> MemoryPlan:
-    """Return the plan; ``refusals`` say why strategies cannot be used, by name."""
-    kept = activations or Activations(0, _casts(size, precision))
+    """Return the plan.
+
+    Args:
+        refusals: why strategies cannot be used, by their names.
+        accumulates: whether windows have several micro-batches.
+    """
+    saved = activations or Activations(0, casts_of(size, precision))
     rows = []
     for name, layout in LAYOUTS.items():
-        needs = footprint(layout, size, ranks, precision, kept.kept, kept.casts, accumulates)
+        needs = footprint(layout, size, ranks, precision, saved.kept, saved.casts, accumulates)
         rows.append(PlanRow(name, needs, shortage(needs, memory), refusals.get(name)))
     tried = [row for name in candidates(ranks.world_size) for row in rows if row.name == name and row.refusal is None]
     fitting = [row for row in tried if row.fits]
     frugal = sorted(tried, key=lambda row: _on_device(row.needs, memory))
-    # Where nothing can be used, what every machine has says best what is wrong.
+    # If none can be used, fit is to fail with the refusal of the first row, which every machine supports.
     chosen = (fitting or frugal or rows)[0].name
     if tried and not fitting:
-        notes = [*notes, f"Nothing fits by this count; {chosen} needs least of the device."]
+        notes = [*notes, f"Nothing fits by this count; {chosen} needs the least memory on the device."]
     return MemoryPlan(
         tuple(rows), chosen, memory, size, ranks.world_size, device_type, precision.name, activations, tuple(notes)
     )
 
 
 def shortage(needs: Footprint, memory: Memory, usable: float = _USABLE) -> str | None:
-    """Return the first place whose memory does not suffice, or None."""
+    """Return the first place whose memory is too small, or None."""
     device, disk = _on_device(needs, memory), needs.disk.total
     host = 0 if memory.device_is_host else needs.host.total
     if device > memory.device * usable:
@@ -172,13 +177,13 @@ def _on_device(needs: Footprint, memory: Memory) -> int:
 
 
 def fits_easily(size: ModelSize, ranks: Ranks, precision: Precision, memory: Memory) -> bool:
-    """Whether whole parameters, gradients and Adam's moments take but a small part of the memory."""
+    """Whether unsplit parameters, gradients and Adam's moments take only a small part of the memory."""
     needs = footprint(LAYOUTS["single"], replace(size, state_bytes=None), ranks, precision)
     return shortage(Footprint(needs.device), memory, _EASILY) is None
 
 
 def shown(number: int) -> str:
-    """Return bytes with three digits or so: ``0``, ``999 B``, ``1.2 MB``."""
+    """Return a number of bytes with two or three significant digits: ``0``, ``999 B``, ``1.2 MB``."""
     value, unit = float(number), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -186,5 +191,6 @@ def shown(number: int) -> str:
     return f"{text} {_UNITS[unit]}" if number else "0"
 
 
-def _casts(size: ModelSize, precision: Precision) -> int:
+def casts_of(size: ModelSize, precision: Precision) -> int:
+    """Return the bytes of the copies that autocast makes, if it casts every parameter."""
     return size.elements * precision.compute_dtype.itemsize if precision.is_mixed else 0

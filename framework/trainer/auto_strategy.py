@@ -1,4 +1,4 @@
-"""The memory plan of a module and its data, and the choice of a strategy for ``strategy="auto"``."""
+"""``Trainer.plan``: a ``MemoryPlan`` for a module and its data; and the choice that ``strategy="auto"`` makes by it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, PhalanxError
 from ..core.position_rng import RandomStream
+from ..core.precision import Precision
 from ..core.registry import STRATEGIES
 from ..data.combined_source import prepare_training
 from ..distributed.world import World
-from ..fabric.collectives import RankVerbs
-from ..memory.available_memory import Memory, bytes_of, memory_there
+from ..memory.available_memory import Memory, available_memory, bytes_of
 from ..memory.formulas import LAYOUTS, ModelSize, Ranks
 from ..memory.measure import (
     Activations,
+    measure_with_data,
+    measure_with_fake_tensors,
     optimizer_state,
-    run_for_real,
-    run_on_shapes,
-    shapes_alone,
     size_of,
+    without_data,
 )
-from ..memory.memory_plan import MemoryPlan, candidates, fits_easily, make_plan
+from ..memory.memory_plan import MemoryPlan, candidates, casts_of, fits_easily, make_plan
 from ..parallel.resources import Resources
 from ..run.batch_transfer import batch_transfer
 from ..run.overrides import is_overridden
@@ -36,12 +37,13 @@ from ..system.environment import nvme_path
 from .data_sources import Data
 from .session import Session, StageRequest
 
-_CANNOT_BE_ASKED = (PhalanxError, ImportError, OSError)
+# Errors that mean a strategy cannot be used on this machine.
+_REFUSALS = (PhalanxError, ImportError, OSError)
 
 
 @dataclass(frozen=True)
-class _Findings:
-    """What one rank found out about a model."""
+class _Measurements:
+    """Measurements of a model on one rank."""
 
     size: ModelSize
     activations: Activations | None = None
@@ -53,31 +55,32 @@ class _Findings:
 
 
 def plan_memory(session: Session, request: StageRequest, activation_bytes: int | None) -> MemoryPlan:
-    """Return the plan of one process that starts no ranks."""
+    """Return the plan, computed in this process, which starts no ranks."""
     resources = session.fabric.resources
     module = request.module
-    # Where ranks are still to be started, this process stays beside them, and keeps the model it holds.
+    # If ranks are still to be started, this process continues to hold its own copy of the model next to theirs.
     memory = _memory(resources, () if resources.must_launch else _tensors(module))
-    findings = _look(session, request, memory, activation_bytes)
-    return _plan(session, module, memory, findings)
+    measured = _measure(session, request, memory, activation_bytes)
+    return _plan(session, module, memory, measured)
 
 
 def choose_strategy(session: Session, request: StageRequest) -> None:
-    """Decide what ``strategy="auto"`` stands for in a fit, alike on all ranks, and take it. Collective.
+    """Choose the strategy of a fit with ``strategy="auto"``, and use it. Collective.
 
-    Where the model takes but a small part of the memory, nothing is measured and nothing is said. Else every rank runs
-    a micro-batch, all at once, since a step may hold collectives of the user's; and all decide by the same figures.
+    A model that takes only a small part of the memory is not measured, and nothing is printed. Otherwise all ranks run
+    a micro-batch at the same time, since the user's step may contain collectives, and decide by the same numbers.
     """
     resources = session.fabric.resources
     if not resources.auto:
         return
     world, module = session.fabric.world, request.module
+    # Every rank must choose the same strategy, so each decision below is made from gathered values alone.
     own = _memory(resources, _tensors(module))
     memory = own.least(world.all_gather_object(own))
     name = candidates(world.size)[0]
     if not _is_small(module, resources, memory):
-        found = world.all_gather_object(_look(session, request, memory, None))
-        plan = _plan(session, module, memory, _most(found))
+        measured = world.all_gather_object(_measure(session, request, memory, None))
+        plan = _plan(session, module, memory, _maximum(measured))
         session.note(plan.table(candidates(world.size)))
         name = plan.chosen
     if name != resources.strategy.name:
@@ -86,53 +89,54 @@ def choose_strategy(session: Session, request: StageRequest) -> None:
 
 def _is_small(module: TrainModule, resources: Resources, memory: Memory) -> bool:
     try:
-        built = shapes_alone(module) if is_overridden("configure_model", module) else module
-    except Exception:  # a user's code on tensors without data may fail in any way
+        built = without_data(module) if is_overridden("configure_model", module) else module
+    except Exception:  # user code may raise anything on tensors without data
         return False
     return fits_easily(size_of(built), _ranks(resources), resources.precision, memory)
 
 
-def _plan(session: Session, module: TrainModule, memory: Memory, findings: _Findings) -> MemoryPlan:
+def _plan(session: Session, module: TrainModule, memory: Memory, measured: _Measurements) -> MemoryPlan:
     resources = session.fabric.resources
     refusals = {
         name: refusal
         for name in LAYOUTS
-        if (refusal := _refusal(name, resources, module, findings.optimizers, session.settings.clipping)) is not None
+        if (refusal := _refusal(name, resources, module, measured.optimizers, session.settings.clipping)) is not None
     }
     return make_plan(
-        findings.size,
+        measured.size,
         _ranks(resources),
         resources.precision,
         resources.device_type,
         memory,
-        findings.activations,
+        measured.activations,
         refusals,
-        findings.notes,
+        measured.notes,
         accumulates=session.accumulation.constant != 1,
     )
 
 
-def _most(found: list[_Findings]) -> _Findings:
-    """Return what the ranks found, with the activations of the rank that keeps most."""
-    known = [one.activations for one in found if one.activations is not None]
-    notes = dict.fromkeys(note for one in found for note in one.notes)
-    return replace(found[0], activations=max(known, key=lambda one: one.kept, default=None), notes=tuple(notes))
+def _maximum(measured: list[_Measurements]) -> _Measurements:
+    """Return the measurements of all ranks in one, with the largest activations."""
+    known = [each.activations for each in measured if each.activations is not None]
+    notes = dict.fromkeys(note for each in measured for note in each.notes)
+    return replace(measured[0], activations=max(known, key=lambda each: each.kept, default=None), notes=tuple(notes))
 
 
 def _refusal(
     name: str, resources: Resources, module: TrainModule, optimizers: int, clipping: tuple[float | None, str]
 ) -> str | None:
-    """Return why a strategy cannot be used here; it is asked as ``fit`` would ask it."""
+    """Return why a strategy cannot be used here, by the checks that ``fit`` makes; None if it can."""
     try:
+        # Without arguments, as "auto" would construct it: zero3-nvme then takes its folder from the environment.
         strategy = STRATEGIES.load(name)()
         strategy.check(resources.world_size, resources.device_type, resources.num_nodes, resources.precision)
         strategy.check_module(module)
-    except _CANNOT_BE_ASKED as error:
+    except _REFUSALS as error:
         return str(error)
     if optimizers > 1 and not strategy.traits.supports_several_optimizers:
-        return f"{optimizers} optimizers, and it takes one."
+        return f"It supports one optimizer, and there are {optimizers} optimizers."
     if clipping[0] is not None and clipping[1] == "value" and not strategy.traits.clips_by_value:
-        return "It clips by norm alone."
+        return "It clips only by norm."
     return None
 
 
@@ -141,7 +145,7 @@ def _ranks(resources: Resources) -> Ranks:
 
 
 def _memory(resources: Resources, tensors: Iterator[Tensor] | tuple[()]) -> Memory:
-    return memory_there(resources.device_type, resources.devices, nvme_path(), bytes_of(tensors))
+    return available_memory(resources.device_type, resources.devices, nvme_path(), bytes_of(tensors))
 
 
 def _tensors(module: TrainModule) -> Iterator[Tensor]:
@@ -149,87 +153,87 @@ def _tensors(module: TrainModule) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-# ---- looking at the model -----------------------------------------------------------------------------------------
+# ---- measuring the model ------------------------------------------------------------------------------------------
 
 
-def _look(session: Session, request: StageRequest, memory: Memory, activation_bytes: int | None) -> _Findings:
-    """Find a model's size, its optimizers' state and its activations; what cannot be found is noted.
+def _measure(session: Session, request: StageRequest, memory: Memory, activation_bytes: int | None) -> _Measurements:
+    """Measure a model's size, its optimizers' state and its activations. Failed measurements leave a note.
 
-    User code runs on copies here, outside a run. It may fail in any way, which is no reason not to train.
+    User code runs on copies here, outside a run. It may raise anything, which must not prevent training.
     """
     resources, module = session.fabric.resources, request.module
     notes: list[str] = []
+    # Each part is measured independently, so that one failure leaves the others accurate.
     size, built = size_of(module), None
     try:
-        built = shapes_alone(module)
+        built = without_data(module)
         size = size_of(built)
     except Exception as error:
-        notes.append(f"Layers that configure_model builds are not counted: {_said(error)}")
+        notes.append(f"Layers that configure_model builds are not counted: {_summary(error)}")
     optimizers = 1
     try:
         slots, state_bytes, optimizers = optimizer_state(built or module, resources.precision)
         size = replace(size, state_slots=slots, state_bytes=state_bytes)
     except Exception as error:
-        notes.append(f"Optimizer state is counted as Adam's: {_said(error)}")
+        notes.append(f"Optimizer state is counted as Adam's: {_summary(error)}")
     activations = None
     if activation_bytes is not None:
-        casts = size.elements * resources.precision.compute_dtype.itemsize if resources.precision.is_mixed else 0
-        activations = Activations(activation_bytes, casts)
+        activations = Activations(activation_bytes, casts_of(size, resources.precision))
     else:
         try:
-            activations = _measure(session, request, size, memory)
+            activations = _activations(session, request, size, memory)
         except Exception as error:
-            notes.append(f"Activations could not be measured, and count as nothing: {_said(error)}")
-    return _Findings(size, activations, optimizers, tuple(notes))
+            notes.append(f"Activations could not be measured, and count as 0: {_summary(error)}")
+    return _Measurements(size, activations, optimizers, tuple(notes))
 
 
-def _said(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     text = str(error).strip().partition("\n")[0] or "no reason given"
     return f"{type(error).__name__}: {text}{'' if text.endswith('.') else '.'}"
 
 
-def _measure(session: Session, request: StageRequest, size: ModelSize, memory: Memory) -> Activations:
-    """Run a micro-batch's forward, and on CUDA its backward, on a copy.
+def _activations(session: Session, request: StageRequest, size: ModelSize, memory: Memory) -> Activations:
+    """Run the forward pass of a micro-batch, and on CUDA its backward pass, on a copy of the module.
 
-    With data where that takes at most half of the memory; else on shapes alone.
+    The copy has data if that takes at most half of the memory; otherwise it consists of fake tensors.
     """
-    fabric, module = session.fabric, request.module
-    precision = fabric.precision
+    resources, module = session.fabric.resources, request.module
     if not module.automatic_optimization:
-        raise ConfigurationError("with manual optimization a step updates weights, so it is not run ahead of training.")
-    place = fabric.resources.place
-    world = World(place, _device(fabric.resources))
+        raise ConfigurationError("a step under manual optimization updates weights, so it is not run before training.")
+    precision, world = resources.precision, World(resources.place, _device(resources))
     batch = _first_batch(session, request, world)
-    # The copy, its gradients, and as much again for what it keeps.
-    if 3 * size.elements * precision.parameter_dtype.itemsize < memory.device / 2:
-        transfer = batch_transfer(_Here(fabric.resources, world), module, request.datamodule)
-        return run_for_real(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
-    return run_on_shapes(module, batch, precision)
+    # The copy, its gradients, and as much again for activations.
+    if 3 * size.elements * precision.parameter_dtype.itemsize >= memory.device / 2:
+        return measure_with_fake_tensors(module, batch, precision)
+    transfer = batch_transfer(_Mover(world.device, precision), module, request.datamodule)
+    return measure_with_data(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
 
 
 def _device(resources: Resources) -> torch.device:
     if resources.device_type != "cuda":
         return torch.device(resources.device_type)
-    place = resources.place.local_rank
-    return torch.device("cuda", place if resources.indices is None else resources.indices[place])
+    index = resources.place.local_rank
+    return torch.device("cuda", index if resources.indices is None else resources.indices[index])
 
 
 def _first_batch(session: Session, request: StageRequest, world: World) -> Any:
-    """Return this rank's first micro-batch; generators and loaders stay as they were."""
+    """Return this rank's first micro-batch. Random generators and loaders are left unchanged."""
     settings, datamodule = session.settings, request.datamodule
+    # A shuffling loader draws from the global generators, and training has to find them as the user left them.
     with RandomStream(0).entered():
         if datamodule is not None:
-            # What it sets on itself is for this copy.
+            # Attributes that its hooks set are set on this copy.
             datamodule = copy.copy(datamodule)
             datamodule.prepare_data()
             datamodule.setup("fit")
         loaders = Data(world, request.module, datamodule, request.given, 0, True).loaders("train")
+        # Reading an iterator would take its first batch away from training.
         if any(iter(leaf) is leaf for leaf in tree_leaves(loaders) if hasattr(leaf, "__next__")):
             raise ConfigurationError("the training data can be read only once.")
         source = prepare_training(
             loaders,
             rank=world.rank,
-            size=session.fabric.resources.world_size,
+            size=session.resources.world_size,
             seed=0,
             shard=session.settings.shards_data,
             sequential=bool(settings.overfit_batches),
@@ -237,10 +241,12 @@ def _first_batch(session: Session, request: StageRequest, world: World) -> Any:
         return next(source.start(0))
 
 
-class _Here(RankVerbs):
-    """This process's device and precision, for a batch's way there; no ranks are started."""
+@dataclass
+class _Mover:
+    """Moves a batch to this process's device, as a Fabric does once ranks have been started."""
 
-    def __init__(self, resources: Resources, world: World) -> None:
-        super().__init__(resources)
-        self._world = world
-        self.precision = resources.precision
+    device: torch.device
+    precision: Precision
+
+    def to_device(self, obj: Any) -> Any:
+        return apply_to_collection(obj, Tensor, lambda tensor: tensor.to(self.device))

@@ -1,4 +1,13 @@
-"""Building DeepSpeed's C++ ops: one at a time on a machine, within a time, and what went wrong is shown."""
+"""Builds DeepSpeed's C++ ops: one builder at a time, within a time limit, with the compiler's errors shown.
+
+DeepSpeed's own ``op_builder.load()`` compiles, in a child process. What it lacks is added around it:
+
+- It waits without end for a lock file that a killed builder left. Here the kernel's lock on another file decides who
+  builds, which ends with its holder, and torch's lock file is removed once no process has it open.
+- It rebuilds neither for another torch or DeepSpeed, which would crash when loaded, nor for another processor. Here a
+  stamp beside each op says what it was built for.
+- It has no time limit, and its compilers outlive it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +17,11 @@ import hashlib
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -29,12 +37,11 @@ Note = Callable[[str], None]
 _STAMP = "phalanx.json"
 _TAIL_LINES = 25
 _POLL_SECONDS = 0.1
-_LAST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Op:
-    """One of DeepSpeed's ops: the class that builds it, what it is for, and how long that takes on two idle cores."""
+    """One of DeepSpeed's ops: the class that builds it, its purpose, and the seconds of a build on two idle cores."""
 
     builder: str
     purpose: str
@@ -45,12 +52,13 @@ OPS = {
     "cpu_adam": Op("CPUAdamBuilder", "Adam on the CPU", 35),
     "fused_adam": Op("FusedAdamBuilder", "Adam in one pass", 35),
     "deepspeed_shm_comm": Op("ShareMemCommBuilder", "reductions through shared memory", 20),
-    "pin_memory": Op("PinMemoryBuilder", "memory that stays in place", 20),
+    "pin_memory": Op("PinMemoryBuilder", "memory that is locked in place", 20),
     "async_io": Op("AsyncIOBuilder", "reading and writing the disk", 110),
 }
-# A builder ends when the process that waits for it is gone: its input ends then. ninja, told so, ends its compilers,
-# which have process groups of their own.
-_FOLLOW = """
+# The builder's standard input is a pipe that the waiting process holds open: it is closed when that process stops the
+# build, and by the kernel when it dies. ninja has to be terminated, not killed: it then ends its compilers, which run
+# in process groups of their own.
+_END_WITH_INPUT = """
 import os, signal, threading
 
 def follow():
@@ -63,43 +71,49 @@ threading.Thread(target=follow, daemon=True).start()
 
 
 def op_folder(name: str) -> Path:
-    """Return the folder that torch builds an extension in, which ``TORCH_EXTENSIONS_DIR`` moves. It is made."""
+    """Return the folder that torch builds an extension in; it is created. ``TORCH_EXTENSIONS_DIR`` moves it."""
+    # The same folder as DeepSpeed's own, so that an op is compiled once for both.
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(name, False))
 
 
 def missing_ops(names: Iterable[str]) -> list[str]:
-    """Return those ops that are not built yet for this torch, this DeepSpeed and this processor."""
+    """Return the ops that are not built yet for this torch, this DeepSpeed and this processor."""
     return [name for name in names if not is_built(op_folder(name), name)]
 
 
 def ensure_ops(names: Iterable[str], note: Note, device_type: str = "cpu", limit_seconds: float | None = None) -> None:
-    """Build the ops that are missing, one after the other, telling ``note`` a line about each.
+    """Build the ops that are missing, one after the other. Several processes may call this at once.
 
-    Two processes may do this at once. ``limit_seconds`` bounds each op, waiting for others included; by default ten
-    times what it takes, and five minutes.
+    Args:
+        note: receives a line about each build, and about each wait for another process.
+        limit_seconds: the limit for each op, including the wait for other builders. Default: five minutes plus ten
+            times the usual duration.
 
     Raises:
-        ConfigurationError: a build failed or took too long; the message ends with its last lines.
+        ConfigurationError: a build failed or took too long; the message ends with the last lines of its output.
     """
     for name in names:
         if name not in OPS:
             raise unknown("op", name, OPS)
         folder = op_folder(name)
-        if not is_built(folder, name):
-            limit = limit_seconds or 300 + 10 * OPS[name].about_seconds
-            deadline = time.monotonic() + limit
-            with _alone(folder, name, note, deadline, limit):
-                if not is_built(folder, name):
-                    _build(folder, name, note, device_type, deadline, limit)
+        if is_built(folder, name):
+            continue
+        limit = _Limit(limit_seconds or 300 + 10 * OPS[name].about_seconds, note)
+        with open(folder / "phalanx.lock", "w") as guard:
+            limit.wait(lambda guard=guard: _is_locked(guard), f"another process to build {name}")  # type: ignore[misc]
+            # The process that was waited for has built it, as a rule.
+            if not is_built(folder, name):
+                _remove_torch_lock(folder, name, limit)
+                _build(folder, name, device_type, limit)
 
 
-# ---- what is there -------------------------------------------------------------------------------------------------
+# ---- what is built -------------------------------------------------------------------------------------------------
 
 
 def _stamp() -> dict[str, str]:
-    """Return what an op depends on beside its source: torch's own folder name tells Python's version alone."""
+    """Return the versions that a built op depends on. The name of torch's folder has only that of Python."""
     import torch
 
     return {
@@ -112,7 +126,10 @@ def _stamp() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _processor() -> str:
-    """Return a digest of the processor's features: ops are built for the machine that builds them."""
+    """Return a digest of the processor's features: DeepSpeed compiles with ``-march=native``.
+
+    A home directory may be shared by machines with different processors, where such code is an illegal instruction.
+    """
     features = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -121,7 +138,7 @@ def _processor() -> str:
 
 
 def is_built(folder: Path, name: str) -> bool:
-    """Whether an op is there that was built for what this process runs on."""
+    """Whether an op exists that was built for this process's torch, DeepSpeed, Python and processor."""
     return (folder / f"{name}.so").is_file() and _read_stamp(folder) == _stamp()
 
 
@@ -135,15 +152,36 @@ def _read_stamp(folder: Path) -> Any:
 # ---- one builder at a time -----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _alone(folder: Path, name: str, note: Note, deadline: float, limit: float) -> Iterator[None]:
-    """Wait until nobody else builds an op. The system lets go of this lock when its holder dies."""
-    with open(folder / "phalanx.lock", "w") as guard:
-        _wait(lambda: _locked(guard), f"another process to build {name}", note, deadline, limit)
-        yield
+class _Limit:
+    """The time that one op may take, waiting and building."""
+
+    def __init__(self, seconds: float, note: Note) -> None:
+        self.seconds = seconds
+        self.note = note
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Poll until ``done`` returns True; ``what`` completes "Waiting for".
+
+        Raises:
+            ConfigurationError: the time is up.
+        """
+        if done():
+            return
+        self.note(f"Waiting for {what} (at most {self.seconds:.0f} s) ...")
+        while not done():
+            if not self.left:
+                raise ConfigurationError(f"Waited {self.seconds:.0f} s for {what}: end that process and start again.")
+            time.sleep(_POLL_SECONDS)
 
 
-def _locked(guard: IO[str]) -> bool:
+def _is_locked(guard: IO[str]) -> bool:
+    """Try to lock a file for this process. The kernel releases the lock when its holder dies."""
     try:
         fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -151,67 +189,60 @@ def _locked(guard: IO[str]) -> bool:
     return True
 
 
-def _free_lock(folder: Path, name: str, note: Note, deadline: float, limit: float) -> None:
-    """Wait for a builder that is not of phalanx's making, or remove the lock that a dead one left."""
+def _remove_torch_lock(folder: Path, name: str, limit: _Limit) -> None:
+    """Wait for a builder that phalanx did not start, and remove the lock file of one that was killed."""
     lock = folder / "lock"
     if not lock.exists():
         return
     holder = _holder(lock)
     if holder is None:
-        note(f"Removed the lock {str(lock)!r}: whoever built {name} is gone.")
-        lock.unlink(missing_ok=True)
-        return
-    _wait(lambda: _holder(lock) is None, f"process {holder} to build {name}", note, deadline, limit)
+        limit.note(f"Removed the lock {str(lock)!r}: the process that was building {name} is gone.")
+    else:
+        limit.wait(lambda: _holder(lock) is None, f"process {holder} to build {name}")
     lock.unlink(missing_ok=True)
 
 
 def _holder(lock: Path) -> int | None:
-    """Return the process that holds torch's lock, or None: it keeps the file open as long as it builds."""
-    try:
+    """Return the process that holds torch's lock file, or None: it keeps the file open as long as it builds."""
+    with contextlib.suppress(OSError):
         wanted = lock.stat()
-    except OSError:
-        return None
-    for handle in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            found = handle.stat()
-            if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
-                return int(handle.parts[2])
+        for handle in Path("/proc").glob("[0-9]*/fd/*"):
+            # Processes end, and close files, while this looks.
+            with contextlib.suppress(OSError):
+                if os.path.samestat(handle.stat(), wanted):
+                    return int(handle.parts[2])
     return None
-
-
-def _wait(done: Callable[[], bool], what: str, note: Note, deadline: float, limit: float) -> None:
-    if done():
-        return
-    note(f"Waiting for {what} (at most {limit:.0f} s) ...")
-    while not done():
-        if time.monotonic() > deadline:
-            raise ConfigurationError(f"Waited {limit:.0f} s for {what}: end that process and start again.")
-        time.sleep(_POLL_SECONDS)
 
 
 # ---- building ------------------------------------------------------------------------------------------------------
 
 
-def _build(folder: Path, name: str, note: Note, device_type: str, deadline: float, limit: float) -> None:
+def _build(folder: Path, name: str, device_type: str, limit: _Limit) -> None:
     op = OPS[name]
-    _free_lock(folder, name, note, deadline, limit)
     if _read_stamp(folder) not in (None, _stamp()):
-        _clear(folder)
-    standing = (folder / f"{name}.so").is_file()
-    if standing:
-        note(f"Checking DeepSpeed's {name} ({op.purpose}), which was built here before ...")
+        # ninja compares times alone, and would keep objects that were compiled against another torch.
+        for file in folder.iterdir():
+            if file.suffix in (".o", ".so", ".ninja", ".json") or file.name.startswith(".ninja"):
+                file.unlink(missing_ok=True)
+    if (folder / f"{name}.so").is_file():
+        # Without a stamp it is DeepSpeed's own build: ninja decides whether it is up to date.
+        limit.note(f"Checking DeepSpeed's {name} ({op.purpose}), which was built here before ...")
     else:
-        note(f"Building DeepSpeed's {name} ({op.purpose}), once: about {op.about_seconds} s on two cores ...")
+        limit.note(f"Building DeepSpeed's {name} ({op.purpose}), once: about {op.about_seconds} s on two cores ...")
     begun = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        ended = _run(build_program(name), folder, output, device_type, deadline)
+        exit_code = _run(build_program(name), folder, output, device_type, limit.left)
         output.seek(0)
         said = output.read().decode(errors="replace")
-    if ended != 0 or not (folder / f"{name}.so").is_file():
+    if exit_code != 0 or not (folder / f"{name}.so").is_file():
+        # The builder that left torch's lock has just ended.
         (folder / "lock").unlink(missing_ok=True)
-        raise ConfigurationError(_failure(name, folder, ended, said, limit))
-    _write_stamp(folder)
-    note(f"{name} is ready after {time.monotonic() - begun:.0f} s.")
+        raise ConfigurationError(_failure(name, folder, exit_code, said, limit.seconds))
+    # Written last, and in one step: a build that was killed before leaves no stamp, and is taken up again by ninja.
+    temporary = folder / f"{_STAMP}.{os.getpid()}"
+    temporary.write_text(json.dumps(_stamp(), indent=1) + "\n")
+    temporary.replace(folder / _STAMP)
+    limit.note(f"{name} is ready after {time.monotonic() - begun:.0f} s.")
 
 
 def build_program(name: str) -> str:
@@ -220,58 +251,31 @@ def build_program(name: str) -> str:
     return f"from deepspeed.accelerator import get_accelerator\n{builder}.load(verbose=True)\n"
 
 
-def _run(program: str, folder: Path, output: IO[bytes], device_type: str, deadline: float) -> int | None:
-    """Run a build; return its exit code, or None where the time was up. Nothing of it is left running."""
+def _run(program: str, folder: Path, output: IO[bytes], device_type: str, seconds: float) -> int | None:
+    """Run a build; return its exit code, or None if the time was up. It leaves no process behind."""
+    # A process of its own, because compiling in this one would load the op, and with it OpenMP's threads, which no
+    # forked rank could use.
     with library_environment(DS_ACCELERATOR=device_type):
         process = subprocess.Popen(
-            [sys.executable, "-c", _FOLLOW + program],
+            [sys.executable, "-c", _END_WITH_INPUT + program],
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        return process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end(process)
+    # Leaving the context closes the builder's input, which ends it, and waits.
+    with process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a build: ninja gets a moment to end its compilers."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGTERM)
-        until = time.monotonic() + _LAST_SECONDS
-        while time.monotonic() < until:
-            process.poll()
-            os.killpg(process.pid, 0)
-            time.sleep(_POLL_SECONDS)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-
-
-def _failure(name: str, folder: Path, ended: int | None, said: str, limit: float) -> str:
+def _failure(name: str, folder: Path, exit_code: int | None, said: str, seconds: float) -> str:
     lines = [line for line in said.splitlines() if line.strip()][-_TAIL_LINES:]
-    help = advice(said)
-    if ended is None:
-        what = f"was not done after {limit:.0f} s and was stopped; start again to go on with what is built"
+    if exit_code is None:
+        what = f"was not done after {seconds:.0f} s and was stopped; start again to continue with what is built"
     else:
-        what = f"failed: {help or 'see its last lines, and remove the folder to begin anew'}"
+        what = f"failed: {advice(said) or 'see its last lines, and remove the folder to start from scratch'}"
     return "\n".join([f"Building DeepSpeed's {name} in {str(folder)!r} {what}.", *(f"    {line}" for line in lines)])
-
-
-def _clear(folder: Path) -> None:
-    """Remove what was built for other versions; ninja would keep what looks new enough to it."""
-    for file in folder.iterdir():
-        if file.suffix in (".o", ".so", ".ninja", ".json") or file.name.startswith(".ninja"):
-            file.unlink(missing_ok=True)
-
-
-def _write_stamp(folder: Path) -> None:
-    temporary = folder / f"{_STAMP}.{os.getpid()}"
-    temporary.write_text(json.dumps(_stamp(), indent=1) + "\n")
-    temporary.replace(folder / _STAMP)

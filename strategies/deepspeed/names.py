@@ -1,6 +1,6 @@
-"""The names of the DeepSpeed strategies: each stands for a stage of ZeRO and where state lives.
+"""Named DeepSpeed strategies: one function for each stage of ZeRO and place of its state.
 
-Every function takes the keyword arguments of ``DeepSpeedStrategy`` besides.
+Every function also takes the keyword arguments of ``DeepSpeedStrategy``, which take precedence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .strategy import DeepSpeedStrategy
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .config import ZeroArguments
+    from .arguments import ZeroArguments
 
 
 def zero1(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
@@ -49,11 +49,16 @@ def zero3_offload(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
 def zero3_nvme(**arguments: Unpack[ZeroArguments]) -> DeepSpeedStrategy:
     """Split everything, and keep the optimizer's state and parameters on a disk.
 
-    The folder is ``nvme_path``, or what the environment variable ``PHALANX_NVME_PATH`` says.
+    The folder is ``nvme_path``, or by default the one in the environment variable ``PHALANX_NVME_PATH``.
     """
-    where = nvme_path()
-    placed = {} if where is None else {"nvme_path": where}
-    return _named("zero3-nvme", arguments, stage=3, offload_optimizer="nvme", offload_parameters="nvme", **placed)
+    return _named(
+        "zero3-nvme",
+        arguments,
+        stage=3,
+        offload_optimizer="nvme",
+        offload_parameters="nvme",
+        nvme_path=nvme_path(),
+    )
 
 
 def _named(name: str, arguments: Any, **preset: Any) -> DeepSpeedStrategy:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
 from ..limits import NEED_WHOLE_TENSORS
-from .config import ZeroOptions
+from .arguments import ZeroOptions
 from .ops import needed_ops
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,10 @@
-"""A module before and after its time under DeepSpeed's engine: split, put in its dtype, given back as it was."""
+"""Prepares a module for DeepSpeed's engine (split, converted to a dtype), and restores it afterwards.
+
+DeepSpeed gives parameters other storage and another dtype. The user's module has to survive that: after a fit it has
+its own dtypes, classes and attributes again, so that it can be copied, pickled, and trained under another strategy.
+
+``_convert_to_deepspeed_param``, ``partition``, ``ds_tensor`` and ``ds_id`` are DeepSpeed's, checked with 0.19.8.
+"""
 
 from __future__ import annotations
 
@@ -15,104 +21,49 @@ from torch.optim import Optimizer
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import replace_tensors, tensors_of, without_data
 from ...framework.parallel.strategy import StepAdapter, StepFunction
-from .pieces import FlatGroups, Piece, even_piece, is_split, kept_piece, whole_shape
+from .pieces import FlatGroups, Piece, even_piece, full_shape, is_split, local_piece
 from .state import EngineState
 
 
 class TensorsOnlyAdapter(StepAdapter):
-    """Shows DeepSpeed's hooks tensors in containers that they can look into, whatever the step returns."""
+    """Gives DeepSpeed's hooks tensors in containers that they understand, whatever the step returns.
+
+    Stage 3 hooks the backward pass to the tensors that it finds in the output of a forward pass. It looks into tuples,
+    lists and dicts alone: without a hook on a loss in a dataclass, parameters would stay split in the backward pass.
+    """
+
+    _replaced: tuple[Any] | None = None
 
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
-        """Call ``step``; what it returns is in ``taken`` where the hooks do not get it itself."""
+        """Call ``step``. Where DeepSpeed cannot look into its output, return the list of its tensors instead."""
         output = step(*args, **kwargs)
         if output is None or output.__class__ in (Tensor, tuple, list) or _plain_dict(output):
             return output
         tensors: list[Tensor] = []
         apply_to_collection(output, Tensor, tensors.append)
-        self.__dict__["taken"] = output
+        # In a tuple, because nn.Module would register a bare parameter as one of its own.
+        self._replaced = (output,)
         return tensors
 
     def unpack(self, output: Any) -> Any:
-        """Return what the step returned, with the tensors that came out of the hooks."""
-        if "taken" not in self.__dict__:
+        """Return the step's own output, with the tensors that came out of the hooks in it."""
+        if self._replaced is None:
             return output
+        (replaced,), self._replaced = self._replaced, None
         tensors = iter(output)
-        return apply_to_collection(self.__dict__.pop("taken"), Tensor, lambda _: next(tensors))
+        return apply_to_collection(replaced, Tensor, lambda _: next(tensors))
 
 
 def _plain_dict(output: Any) -> bool:
     return output.__class__ is dict and all(key.__class__ is str for key in output)
 
 
-class Marks:
-    """What a module and its parameters carry before DeepSpeed adds to it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.dtypes = {id(one): one.dtype for one in module.parameters()}
-        self.requires_grad = {id(one): one.requires_grad for one in module.parameters()}
-
-    def erase(self, module: nn.Module) -> None:
-        """Take off whatever DeepSpeed added."""
-        for part in module.modules():
-            original = part.__dict__.get("_original_parameters")
-            if original is not None:
-                # DeepSpeed's own dict gathers the parameters that are looked up in it.
-                part.__dict__["_parameters"] = type(original)(part._parameters.items())
-            for name in _ON_MODULES & set(part.__dict__):
-                del part.__dict__[name]
-        for parameter in module.parameters():
-            for name in list(parameter.__dict__):
-                if name in _ON_PARAMETERS or name.startswith(_PREFIXES):
-                    delattr(parameter, name)
-            if id(parameter) in self.requires_grad:
-                parameter.requires_grad_(self.requires_grad[id(parameter)])
-
-
-_ON_MODULES = {
-    "_external_params",
-    "ds_external_parameters",
-    "all_parameters",
-    "_original_parameters",
-    "ds_inflight_param_registry",
-    "ds_id",
-    "ds_recompute_parameters",
-    "ds_grads_remaining",
-    "ds_model_granularity",
-    "pre_bwd_fn",
-    "post_bwd_fn",
-    "applied_pre_backward_ref_cnt",
-    "_ds_child_entered",
-}
-_PREFIXES = ("ds_", "_ds_", "_hp_", "_z3_")
-_ON_PARAMETERS = {
-    "load_hp_checkpoint_state",
-    "param_idx_in_group",
-    "_dp_group",
-    "grad_accum",
-    "get_full_hp_grad",
-    "set_full_hp_grad",
-    "get_full_hp_param",
-    "set_full_hp_param",
-    "_index_in_param_group",
-    "_zero_optimizer",
-    "reduce_gradients_at_owner",
-    "partition_gradients",
-    "all_gather",
-    "all_gather_coalesced",
-    "aligned_size",
-    "item",
-    "nvme_swapper",
-    "partition_numel",
-    "is_external_param",
-    "padding_size",
-    "convert_to_zero_parameters",
-    "partition",
-    "comm_dtype",
-}
-
-
 def rebind(module: nn.Module, optimizers: Sequence[Optimizer], new: Mapping[int, Tensor]) -> None:
-    """Put other parameters, by the identity of the old, in the module and in the optimizers' groups."""
+    """Replace parameters in a module and in the optimizers' groups.
+
+    Args:
+        new: the new parameters, by the ``id`` of the old ones.
+    """
     before = dict(module.named_parameters())
     replace_tensors(module, lambda _, tensor: new.get(id(tensor)))
     after = {id(old): fresh for (name, old), fresh in zip(before.items(), module.parameters(), strict=True)}
@@ -121,15 +72,17 @@ def rebind(module: nn.Module, optimizers: Sequence[Optimizer], new: Mapping[int,
             group["params"] = [after.get(id(one), one) for one in group["params"]]
 
 
-def fill_missing(module: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
-    """Give parameters without data, of which rank 0 has some, what can be filled one by one. Collective.
+def expand_missing(module: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
+    """Replace parameters on the meta device by ones that take no memory and can receive rank 0's data. Collective.
+
+    Stage 3 splits one parameter after the other, so the full model never has to fit into the memory of a rank.
 
     Raises:
-        ConfigurationError: on all ranks; rank 0 has none either.
+        ConfigurationError: on all ranks, if rank 0 has no data either.
     """
     if not without_data(module, world):
         return
-    # Expanded from one element, they take no memory.
+    # A tensor that is expanded from one element has a shape and a device, and the memory of one element.
     empty = {
         id(one): torch.empty((), dtype=one.dtype, device=world.device).expand(one.shape)
         for one in module.parameters()
@@ -140,129 +93,154 @@ def fill_missing(module: nn.Module, optimizers: Sequence[Optimizer], world: Worl
 
 
 @torch.no_grad()
-def make_alike(module: nn.Module, world: World) -> None:
-    """Give all ranks rank 0's parameters and buffers. Collective."""
+def broadcast_module(module: nn.Module, world: World) -> None:
+    """Copy rank 0's parameters and buffers to all ranks. Collective."""
     for _, tensor in tensors_of(module):
         if not tensor.is_contiguous():
+            # The engine flattens parameters, which orders their elements as a contiguous tensor has them.
             tensor.data = tensor.data.contiguous()
         world.broadcast(tensor.data)
 
 
 @torch.no_grad()
-def split(module: nn.Module, converter: Any, world: World, dtype: torch.dtype | None) -> dict[int, Tensor]:
-    """Split every parameter over the ranks, one after the other, from rank 0's. Collective.
+def split_parameters(module: nn.Module, converter: Any, world: World, dtype: torch.dtype | None) -> dict[int, Tensor]:
+    """Split every parameter over the ranks, one after the other, from rank 0's data. Collective.
 
-    ``dtype`` is the one to compute in. Returns this rank's pieces of what loses precision by it, by identity.
+    Args:
+        converter: see ``engine.converter``.
+        dtype: the dtype to compute in, or None to keep each parameter's own.
+
+    Returns:
+        This rank's fp32 pieces of the parameters that lose precision in ``dtype``, by ``id``. The engine makes its
+        masters from the converted parameters, so these are written into the masters afterwards.
     """
     exact: dict[int, Tensor] = {}
     for parameter in list(module.parameters()):
-        part: Any = parameter
+        split: Any = parameter
         if is_split(parameter):
-            # What is on a disk was built in the dtype to compute in, and shows a placeholder without dims.
-            if dtype is not None and part.ds_tensor.dim() > 0 and part.ds_tensor.dtype != dtype:
-                piece, _ = kept_piece(part, world)
+            # A parameter on a disk was built in the dtype to compute in, and shows a placeholder without dims.
+            if dtype is not None and split.ds_tensor.dim() > 0 and split.ds_tensor.dtype != dtype:
+                piece, _ = local_piece(split, world)
                 exact[id(parameter)] = piece.float().clone()
-                part.ds_tensor.data = part.ds_tensor.data.to(dtype)
-            # Until here it may have shown its shape.
-            part.data = part.ds_tensor.new_empty(0)
+                split.ds_tensor.data = split.ds_tensor.data.to(dtype)
+            # Until now it may have shown its full shape (see engine.show_shape); DeepSpeed expects no elements.
+            split.data = split.ds_tensor.new_empty(0)
             continue
-        whole = world.broadcast(parameter.data.to(world.device).contiguous())
-        if dtype is not None and whole.is_floating_point() and whole.dtype != dtype:
-            start, length = even_piece(whole.numel(), world)
-            exact[id(parameter)] = whole.reshape(-1).narrow(0, start, length).float().clone()
-            whole = whole.to(dtype)
-        parameter.data = whole
+        full = world.broadcast(parameter.data.to(world.device).contiguous())
+        if dtype is not None and full.is_floating_point() and full.dtype != dtype:
+            start, length = even_piece(full.numel(), world)
+            # Cloned, so that the piece does not keep the full fp32 tensor alive.
+            exact[id(parameter)] = full.reshape(-1).narrow(0, start, length).float().clone()
+            full = full.to(dtype)
+        parameter.data = full
         converter._convert_to_deepspeed_param(parameter)
-        part.partition()
+        split.partition()
     for buffer in module.buffers():
         buffer.data = world.broadcast(buffer.data.to(world.device).contiguous())
     return exact
 
 
-def whole_weights(module: nn.Module, dtype: torch.dtype | None) -> dict[int, Tensor]:
-    """Return parameters that computing in ``dtype`` loses precision of, as they are, by identity."""
+def full_precision_weights(module: nn.Module, dtype: torch.dtype | None) -> dict[int, Tensor]:
+    """Return the data of the parameters that lose precision in ``dtype``, by ``id``."""
     if dtype is None:
         return {}
     return {id(one): one.data for one in module.parameters() if one.is_floating_point() and one.dtype != dtype}
 
 
 class _ExactStatistics:
-    """Layers that keep running statistics in fp32 beside low weights, which torch's kernels do not take together."""
+    """Runs a batch norm layer whose weights are bf16 or fp16 and whose running statistics are fp32.
+
+    The engine converts parameters and leaves buffers alone; torch's kernels accept only one dtype for both.
+    """
 
     def forward(self: Any, *inputs: Any) -> Any:
         """Call the layer's own ``forward`` with its weights in the statistics' dtype."""
-        kept = self.running_mean
+        statistics = self.running_mean
+        # A shallow copy, so that hooks and buffers are shared: the statistics are updated in place.
         layer = copy.copy(self)
-        # Buffers are shared, and written to in place.
         layer.__dict__["_parameters"] = {
-            name: one if one is None or kept is None else one.to(kept.dtype)
+            name: one if one is None or statistics is None else one.to(statistics.dtype)
             for name, one in ((name, getattr(self, name)) for name in self._parameters)
         }
         plain: Any = super(_ExactStatistics, layer)
         return plain.forward(*inputs)
 
 
-def keep_statistics_exact(module: nn.Module) -> dict[nn.Module, type[nn.Module]]:
-    """Have batch norm layers run with weights of a low dtype; return the layers' own classes."""
-    kinds: dict[nn.Module, type[nn.Module]] = {
+def allow_exact_statistics(module: nn.Module) -> dict[nn.Module, type[nn.Module]]:
+    """Let batch norm layers keep fp32 statistics beside weights of a lower dtype; return the layers' own classes."""
+    classes: dict[nn.Module, type[nn.Module]] = {
         part: type(part) for part in module.modules() if isinstance(part, _NormBase) and part.affine
     }
-    for layer, kind in kinds.items():
-        layer.__class__ = type(kind.__name__, (_ExactStatistics, kind), {"__module__": kind.__module__})
-    return kinds
+    for layer, own in classes.items():
+        # A subclass with the same name: neither isinstance checks nor what users print of the module change.
+        layer.__class__ = type(own.__name__, (_ExactStatistics, own), {"__module__": own.__module__})
+    return classes
 
 
-def give_classes_back(kinds: Mapping[nn.Module, type[nn.Module]]) -> None:
-    """Undo ``keep_statistics_exact``; a layer that has got another class since keeps that."""
-    for layer, kind in kinds.items():
+def restore_classes(classes: Mapping[nn.Module, type[nn.Module]]) -> None:
+    """Undo ``allow_exact_statistics``. A layer whose class has been changed since keeps that class."""
+    for layer, own in classes.items():
         if issubclass(type(layer), _ExactStatistics):
-            layer.__class__ = kind
+            layer.__class__ = own
 
 
 @torch.no_grad()
-def sharpen(groups: FlatGroups, module: nn.Module, exact: Mapping[int, Tensor], world: World) -> dict[int, Tensor]:
-    """Write exact weights into the masters; return this rank's pieces of those that have none, by identity."""
+def load_full_precision(
+    groups: FlatGroups, module: nn.Module, exact: Mapping[int, Tensor], world: World
+) -> dict[int, Tensor]:
+    """Write fp32 weights into the engine's masters, which it made from converted parameters.
+
+    Returns:
+        This rank's fp32 pieces of the parameters without a master, which are not trained, by ``id``. Without them a
+        checkpoint of a bf16 run would hold rounded weights of frozen layers.
+    """
     for number, pieces in enumerate(groups.groups) if exact else ():
         with groups.opened(number, write=True) as (flat, _):
             for piece in pieces:
                 if id(piece.parameter) in exact:
                     target = flat.narrow(0, piece.offset, piece.length)
                     target.copy_(_cut(exact[id(piece.parameter)], piece))
-    rest = {}
+    untrained = {}
     for parameter in module.parameters():
         found = exact.get(id(parameter))
         if found is None or id(parameter) in groups.trained:
             continue
         start, length = even_piece(found.numel(), world)
-        rest[id(parameter)] = found if is_split(parameter) else found.reshape(-1).narrow(0, start, length).clone()
-    return rest
+        untrained[id(parameter)] = found if is_split(parameter) else found.reshape(-1).narrow(0, start, length).clone()
+    return untrained
 
 
 def _cut(tensor: Tensor, piece: Piece) -> Tensor:
-    """Return a piece of a whole parameter, or the piece itself, which is all that stage 3 has of it."""
+    """Return a piece of a full parameter. Of a split parameter ``tensor`` is that piece already."""
     flat = tensor.reshape(-1)
     return flat if is_split(piece.parameter) else flat.narrow(0, piece.start, piece.length)
 
 
 @torch.no_grad()
-def give_back(module: nn.Module, state: EngineState, dtypes: Mapping[int, torch.dtype], here: bool) -> None:
-    """Give parameters their whole weights where ``here``, one after the other, and none elsewhere. Collective."""
+def gather_weights(module: nn.Module, state: EngineState, dtypes: Mapping[int, torch.dtype], here: bool) -> None:
+    """Give parameters their full weights in their own dtypes, one after the other. Collective.
+
+    Args:
+        dtypes: the dtypes before set-up, by the parameter's ``id``.
+        here: whether this rank gets the weights. Otherwise its parameters are left on the meta device.
+    """
     world = state.world
     left: dict[int, Tensor] = {}
     for parameter, start, piece in state.pieces(module):
-        shape, dtype = whole_shape(parameter), dtypes[id(parameter)]
+        shape, dtype = full_shape(parameter), dtypes[id(parameter)]
         if not is_split(parameter) and parameter.dtype == dtype:
-            # Computed with as it is, but in the engine's flat tensor.
+            # In stages 1 and 2 it is a view of the engine's flat tensor, which would stay alive with it.
             parameter.data = parameter.data.clone()
             continue
-        kept = torch.float32 if piece.is_floating_point() else piece.dtype
-        whole = torch.zeros(torch.Size(shape).numel(), dtype=kept, device=world.device)
-        whole.narrow(0, start, piece.numel()).copy_(piece)
-        # One rank alone has bits that are not zero: integers keep every one of them, those of -0.0 and NaN too.
-        world.all_reduce(whole.view(torch.int32) if kept == torch.float32 else whole)
+        wide = torch.float32 if piece.is_floating_point() else piece.dtype
+        full = torch.zeros(torch.Size(shape).numel(), dtype=wide, device=world.device)
+        full.narrow(0, start, piece.numel()).copy_(piece)
+        # Each element has bits other than zero on at most one rank. Added as integers they stay what they are, those of
+        # -0.0 and NaN included; added as floats, -0.0 + 0.0 would be 0.0.
+        world.all_reduce(full.view(torch.int32) if wide == torch.float32 else full)
         parameter.grad = None
         if here:
-            parameter.data = whole.view(shape).to(dtype)
+            parameter.data = full.view(shape).to(dtype)
         else:
             left[id(parameter)] = torch.empty(shape, dtype=dtype, device="meta")
     if left:

@@ -31,31 +31,33 @@ from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.parameter_names import state_tensors
 from ...framework.parallel.strategy import Slots, StepFunction, Strategy, Traits, parameters_of
 from ..limits import check_dense
-from .arguments import check_secondary_shards, lies_in_memory
-from .config import check_precision, engine_config, resolve_options
+from .arguments import check_secondary_shards, resolve_options
+from .attributes import OriginalAttributes
+from .build import ensure_ops
+from .config import check_precision, engine_config
 from .engine import backend, building, converter, start_engine, stop_engine
-from .ops import check_ops, ensure_ops, needed_ops
+from .ops import check_ops, needed_ops
 from .optimizer import Following, engine_optimizer, engine_size
-from .pieces import FlatGroups, whole_shape
+from .pieces import FlatGroups, full_shape
 from .setup import (
-    Marks,
     TensorsOnlyAdapter,
-    fill_missing,
-    give_back,
-    give_classes_back,
-    keep_statistics_exact,
-    make_alike,
-    sharpen,
-    split,
-    whole_weights,
+    allow_exact_statistics,
+    broadcast_module,
+    expand_missing,
+    full_precision_weights,
+    gather_weights,
+    load_full_precision,
+    restore_classes,
+    split_parameters,
 )
 from .state import EngineState
+from .swap import is_in_memory
 from .update import EngineUpdate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .config import ZeroArguments
+    from .arguments import ZeroArguments
 
 
 class DeepSpeedStrategy(Strategy):
@@ -100,7 +102,7 @@ class DeepSpeedStrategy(Strategy):
         self._adapter: TensorsOnlyAdapter | None = None
         self._update: EngineUpdate | None = None
         self._state: EngineState | None = None
-        self._marks: Marks | None = None
+        self._marks: OriginalAttributes | None = None
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
         self._trainable: list[bool] = []
         self._boundary = True
@@ -122,7 +124,7 @@ class DeepSpeedStrategy(Strategy):
     def prepare(self, device_type: str, precision: Precision) -> None:
         """Build what DeepSpeed compiles, as far as it is missing."""
         path = self.options.nvme_path if self.options.uses_nvme else None
-        if path is not None and lies_in_memory(path):
+        if path is not None and is_in_memory(path):
             _tell(f"nvme_path={str(path)!r} lies in memory, so offloading saves none: choose a folder on a disk.")
         ensure_ops(needed_ops(self.options, device_type), _tell, device_type)
 
@@ -178,14 +180,14 @@ class DeepSpeedStrategy(Strategy):
             )
         self.check_module(module)
         if self.options.stage == 3:
-            fill_missing(module, optimizers, self.world)
+            expand_missing(module, optimizers, self.world)
         self._set_aside(module, optimizers if training else [])
         if self.options.stage == 3:
             self._split_and_start(module, optimizers, training)
         else:
-            make_alike(module, self.world)
+            broadcast_module(module, self.world)
             if training:
-                self._hold(module, optimizers, whole_weights(module, self._low))
+                self._hold(module, optimizers, full_precision_weights(module, self._low))
         if training:
             # Schedulers count the calls of the user's object, which nobody steps.
             optimizers[0].__dict__["_opt_called"] = True
@@ -193,7 +195,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _set_aside(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Freeze for the time of the fit what the optimizer does not train: the engine would keep its gradients."""
-        self._marks = Marks(module)
+        self._marks = OriginalAttributes(module)
         for parameter in module.parameters():
             # The engine would take one that an earlier fit left for part of its first.
             parameter.grad = None
@@ -209,7 +211,7 @@ class DeepSpeedStrategy(Strategy):
         low = self._low if training else None
         config = self._sized(module, training)
         with backend(self.world, self._ops):
-            exact = split(module, converter(self.world, config), self.world, low)
+            exact = split_parameters(module, converter(self.world, config), self.world, low)
         self._hold(module, optimizers if training else [], exact, config)
 
     def _hold(
@@ -227,10 +229,10 @@ class DeepSpeedStrategy(Strategy):
             inner = engine_optimizer(optimizers[0], self.options, self.world.device.type) if optimizers else None
             self._engine = start_engine(self._adapter, inner, config)
         groups = FlatGroups(self._engine, self.world)
-        rest = sharpen(groups, module, exact, self.world)
+        rest = load_full_precision(groups, module, exact, self.world)
         self._state = EngineState(groups, rest, self.world)
         if optimizers:
-            self._kinds = keep_statistics_exact(module) if self._low is not None else {}
+            self._kinds = allow_exact_statistics(module) if self._low is not None else {}
             self._update = EngineUpdate(self._engine, Following(optimizers[0], groups.inner))
 
     def _sized(self, module: nn.Module, training: bool) -> dict[str, Any]:
@@ -373,7 +375,7 @@ class DeepSpeedStrategy(Strategy):
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of every tensor in a module's canonical state, by name."""
-        return {name: whole_shape(tensor) for name, tensor in state_tensors(module).items()}
+        return {name: full_shape(tensor) for name, tensor in state_tensors(module).items()}
 
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
         """Return this rank's pieces of the fp32 masters, and what is whole. Collective."""
@@ -414,17 +416,17 @@ class DeepSpeedStrategy(Strategy):
         kept = self.options.gather_weights if self.options.stage == 3 else "all"
         if kept != "none":
             here = kept == "all" or self.world.is_global_zero
-            give_back(module, self._state, self._marks.dtypes, here)
+            gather_weights(module, self._state, self._marks.dtypes, here)
         self._stop(module if kept != "none" else None)
 
     def _stop(self, module: nn.Module | None) -> None:
         marks, engine, folder, unset = self._marks, self._engine, self._swap_folder, self._unset
-        give_classes_back(self._kinds)
+        restore_classes(self._kinds)
         self._forget()
         if engine is not None:
             stop_engine(engine)
         if module is not None and marks is not None:
-            marks.erase(module)
+            marks.restore(module)
         if unset is not None:
             unset()
         if folder is not None:

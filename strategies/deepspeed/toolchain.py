@@ -1,4 +1,4 @@
-"""What DeepSpeed needs on a machine: itself, and the tools that its C++ ops are built with."""
+"""Requirements of DeepSpeed on a machine: its version, and the tools that its C++ ops are built with."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from pathlib import Path
 from ...framework.core.errors import ConfigurationError
 from ...framework.system.environment import build_tools, library_environment
 
+# The adapter uses private attributes of DeepSpeed (pieces, attributes, engine, update, swap), so a minor version that
+# was not tested is refused. pyproject.toml has the same range.
 _OLDEST, _TOO_NEW = (0, 19, 8), (0, 20)
 _INSTALL = "pip install 'phalanx[deepspeed]'"
 
 _PYTHON_HEADERS = f"Python's headers (Debian: python{sys.version_info[0]}.{sys.version_info[1]}-dev, or python3-dev)"
-# What a failed build says of its cause, and what helps. Commands stand in the output too: only errors may match.
+# Patterns in the output of a failed build, and the remedy. The output contains commands too: only errors may match.
 _CAUSES = (
     (r"Python\.h: No such file|'Python\.h' file not found", f"install {_PYTHON_HEADERS}"),
     (r"cannot find -laio|libaio\.h: No such file|requires the dev libaio", "install libaio (Debian: libaio-dev)"),
@@ -36,10 +38,10 @@ _CAUSES = (
 
 
 def require_deepspeed(strategy: str) -> None:
-    """Refuse to go on without a DeepSpeed that phalanx works with. It is not imported.
+    """Refuse to continue without a version of DeepSpeed that phalanx supports. DeepSpeed is not imported.
 
     Raises:
-        ConfigurationError: it is not installed, or another version is.
+        ConfigurationError: DeepSpeed is not installed, or in an unsupported version.
     """
     try:
         found = version("deepspeed")
@@ -55,10 +57,13 @@ def require_deepspeed(strategy: str) -> None:
 
 
 def check_toolchain(ops: Iterable[str]) -> None:
-    """Refuse to go on where an op that is still to be built cannot be.
+    """Refuse to continue if one of the ops cannot be built.
+
+    Args:
+        ops: the ops that are not built yet.
 
     Raises:
-        ConfigurationError: a compiler, ninja, Python's headers or libaio is missing; one sentence for all of them.
+        ConfigurationError: a compiler, ninja, Python's headers or libaio is missing; one sentence names all of them.
     """
     names = list(ops)
     missing = missing_tools(names) if names else []
@@ -70,9 +75,10 @@ def check_toolchain(ops: Iterable[str]) -> None:
 
 
 def missing_tools(ops: list[str]) -> list[str]:
-    """Return what is missing to build these ops, each with where it comes from."""
+    """Return the tools that are missing to build these ops, each with the package that has it."""
     missing = []
     compiler, flags = build_tools()
+    # ninja of a virtual environment is found even if the environment is not activated.
     with library_environment():
         has_compiler = shutil.which(compiler) is not None
         if not has_compiler:
@@ -87,7 +93,7 @@ def missing_tools(ops: list[str]) -> list[str]:
 
 
 def _compiles(compiler: str, flags: list[str]) -> bool:
-    """Whether a program that uses libaio can be built."""
+    """Whether a program that uses libaio can be built, which DeepSpeed tests in the same way."""
     command = [compiler, "-x", "c++", "-", "-o", "/dev/null", *flags, "-laio"]
     program = "#include <libaio.h>\nint main() { return io_queue_init(1, nullptr); }\n"
     tried = subprocess.run(command, input=program, capture_output=True, text=True, timeout=60, check=False)
@@ -95,5 +101,5 @@ def _compiles(compiler: str, flags: list[str]) -> bool:
 
 
 def advice(output: str) -> str:
-    """Return what to do about a failed build, or an empty string where its output does not say."""
+    """Return the remedy for a failed build, or an empty string if its output matches no known cause."""
     return next((help for pattern, help in _CAUSES if re.search(pattern, output)), "")

@@ -1,9 +1,10 @@
-"""The arguments of the DeepSpeed strategies and the user's JSON: what is refused, and what the engine gets."""
+"""Arguments of the DeepSpeed strategies and the user's JSON: refusals, and the resulting config of the engine."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import pytest
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.core.registry import STRATEGIES
-from phalanx.strategies.deepspeed.config import check_precision, engine_config, resolve_options
-from phalanx.strategies.deepspeed.values import check_values
+from phalanx.strategies.deepspeed.arguments import resolve_options
+from phalanx.strategies.deepspeed.config import check_precision, check_settings, engine_config
 
 FP32 = resolve_precision("32-true")
 MILLION = 1_000_000
 
-# Hugging Face's page on DeepSpeed shows this one, with "auto" throughout.
+# The example in Hugging Face's documentation of DeepSpeed, with "auto" throughout.
 HUGGING_FACE = {
     "fp16": {"enabled": "auto", "loss_scale": 0},
     "bf16": {"enabled": "auto"},
@@ -41,7 +42,7 @@ HUGGING_FACE = {
 
 
 def refusal(error: type[ConfigurationError] = ConfigurationError, **arguments: Any) -> str:
-    """Return how arguments are refused, in one paragraph that ends like a sentence."""
+    """Return the error message for some arguments, which has to be one paragraph that ends like a sentence."""
     with pytest.raises(error) as raised:
         resolve_options(**arguments)
     text = str(raised.value)
@@ -51,7 +52,7 @@ def refusal(error: type[ConfigurationError] = ConfigurationError, **arguments: A
 
 
 def zero_of(elements: int = 20 * MILLION, **arguments: Any) -> dict[str, Any]:
-    """Return the block on ZeRO of the engine's config on two ranks."""
+    """Return the ZeRO block of the engine's config for two ranks."""
     block: dict[str, Any] = engine_config(resolve_options(**arguments), FP32, 2, elements)["zero_optimization"]
     return block
 
@@ -62,7 +63,7 @@ def zero_of(elements: int = 20 * MILLION, **arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"stage": 4}, "stage=4 is no stage of ZeRO: choose 1, 2 or 3"),
+        ({"stage": 4}, "stage=4 must be a stage of ZeRO: 1, 2 or 3"),
         ({"stage": 0}, "use strategy='ddp'"),
         ({"stage": "3"}, "stage='3'"),
         ({"stage": True}, "stage=True"),
@@ -78,7 +79,7 @@ def zero_of(elements: int = 20 * MILLION, **arguments: Any) -> dict[str, Any]:
         ({"loss_scale": 0}, "precision='16-mixed'"),
     ],
 )
-def test_a_mistake_gets_one_sentence(arguments: dict[str, Any], words: str) -> None:
+def test_a_wrong_argument_is_refused_in_one_sentence(arguments: dict[str, Any], words: str) -> None:
     assert words in refusal(**arguments)
 
 
@@ -92,11 +93,11 @@ def test_a_mistake_gets_one_sentence(arguments: dict[str, Any], words: str) -> N
         ({"grad_accum_dtype": "fp33"}, "fp32"),
     ],
 )
-def test_an_unknown_name_gets_the_closest_one(arguments: dict[str, Any], closest: str) -> None:
+def test_an_unknown_name_is_refused_with_the_closest_known_one(arguments: dict[str, Any], closest: str) -> None:
     assert f"Did you mean {closest!r}?" in refusal(UnknownNameError, **arguments)
 
 
-def test_a_folder_that_only_others_may_write_to_is_found_by_writing(tmp_path: Path) -> None:
+def test_an_unwritable_nvme_path_is_detected_by_writing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refusal(stage=3, offload_optimizer="nvme", nvme_path=tmp_path / "file" / "swap")
     options = resolve_options(stage=3, offload_optimizer="nvme", nvme_path=tmp_path / "made" / "later")
@@ -104,7 +105,7 @@ def test_a_folder_that_only_others_may_write_to_is_found_by_writing(tmp_path: Pa
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_true_means_the_cpu_and_false_means_the_device() -> None:
+def test_offload_true_means_cpu_and_false_means_device() -> None:
     assert resolve_options(offload_optimizer=True).offload_optimizer == "cpu"
     assert resolve_options(offload_optimizer=False).offload_optimizer is None
     assert not resolve_options().offloads
@@ -113,7 +114,7 @@ def test_true_means_the_cpu_and_false_means_the_device() -> None:
 # ---- the user's JSON -----------------------------------------------------------------------------------------------
 
 
-def test_all_that_phalanx_decides_and_every_auto_are_named_at_once() -> None:
+def test_one_message_names_all_owned_keys_and_every_auto() -> None:
     text = refusal(config=HUGGING_FACE)
     for key in (
         "fp16",
@@ -144,13 +145,12 @@ def test_all_that_phalanx_decides_and_every_auto_are_named_at_once() -> None:
         ({"zero_optimisation": {}}, "Did you mean 'zero_optimization'"),
         ({"gradient_cliping": 1.0}, "Did you mean 'gradient_clipping'"),
         ({"amp": {"enabled": True}}, "precision="),
-        ({"elasticity": {}}, "no longer in DeepSpeed"),
-        ({"monitor": [{"a": "auto"}], "communication_data_type": "auto"}, "monitor[0].a: 'auto'"),
+        ({"their_own": [{"a": "auto"}]}, "their_own[0].a: 'auto'"),
         ({"zero_optimization": {"cpu_offload": True}}, "offload_optimizer='cpu'"),
         ({"data_types": {"param_dtype": "bf16"}}, "precision="),
     ],
 )
-def test_an_entry_that_cannot_stay_is_refused(config: dict[str, Any], words: str) -> None:
+def test_a_config_entry_with_an_error_is_refused(config: dict[str, Any], words: str) -> None:
     assert words in refusal(config=config, stage=3, offload_optimizer="cpu", overlap_comm=True)
 
 
@@ -160,11 +160,11 @@ def test_an_entry_that_cannot_stay_is_refused(config: dict[str, Any], words: str
         ('{"a": 1,\n "b" 2}', "Expecting ':' delimiter at line 2, column 6"),
         ('{"a": 1, // no\n}', "line 1, column 10"),
         ("[1]", "must hold a JSON object, not list"),
-        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ('{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         ("", "at line 1, column 1"),
     ],
 )
-def test_a_file_that_is_no_json_says_where(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_json_is_reported_with_its_position(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "zero.json"
     file.write_text(text)
     told = refusal(config=file)
@@ -172,11 +172,11 @@ def test_a_file_that_is_no_json_says_where(tmp_path: Path, text: str, words: str
     assert "zero.json" in told
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_config_file_is_named(tmp_path: Path) -> None:
     assert "No such file" in refusal(config=str(tmp_path / "zero.json"))
 
 
-def test_a_files_stage_and_offload_count_where_no_argument_says_otherwise(tmp_path: Path) -> None:
+def test_stage_and_offload_are_read_from_a_config_file(tmp_path: Path) -> None:
     file = tmp_path / "zero.json"
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
     file.write_text(json.dumps({"zero_optimization": zero}))
@@ -185,7 +185,7 @@ def test_a_files_stage_and_offload_count_where_no_argument_says_otherwise(tmp_pa
     assert options.nvme_path == tmp_path
 
 
-def test_everything_else_reaches_the_engine_as_it_is() -> None:
+def test_other_settings_reach_the_engine_unchanged() -> None:
     config = {
         "zero_optimization": {
             "stage": 3,
@@ -213,7 +213,7 @@ def test_everything_else_reaches_the_engine_as_it_is() -> None:
     assert {k: v for k, v in given.items() if k != "zero_optimization"}.items() <= engine.items()
 
 
-def test_arguments_stand_where_deepspeed_reads_them() -> None:
+def test_arguments_are_written_to_the_keys_that_deepspeed_reads() -> None:
     zero = zero_of(stage=3, reduce_bucket_size=77, prefetch_bucket_size=78, offload_optimizer=True, pin_memory=False)
     assert zero["reduce_bucket_size"] == 77
     assert zero["stage3_prefetch_bucket_size"] == 78
@@ -236,7 +236,7 @@ def test_buckets_fit_the_model(stage: int, elements: int) -> None:
         assert zero["allgather_bucket_size"] % 2 == 0
 
 
-def test_the_engine_leaves_the_window_the_clip_and_the_dtype_to_phalanx() -> None:
+def test_phalanx_sets_batch_size_clipping_and_dtypes_of_the_engine() -> None:
     config = engine_config(resolve_options(), FP32, 4, MILLION)
     triple = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [config[key] for key in triple] == [4, 1, 1]
@@ -248,7 +248,7 @@ def test_the_engine_leaves_the_window_the_clip_and_the_dtype_to_phalanx() -> Non
     assert bf16["data_types"]["grad_accum_dtype"] == "fp32"
 
 
-def test_what_goes_to_a_disk_has_buffers_of_the_largest_parameter(tmp_path: Path) -> None:
+def test_disk_buffers_have_the_size_of_the_largest_parameter(tmp_path: Path) -> None:
     options = resolve_options(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=tmp_path)
     config = engine_config(options, FP32, 2, 20 * MILLION, largest_elements=MILLION, swap_folder=tmp_path / "mine")
     zero = config["zero_optimization"]
@@ -257,31 +257,49 @@ def test_what_goes_to_a_disk_has_buffers_of_the_largest_parameter(tmp_path: Path
 
 
 @pytest.mark.parametrize(("precision", "device"), [("16-mixed", "cpu"), ("16-true", "cpu"), ("64-true", "cuda")])
-def test_a_precision_that_the_engine_lacks_is_refused(precision: str, device: str) -> None:
+def test_an_unsupported_precision_is_refused(precision: str, device: str) -> None:
     with pytest.raises(ConfigurationError, match="strategy='fsdp'"):
         check_precision(resolve_precision(precision), device)
 
 
 @pytest.mark.parametrize(
-    ("zero", "words"),
+    ("config", "words"),
     [
-        ({"reduce_bucket_sise": 5}, "Did you mean 'reduce_bucket_size'"),
-        ({"overlap_comm": "perhaps"}, "overlap_comm='perhaps'"),
-        ({"zenflow": {"topk": 1}}, "zero_optimization.zenflow.topk: not known"),
-        ({"stage": 3, "zero_quantized_weights": True}, "leave it out on a CPU"),
-        ({"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {"device": "cpu"}}, "ZenFlow fails on a CPU"),
-        ({"reduce_bucket_size": "big", "allgather_bucket_size": -1}, "allgather_bucket_size=-1"),
+        ({"zero_optimization": {"reduce_bucket_sise": 5}}, "Did you mean 'reduce_bucket_size'"),
+        ({"zero_optimization": {"overlap_comm": "perhaps"}}, "overlap_comm='perhaps'"),
+        ({"zero_optimization": {"zenflow": {"topk": 1}}}, "zero_optimization.zenflow.topk: not known"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "leave it out on a CPU"),
+        (
+            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {"device": "cpu"}}},
+            "ZenFlow fails on a CPU",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "big", "allgather_bucket_size": -1}},
+            "allgather_bucket_size=-1",
+        ),
+        ({"comms_logger": {"enabld": True}}, "comms_logger.enabld: not known"),
+        ({"tensorboard": {"enabled": "perhaps"}}, "tensorboard.enabled='perhaps'"),
+        ({"communication_data_type": "fp99"}, "Got: fp99"),
+        ({"elasticity": {}}, "Elastic training has been removed"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "'zero_optimization.mics_shard_size' is no longer supported"),
     ],
 )
-def test_deepspeed_itself_is_asked_before_a_process_starts(zero: dict[str, Any], words: str) -> None:
+def test_deepspeed_itself_checks_settings_before_a_process_starts(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
-        check_values(resolve_options(config={"zero_optimization": zero}), "cpu")
+        check_settings(resolve_options(config=config), "cpu")
     assert words in str(raised.value)
 
 
-def test_deepspeed_takes_the_sizes_that_phalanx_chooses(tmp_path: Path) -> None:
+def test_deepspeed_is_imported_only_to_check_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.config", None)
+    check_settings(STRATEGIES.load("zero3-offload")(gather_weights="all").options, "cpu")
+    with pytest.raises(ImportError):
+        check_settings(resolve_options(overlap_comm=True), "cpu")
+
+
+def test_deepspeed_accepts_the_default_sizes_of_phalanx(tmp_path: Path) -> None:
     zero = zero_of(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=tmp_path)
-    check_values(resolve_options(config={"zero_optimization": zero}), "cpu")
+    check_settings(resolve_options(config={"zero_optimization": zero}), "cpu")
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -290,7 +308,7 @@ NAMES = ["zero1", "zero1-offload", "zero2", "zero2-offload", "zero3", "zero3-off
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_stands_for_a_stage_and_where_state_lives(name: str) -> None:
+def test_a_strategy_name_sets_stage_and_offload(name: str) -> None:
     strategy = STRATEGIES.load(name)(gather_weights="all")
     options = strategy.options
     offload = "cpu" if name.endswith("-offload") else None
@@ -301,7 +319,7 @@ def test_a_name_stands_for_a_stage_and_where_state_lives(name: str) -> None:
     assert options.gather_weights == "all"
 
 
-def test_lightnings_names_are_the_same_strategies() -> None:
+def test_lightning_names_are_aliases() -> None:
     for name in NAMES:
         theirs = f"deepspeed_stage_{name[4]}" + ("_offload" if name.endswith("-offload") else "")
         assert STRATEGIES.canonical(theirs) == name
@@ -310,7 +328,7 @@ def test_lightnings_names_are_the_same_strategies() -> None:
         STRATEGIES.canonical("deepspeed_stage3")
 
 
-def test_the_disk_is_named_by_an_argument_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvme_path_comes_from_an_argument_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_NVME_PATH", raising=False)
     with pytest.raises(ConfigurationError, match=r"DeepSpeedStrategy\(stage=3"):
         STRATEGIES.load("zero3-nvme")()

@@ -1,4 +1,4 @@
-"""Ops are built once, by one process, within a time; what went wrong is shown. Files and processes are real ones."""
+"""Building ops: once, by one process, within a time limit, with errors shown. Files and processes are real."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import pytest
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.system import environment
 from phalanx.strategies.deepspeed import build, toolchain
+from phalanx.strategies.deepspeed.arguments import resolve_options
 from phalanx.strategies.deepspeed.build import ensure_ops, missing_ops, op_folder
-from phalanx.strategies.deepspeed.config import resolve_options
 from phalanx.strategies.deepspeed.ops import needed_ops
 from phalanx.strategies.deepspeed.toolchain import check_toolchain, missing_tools, require_deepspeed
 
@@ -36,14 +36,14 @@ PlantBuild = Callable[[str], None]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give ops a place of their own; return that of cpu_adam."""
+    """Move the folder of ops to a temporary one; return that of cpu_adam."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
     return op_folder("cpu_adam")
 
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> PlantBuild:
-    """Return a function that has a short program stand in for the builds of DeepSpeed."""
+    """Return a function that replaces DeepSpeed's build by a short program."""
 
     def put(program: str) -> None:
         monkeypatch.setattr(build, "build_program", lambda name: program)
@@ -52,14 +52,14 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> PlantBuild:
 
 
 def failure(notes: list[str], limit: float | None = None) -> str:
-    """Return how a build of cpu_adam fails."""
+    """Return the error message of a build of cpu_adam."""
     with pytest.raises(ConfigurationError) as raised:
         ensure_ops(["cpu_adam"], notes.append, limit_seconds=limit)
     return str(raised.value)
 
 
 def silent(text: str) -> None:
-    """Tell nobody."""
+    """Discard a note."""
 
 
 def is_alive(pid: int) -> bool:
@@ -68,7 +68,7 @@ def is_alive(pid: int) -> bool:
 
 
 def ends(pid: int, seconds: float = 5.0) -> bool:
-    """Return whether a process ends soon."""
+    """Return whether a process ends within some seconds."""
     deadline = time.monotonic() + seconds
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -78,7 +78,7 @@ def ends(pid: int, seconds: float = 5.0) -> bool:
 # ---- building ------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_op_is_built_once_and_told(folder: Path, plant: PlantBuild) -> None:
+def test_a_missing_op_is_built_once_with_a_note(folder: Path, plant: PlantBuild) -> None:
     plant(BUILDS)
     notes: list[str] = []
     ensure_ops(["cpu_adam"], notes.append)
@@ -93,7 +93,7 @@ def test_a_missing_op_is_built_once_and_told(folder: Path, plant: PlantBuild) ->
     assert (folder / "builds").read_text() == "x"
 
 
-def test_the_folder_of_extensions_can_be_moved(tmp_path: Path, folder: Path) -> None:
+def test_torch_extensions_dir_moves_the_folder(tmp_path: Path, folder: Path) -> None:
     assert folder == tmp_path / "ops" / "cpu_adam"
 
 
@@ -110,7 +110,7 @@ def test_the_folder_of_extensions_can_be_moved(tmp_path: Path, folder: Path) -> 
         ("c++ -std=c++20 -laio -I/usr/include/python3.11\nit is raining", "remove the folder"),
     ],
 )
-def test_a_failed_build_shows_its_last_lines_and_what_helps(
+def test_a_failed_build_shows_its_last_lines_and_a_remedy(
     folder: Path, plant: PlantBuild, said: str, help: str
 ) -> None:
     plant(f"print('first line\\n' + 'x\\n' * 50); print({said!r}); open('lock', 'w'); raise SystemExit(1)")
@@ -123,12 +123,12 @@ def test_a_failed_build_shows_its_last_lines_and_what_helps(
     assert missing_ops(["cpu_adam"]) == ["cpu_adam"]
 
 
-def test_a_build_that_ends_well_without_a_result_is_a_failure(folder: Path, plant: PlantBuild) -> None:
+def test_a_build_without_a_result_is_a_failure(folder: Path, plant: PlantBuild) -> None:
     plant("pass")
     assert "failed" in failure([])
 
 
-def test_a_build_that_takes_too_long_is_stopped_with_all_it_started(folder: Path, plant: PlantBuild) -> None:
+def test_a_build_that_exceeds_its_limit_is_stopped_with_its_children(folder: Path, plant: PlantBuild) -> None:
     plant(STARTS_ANOTHER)
     begun = time.perf_counter()
     told = failure([], limit=1.0)
@@ -138,7 +138,7 @@ def test_a_build_that_takes_too_long_is_stopped_with_all_it_started(folder: Path
     assert ends(int((folder / "pid").read_text()))
 
 
-def test_a_builder_ends_with_whoever_waits_for_it(folder: Path) -> None:
+def test_a_builder_ends_with_the_process_that_waits_for_it(folder: Path) -> None:
     program = f"""
 from phalanx.strategies.deepspeed import build
 build.build_program = lambda name: {STARTS_ANOTHER!r}
@@ -152,7 +152,7 @@ build.ensure_ops(["cpu_adam"], print)
     assert ends(int((folder / "pid").read_text()))
 
 
-def test_an_op_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_op_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'cpu_adam'"):
         ensure_ops(["cpu_adm"], print)
 
@@ -160,7 +160,7 @@ def test_an_op_that_nobody_knows_is_refused() -> None:
 # ---- locks ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_lock_of_a_dead_builder_is_removed(folder: Path, plant: PlantBuild) -> None:
+def test_a_lock_left_by_a_killed_builder_is_removed(folder: Path, plant: PlantBuild) -> None:
     plant(f"import os; assert not os.path.exists('lock'); {BUILDS}")
     subprocess.run([sys.executable, "-c", f"open({str(folder / 'lock')!r}, 'w')"], check=True)
     notes: list[str] = []
@@ -169,7 +169,7 @@ def test_the_lock_of_a_dead_builder_is_removed(folder: Path, plant: PlantBuild) 
     assert len(notes) == 3
 
 
-def test_a_living_builder_is_waited_for(folder: Path, plant: PlantBuild) -> None:
+def test_a_builder_that_is_not_ours_is_waited_for(folder: Path, plant: PlantBuild) -> None:
     plant(BUILDS)
     lock = folder / "lock"
     program = (
@@ -184,14 +184,14 @@ def test_a_living_builder_is_waited_for(folder: Path, plant: PlantBuild) -> None
     assert not lock.exists()
 
 
-def test_waiting_has_an_end(folder: Path, plant: PlantBuild) -> None:
+def test_waiting_for_a_builder_is_limited(folder: Path, plant: PlantBuild) -> None:
     plant(BUILDS)
     with open(folder / "lock", "w"):
         assert f"Waited 0 s for process {os.getpid()}" in failure([], limit=0.3)
     (folder / "lock").unlink()
 
 
-def test_two_at_once_build_once(folder: Path, plant: PlantBuild) -> None:
+def test_two_concurrent_callers_build_once(folder: Path, plant: PlantBuild) -> None:
     plant(f"import time; time.sleep(0.5); {BUILDS}")
     notes: list[str] = []
     with ThreadPoolExecutor(2) as pool:
@@ -203,7 +203,7 @@ def test_two_at_once_build_once(folder: Path, plant: PlantBuild) -> None:
 # ---- versions ------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_built_for_another_torch_is_built_anew(folder: Path, plant: PlantBuild) -> None:
+def test_an_op_built_for_another_torch_is_rebuilt(folder: Path, plant: PlantBuild) -> None:
     plant(BUILDS)
     ensure_ops(["cpu_adam"], silent)
     stamp = json.loads((folder / "phalanx.json").read_text())
@@ -217,7 +217,7 @@ def test_what_was_built_for_another_torch_is_built_anew(folder: Path, plant: Pla
     assert missing_ops(["cpu_adam"]) == []
 
 
-def test_what_somebody_else_built_is_checked_and_kept(folder: Path, plant: PlantBuild) -> None:
+def test_an_op_built_by_deepspeed_itself_is_checked_and_reused(folder: Path, plant: PlantBuild) -> None:
     plant("import os; assert os.path.exists('cpu_adam.so')")
     (folder / "cpu_adam.so").write_text("")
     notes: list[str] = []
@@ -226,23 +226,23 @@ def test_what_somebody_else_built_is_checked_and_kept(folder: Path, plant: Plant
     assert missing_ops(["cpu_adam"]) == []
 
 
-# ---- what is needed ------------------------------------------------------------------------------------------------
+# ---- requirements --------------------------------------------------------------------------------------------------
 
 
-def test_what_a_cpu_needs(tmp_path: Path) -> None:
+def test_ops_needed_on_a_cpu(tmp_path: Path) -> None:
     assert needed_ops(resolve_options(stage=2), "cpu") == ["fused_adam", "deepspeed_shm_comm"]
     assert needed_ops(resolve_options(stage=2, offload_optimizer=True), "cpu") == ["cpu_adam", "deepspeed_shm_comm"]
     nvme = resolve_options(stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=tmp_path)
     assert needed_ops(nvme, "cpu") == ["cpu_adam", "deepspeed_shm_comm", "pin_memory", "async_io"]
 
 
-def test_cuda_without_its_compiler_needs_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ops_needed_on_cuda_without_its_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert needed_ops(resolve_options(stage=2), "cuda") == []
     assert needed_ops(resolve_options(stage=3, offload_optimizer=True), "cuda") == ["cpu_adam"]
 
 
-def test_all_that_is_missing_is_named_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_message_names_all_missing_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
@@ -255,7 +255,7 @@ def test_all_that_is_missing_is_named_in_one_sentence(tmp_path: Path, monkeypatc
     assert "\n" not in told
 
 
-def test_libaio_is_looked_for_with_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libaio_is_detected_by_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "refusing"
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
@@ -264,7 +264,7 @@ def test_libaio_is_looked_for_with_the_compiler(tmp_path: Path, monkeypatch: pyt
     assert not any("libaio-dev" in each for each in missing_tools(["cpu_adam"]))
 
 
-def test_a_venvs_ninja_is_found_without_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninja_of_an_inactive_virtual_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     ninja = tmp_path / "bin" / "ninja"
     ninja.write_text("#!/bin/sh\n")
@@ -275,7 +275,7 @@ def test_a_venvs_ninja_is_found_without_activation(tmp_path: Path, monkeypatch: 
     assert os.environ["PATH"] == "/nowhere"
 
 
-def test_variables_for_a_library_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_environment_restores_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_THERE", "1")
     before = dict(os.environ)
     with environment.library_environment(PHALANX_THERE="2", PHALANX_NEW="3"):
@@ -285,19 +285,19 @@ def test_variables_for_a_library_go_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("found", ["0.18.9", "0.19.7", "0.20.0", "1.0"])
-def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+def test_an_unsupported_version_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(toolchain, "version", lambda name: found)
     with pytest.raises(ConfigurationError, match=f"{re.escape(found)} is installed: pip install"):
         require_deepspeed("zero2")
 
 
 @pytest.mark.parametrize("found", ["0.19.8", "0.19.12", "0.19.9+abc"])
-def test_the_versions_that_are_tested_are_not_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+def test_supported_versions_of_deepspeed_are_accepted(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(toolchain, "version", lambda name: found)
     require_deepspeed("zero2")
 
 
-def test_without_deepspeed_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_reported_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
@@ -323,7 +323,7 @@ print(get_accelerator().create_op_builder("CPUAdamBuilder").load().__doc__)
 """
 
 
-def test_deepspeed_gets_what_was_built_and_builds_nothing(folder: Path, plant: PlantBuild) -> None:
+def test_deepspeed_finds_the_built_op_loaded(folder: Path, plant: PlantBuild) -> None:
     (folder / "module.c").write_text(MODULE)
     compiler, _ = environment.build_tools()
     headers = sysconfig.get_path("include")

@@ -1,7 +1,6 @@
-"""Settings of stage 3 change where weights are, not what is trained: a disk, and ZeRO++'s second partition.
+"""Settings that change where stage 3 keeps weights (a disk, ZeRO++'s secondary partition) do not change training.
 
-Layers are large enough to be kept on a disk, and built whole or split as they are built. What DeepSpeed prints is no
-more than what was asked for.
+Layers are large enough to be offloaded to a disk, and are built in full or split as they are built.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import TrainModule
 from phalanx.strategies import DeepSpeedStrategy
-from phalanx.strategies.deepspeed.config import ZeroArguments
+from phalanx.strategies.deepspeed.arguments import ZeroArguments
 
 # Half of the middle layer is 2 MiB; DeepSpeed leaves less than 1 MiB in memory.
 WIDTH, STEPS, BATCH = 1024, 3, 8
@@ -63,7 +62,7 @@ class Wide(TrainModule):
 
 
 def trained(late: bool, arguments: ZeroArguments) -> dict[str, Tensor]:
-    """Return the whole weights after a fit on these ranks."""
+    """Return the full weights after a fit on these ranks."""
     given: ZeroArguments = {"stage": 3, "gather_weights": "all", **arguments}
     strategy = DeepSpeedStrategy(**given)
     module = Wide(late)
@@ -91,13 +90,13 @@ def check(late: bool, arguments: ZeroArguments) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["whole", "split as built"])
-def test_layers_on_a_disk_train_as_in_memory(late: bool, tmp_path: Path) -> None:
+def test_offload_to_a_disk_does_not_change_training(late: bool, tmp_path: Path) -> None:
     check(late, {"offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": str(tmp_path)})
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["whole", "split as built"])
-def test_a_second_partition_trains_the_same(late: bool) -> None:
+def test_a_secondary_partition_does_not_change_training(late: bool) -> None:
     check(late, {"config": {"zero_optimization": {"zero_hpz_partition_size": 2}, "comms_logger": {"enabled": True}}})
 
 
@@ -111,6 +110,6 @@ def printed(config: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_memory_in_use_is_printed_where_asked_for(asked: bool) -> None:
+def test_memory_breakdown_is_printed_only_on_request(asked: bool) -> None:
     first, _ = run_on_ranks(2, printed, {"memory_breakdown": asked})
     assert ("begin bf16_optimizer" in first) == asked

@@ -1,4 +1,4 @@
-"""Canonical state of the DeepSpeed strategies: pieces out and in, from any stage and world size to any other."""
+"""Canonical state of the DeepSpeed strategies: saved and loaded from any stage and world size to any other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def updated(strategy: Any, optimizer: Any, net: nn.Module, steps: range) -> list
 
 
 def joined(shards: dict[str, Shard], world: Any) -> dict[str, Tensor]:
-    """Put the pieces of all ranks together."""
+    """Return the full tensors from the pieces of all ranks."""
     wholes: dict[str, Tensor] = {}
     own = {name: (shard.tensor.double(), shard.offsets, tuple(shard.shape)) for name, shard in shards.items()}
     for parts in world.all_gather_object(own):
@@ -63,7 +63,7 @@ def joined(shards: dict[str, Shard], world: Any) -> dict[str, Tensor]:
 
 
 def taken(place: dict[str, Any], kind: str, path: str) -> None:
-    """Train four steps, and write down the whole state and the losses of four more."""
+    """Train four steps; save the full state, and the losses of four more."""
     net = mixture()
     strategy, optimizer = started(place, net, kind)
     assert list(strategy.optimizer_state(optimizer)) == []
@@ -85,7 +85,7 @@ def taken(place: dict[str, Any], kind: str, path: str) -> None:
 
 
 def put_back(place: dict[str, Any], kind: str, path: str) -> list[float]:
-    """Put that state into a fresh module and optimizer; return the losses of the same four steps."""
+    """Load that state into a new module and optimizer; return the losses of the same four steps."""
     model, slots, _ = torch.load(path)
     net = mixture()
     with torch.no_grad():
@@ -132,7 +132,7 @@ def by_hand(kind: str) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]],
 
 
 def compare(path: Path, kind: str) -> None:
-    """Compare what was written down with plain torch."""
+    """Compare the saved state with plain torch."""
     model, slots, losses = torch.load(path)
     expected, moments, all_losses = by_hand(kind)
     torch.testing.assert_close(model, expected, rtol=1e-4, atol=1e-5)
@@ -148,7 +148,7 @@ def compare(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("place", [*PLACES, "zero3-nvme"])
-def test_state_is_that_of_plain_torch_and_goes_on_anywhere(place: str, tmp_path: Path) -> None:
+def test_state_equals_plain_torch_and_loads_anywhere(place: str, tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     given = {**NVME, "nvme_path": str(tmp_path)} if place == "zero3-nvme" else PLACES[place]
     run_on_ranks(2, taken, given, "adamw", str(path))
@@ -200,7 +200,7 @@ def resumed(ranks: int, strategy: str, steps: int, root: str, resume: str | None
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_checkpoint_with_odd_parameters_goes_to_one_process_and_back(strategy: str, tmp_path: Path) -> None:
+def test_a_checkpoint_with_odd_shapes_loads_in_one_process_and_back(strategy: str, tmp_path: Path) -> None:
     root, first, second = str(tmp_path), str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
     losses = torch.tensor(run_on_ranks(2, resumed, 2, strategy, 3, root, None, first)).mean(0).tolist()
     losses += resumed(1, "single", 5, root, first, second)
@@ -225,7 +225,7 @@ def weights_by_step(strategy: str, root: str, resume: int | None, stop: int) -> 
 
 
 def resumed_at_each_step(strategy: str, root: str) -> list[int]:
-    """Return the steps from which a resumed run is not that which never stopped, to the bit."""
+    """Return the steps from which a resumed run differs in any bit from the uninterrupted one."""
     whole = weights_by_step(strategy, root, None, 8)
     different = []
     for step in range(1, 7):
@@ -236,6 +236,6 @@ def resumed_at_each_step(strategy: str, root: str) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero2-offload"])
-def test_a_run_resumed_at_any_step_is_the_same_to_the_bit(strategy: str, tmp_path: Path) -> None:
+def test_a_run_resumed_at_any_step_is_bit_identical(strategy: str, tmp_path: Path) -> None:
     # DeepSpeed's Adam for the processor multiplies the powers of its betas on from step to step.
     assert run_on_ranks(2, resumed_at_each_step, strategy, str(tmp_path)) == [[], []]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.framework.core.precision import resolve_precision
 from phalanx.strategies import DeepSpeedStrategy, FSDPStrategy
-from phalanx.strategies.deepspeed.arguments import lies_in_memory
+from phalanx.strategies.deepspeed.swap import is_in_memory
 
 
 class Sparse(Regressor):
@@ -120,5 +120,5 @@ def test_an_argument_of_lightnings_is_answered_with_what_takes_its_place() -> No
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory at a known place")
 def test_a_folder_in_memory_is_recognised() -> None:
-    assert lies_in_memory(Path("/dev/shm/swap"))
-    assert not lies_in_memory(Path("/proc"))
+    assert is_in_memory(Path("/dev/shm/swap"))
+    assert not is_in_memory(Path("/proc"))

@@ -1,4 +1,4 @@
-"""The formulas of memory, what is measured for them, what ``Trainer.plan`` returns, and what ``auto`` makes of it."""
+"""Memory formulas, measurements of a model, ``Trainer.plan``, and the choice of ``strategy="auto"``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import DataModule, TrainModule
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.memory import available_memory as there
-from phalanx.framework.memory.available_memory import Memory, host_memory
+from phalanx.framework.memory.available_memory import Memory, available_memory, host_memory
 from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
-from phalanx.framework.memory.measure import Activations, optimizer_state, run_on_shapes, shapes_alone, size_of
+from phalanx.framework.memory.measure import (
+    Activations,
+    measure_with_fake_tensors,
+    optimizer_state,
+    size_of,
+    without_data,
+)
 from phalanx.framework.memory.memory_plan import MemoryPlan, make_plan, shown
 from phalanx.framework.trainer import auto_strategy as planning
 
@@ -29,7 +34,7 @@ GB = 10**9
 
 
 class Net(TrainModule):
-    """Blocks behind an embedding that the head shares, with batch statistics and a frozen layer."""
+    """Blocks, an embedding that is tied to the head, batch norm, and a frozen layer."""
 
     def __init__(self, width: int = 16, optimizer: str = "AdamW", **options: Any) -> None:
         super().__init__()
@@ -92,7 +97,7 @@ def test_bytes_for_each_element_on_two_ranks_with_adam(name: str, window: int, f
         assert needs.everywhere.held == each * 1_000_000
 
 
-def test_the_example_of_the_zero_paper() -> None:
+def test_formulas_reproduce_the_example_of_the_zero_paper() -> None:
     # Figure 1: 7.5 billion parameters on 64 devices, Adam, 16-bit gradients: 16.6 GB and 1.9 GB. Ours gather in fp32.
     size, ranks = ModelSize(7_500_000_000), Ranks(64)
     second, third = (footprint(LAYOUTS[name], size, ranks, BF16).device.held for name in ("zero2", "zero3"))
@@ -101,7 +106,7 @@ def test_the_example_of_the_zero_paper() -> None:
     assert round((third - wider) / GB, 1) == 1.9
 
 
-def test_offloaded_state_is_counted_where_it_lives() -> None:
+def test_offloaded_state_counts_on_the_host_or_the_disk() -> None:
     size, ranks = ModelSize(1_000_000), Ranks(2)
     on_cpu = footprint(LAYOUTS["zero3-offload"], size, ranks, BF16)
     on_disk = footprint(LAYOUTS["zero3-nvme"], size, ranks, BF16)
@@ -119,7 +124,7 @@ def test_other_optimizers_frozen_parameters_and_one_rank() -> None:
 
 
 def held_by_a_rank(name: str, precision: str, window: int) -> tuple[int, int, int]:
-    """Train on this rank; return the most bytes of tensors it holds, what the formulas say, and with buckets."""
+    """Train on this rank; return its peak of tensor bytes, and the formulas' result without and with buckets."""
 
     class Watched(Net):
         most = 0
@@ -155,12 +160,12 @@ def live_bytes() -> int:
     ("name", "precision", "window"),
     [("ddp", "32-true", 1), ("fsdp", "32-true", 2), ("zero2", "bf16-mixed", 1)],
 )
-def test_a_rank_holds_what_the_formulas_say(name: str, precision: str, window: int) -> None:
+def test_formulas_match_the_bytes_that_a_rank_holds(name: str, precision: str, window: int) -> None:
     for most, held, with_buckets in run_on_ranks(2, held_by_a_rank, name, precision, window):
         assert 0.98 * held <= most <= 1.05 * with_buckets
 
 
-# ---- what is measured ---------------------------------------------------------------------------------------------
+# ---- measurements -------------------------------------------------------------------------------------------------
 
 
 def test_a_models_size_counts_tied_parameters_once_and_frozen_ones_apart() -> None:
@@ -185,7 +190,7 @@ def test_a_models_size_counts_tied_parameters_once_and_frozen_ones_apart() -> No
 )
 def test_optimizer_state_is_what_a_real_step_leaves(name: str, options: dict[str, Any]) -> None:
     module = Net(16, name, **options)
-    slots, state_bytes, count = optimizer_state(shapes_alone(module), FP32)
+    slots, state_bytes, count = optimizer_state(without_data(module), FP32)
     optimizer = module.configure_optimizers()
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -195,18 +200,18 @@ def test_optimizer_state_is_what_a_real_step_leaves(name: str, options: dict[str
     assert (round(slots * size_of(module).trainable), state_bytes, count) == (elements, 4 * elements, 1)
 
 
-def test_activations_are_what_backward_will_read() -> None:
+def test_activations_are_the_tensors_saved_for_backward() -> None:
     # Of a micro-batch of 4: inputs, the layer between, outputs and targets; the weights are parameters.
     plan = silent_trainer(devices=1).plan(Regressor(), loader())
     assert plan.activations == Activations(4 * 4 * (6 + 16 + 1 + 1))
 
 
-def test_activations_on_shapes_alone_are_the_same() -> None:
+def test_activations_on_fake_tensors_are_the_same() -> None:
     module, batch = Net(16), [torch.arange(4)]
     for precision in ("32-true", "bf16-mixed"):
         real = silent_trainer(devices=1, precision=precision).plan(module, words()).activations
         assert real is not None
-        on_shapes = run_on_shapes(module, batch, resolve_precision(precision))
+        on_shapes = measure_with_fake_tensors(module, batch, resolve_precision(precision))
         assert on_shapes.casts == real.casts
         # Kernels differ in the dtype in which batch statistics are kept.
         assert on_shapes.kept == pytest.approx(real.kept, rel=0 if precision == "32-true" else 0.1)
@@ -215,7 +220,7 @@ def test_activations_on_shapes_alone_are_the_same() -> None:
     assert real.casts == pytest.approx(2 * (10 * 16 + 3 * 16 * 16), rel=0.1)
 
 
-def test_planning_leaves_the_module_and_the_generators_as_they_were() -> None:
+def test_planning_does_not_change_the_module_or_the_generators() -> None:
     module, data = Net(16).eval(), words()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     generator = torch.get_rng_state()
@@ -227,7 +232,7 @@ def test_planning_leaves_the_module_and_the_generators_as_they_were() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_what_cannot_be_measured_is_said() -> None:
+def test_failed_measurements_leave_a_note() -> None:
     class Asks(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) * self.trainer.world_size
@@ -266,13 +271,13 @@ def test_layers_of_configure_model_and_data_of_a_datamodule_count() -> None:
     assert not hasattr(data, "data")
 
 
-def test_data_that_can_be_read_once_is_left_alone() -> None:
+def test_an_iterator_as_data_is_not_consumed() -> None:
     batches = iter([next(iter(loader()))])
     assert silent_trainer(devices=1).plan(Regressor(), batches).activations is None
     assert next(batches)
 
 
-# ---- the memory there is ------------------------------------------------------------------------------------------
+# ---- available memory ---------------------------------------------------------------------------------------------
 
 
 def machine(root: Path, available: int, files: dict[str, str], cgroup: str) -> tuple[Path, Path]:
@@ -285,7 +290,7 @@ def machine(root: Path, available: int, files: dict[str, str], cgroup: str) -> t
     return proc, cgroups
 
 
-def test_the_least_of_the_limits_counts_and_ranks_share_it(tmp_path: Path) -> None:
+def test_host_memory_is_the_minimum_of_all_limits_divided_among_ranks(tmp_path: Path) -> None:
     second = {
         "a/memory.max": "1000000\n", "a/memory.current": "300000\n", "a/memory.stat": "anon 9\ninactive_file 100000\n",
         "a/b/memory.max": "max\n", "a/b/memory.current": "1\n",
@@ -296,13 +301,13 @@ def test_the_least_of_the_limits_counts_and_ranks_share_it(tmp_path: Path) -> No
         "memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "5\n",
     }  # fmt: skip
     assert host_memory(1, *machine(tmp_path / "v1", 10 * GB, first, "4:memory:/a\n0::/\n")) == 400_000
-    # In a container the path is the host's, and the group is the root that is seen.
+    # In a container the path is the host's, and the visible root is this group.
     inside = {"memory.max": "70000", "memory.current": "20000"}
     assert host_memory(1, *machine(tmp_path / "inside", 10 * GB, inside, "0::/elsewhere\n")) == 50_000
     assert host_memory(4, *machine(tmp_path / "free", 4096 * 1024, {}, "")) == 1024 * 1024
 
 
-def test_a_limit_of_the_process_counts() -> None:
+def test_host_memory_respects_the_limits_of_the_process() -> None:
     script = """
 import resource
 from phalanx.framework.memory.available_memory import host_memory
@@ -318,14 +323,14 @@ print("LEFT", host_memory(1) <= 300_000_000 < free)
 
 
 def plan_of(device: int, host: int = GB, disk: int = GB, ranks: int = 2, **refusals: str) -> MemoryPlan:
-    """Plan for 10 million parameters beside an accelerator."""
+    """Plan for 10 million parameters on an accelerator."""
     size = ModelSize(10_000_000, largest_block=1_000_000, largest_parameter=100_000)
     memory = Memory(device, host, disk, device_is_host=False)
     named = {name.replace("_", "-"): refusal for name, refusal in refusals.items()}
     return make_plan(size, Ranks(ranks), FP32, "cuda", memory, Activations(1_000_000), named)
 
 
-def test_the_first_that_fits_is_chosen() -> None:
+def test_the_first_strategy_that_fits_is_chosen() -> None:
     assert plan_of(300_000_000).chosen == "ddp"
     assert plan_of(300_000_000, ranks=1).chosen == "single"
     assert plan_of(150_000_000).chosen == "fsdp"
@@ -333,7 +338,7 @@ def test_the_first_that_fits_is_chosen() -> None:
     assert plan_of(50_000_000, host=100_000_000).chosen == "zero3-nvme"
 
 
-def test_what_cannot_be_used_is_passed_over_and_where_nothing_fits_the_most_frugal_is_taken() -> None:
+def test_refused_strategies_are_skipped_and_the_smallest_is_chosen_if_none_fits() -> None:
     assert plan_of(150_000_000, fsdp="Not here. Do that.").chosen == "zero3-offload"
     plan = plan_of(1_000, zero3_nvme="no folder")
     assert (plan.chosen, plan.fits) == ("zero3-offload", False)
@@ -348,7 +353,7 @@ def test_a_plan_has_a_row_for_every_strategy_and_prints_as_a_table(monkeypatch: 
     assert [row.name for row in plan] == list(LAYOUTS)
     assert plan["single"].refusal is not None
     assert "nvme_path" in (plan["zero3-nvme"].refusal or "")
-    assert plan["fsdp"].refusal == "It clips by norm alone."
+    assert plan["fsdp"].refusal == "It clips only by norm."
     assert plan.chosen == "ddp"
     text = str(plan)
     assert "> ddp" in text
@@ -357,7 +362,7 @@ def test_a_plan_has_a_row_for_every_strategy_and_prints_as_a_table(monkeypatch: 
         plan["zero4"]
 
 
-def test_activations_may_be_given_and_then_no_data_is_needed() -> None:
+def test_given_activation_bytes_need_no_data() -> None:
     plan = silent_trainer(devices=1).plan(Regressor(), activation_bytes=GB)
     assert plan["single"].needs.device.activations == GB
     with pytest.raises(ConfigurationError, match="activation_bytes=-1"):
@@ -366,7 +371,7 @@ def test_activations_may_be_given_and_then_no_data_is_needed() -> None:
         silent_trainer(devices=1).plan(Regressor())
 
 
-def test_several_optimizers_rule_deepspeed_out() -> None:
+def test_several_optimizers_exclude_deepspeed() -> None:
     class Two(Net):
         automatic_optimization = False
 
@@ -386,37 +391,37 @@ def test_bytes_are_shown_with_a_unit(number: int, text: str) -> None:
 # ---- auto ---------------------------------------------------------------------------------------------------------
 
 
-def test_auto_looks_at_nothing_where_all_fits_easily(
+def test_auto_measures_nothing_for_a_small_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(planning, "_look", lambda *arguments: pytest.fail("measured"))
+    monkeypatch.setattr(planning, "_measure", lambda *arguments: pytest.fail("measured"))
     trainer = silent_trainer(devices=1, max_steps=1)
     trainer.fit(Regressor(), loader())
     assert trainer.strategy.name == "single"
     assert "Memory" not in capsys.readouterr().out
 
 
-def fit_in(strategy: str, memories: list[int]) -> tuple[str, str, Tensor]:
-    """Fit on this rank, which has so much memory; return the strategy, what was said, and the weights."""
+def fit_with_memory(strategy: str, memories: list[int]) -> tuple[str, str, Tensor]:
+    """Fit with the given memory of each rank; return the strategy, the printed notes and the weights."""
     said: list[str] = []
     patched: Any = planning
     trainer: Any = silent_trainer(strategy=strategy, devices=2, max_steps=3)
     rank = trainer.global_rank
-    patched.memory_there = lambda *_: Memory(memories[rank], memories[rank])
+    patched.available_memory = lambda *_: Memory(memories[rank], memories[rank])
     trainer.note = said.append
     try:
         module = Regressor()
         trainer.fit(module, loader(batch_size=2))
     finally:
-        patched.memory_there = there.memory_there
+        patched.available_memory = available_memory
     whole = module.net[0].weight.is_meta
     return trainer.strategy.name, "\n".join(said), torch.empty(0) if whole else weights_of(module)
 
 
-def test_auto_takes_what_fits_alike_on_all_ranks_and_trains_the_same() -> None:
-    (_, _, expected), _ = run_on_ranks(2, fit_in, "ddp", [GB, GB])
+def test_auto_chooses_the_same_strategy_on_all_ranks_and_trains_the_same() -> None:
+    (_, _, expected), _ = run_on_ranks(2, fit_with_memory, "ddp", [GB, GB])
     # ddp needs 129 x 20 bytes and activations, fsdp 129 x 8 and what it gathers.
-    found = run_on_ranks(2, fit_in, "auto", [GB, 2500])
+    found = run_on_ranks(2, fit_with_memory, "auto", [GB, 2500])
     assert [name for name, *_ in found] == ["fsdp", "fsdp"]
     assert "> fsdp" in found[0][1]
     assert "ddp" in found[0][1]
@@ -430,7 +435,7 @@ sys.path.insert(0, {tests!r})
 from models import Regressor, loader, silent_trainer
 from phalanx.framework.trainer import auto_strategy as planning
 from phalanx.framework.memory.available_memory import Memory
-planning.memory_there = lambda *_: Memory(2500, 2500)
+planning.available_memory = lambda *_: Memory(2500, 2500)
 for _ in range(2):
     trainer = silent_trainer(strategy="auto", devices=2, max_steps=1)
     trainer.fit(Regressor(), loader(batch_size=2))
@@ -439,15 +444,15 @@ for _ in range(2):
 """
 
 
-def test_ranks_that_run_the_script_again_decide_together() -> None:
-    done = run_script(SCRIPT.format(tests=str(Path(__file__).parent.parent)))
+def test_ranks_of_a_script_choose_the_same_strategy() -> None:
+    done = run_script(SCRIPT.format(tests=str(Path(__file__).parents[2])))
     assert sorted(re.findall("RANK . [a-z]+", done.stdout)) == ["RANK 0 fsdp"] * 2 + ["RANK 1 fsdp"] * 2, done.stdout
     assert done.stdout.count("Memory for each") == 2
 
 
-# ---- the page on it -----------------------------------------------------------------------------------------------
+# ---- documentation ------------------------------------------------------------------------------------------------
 
-PAGE = Path(planning.__file__).parent.parent / "docs" / "choosing-a-strategy.md"
+PAGE = Path(__file__).parents[3] / "docs" / "choosing-a-strategy.md"
 
 
 def documented(precision: str) -> dict[str, list[str]]:
