@@ -440,7 +440,7 @@ for _ in range(2):
 
 
 def test_ranks_that_run_the_script_again_decide_together() -> None:
-    done = run_script(SCRIPT.format(tests=str(Path(__file__).parent.parent)))
+    done = run_script(SCRIPT.format(tests=str(Path(__file__).parents[2])))
     assert sorted(re.findall("RANK . [a-z]+", done.stdout)) == ["RANK 0 fsdp"] * 2 + ["RANK 1 fsdp"] * 2, done.stdout
     assert done.stdout.count("Memory for each") == 2
 
