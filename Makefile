@@ -29,21 +29,30 @@ help:
 demo: $(DEV)
 	$(PY) examples/digits.py --strategy ddp --devices 2
 
-# Two at a time, on two cores: most tests have ranks that wait for one another half of the time.
+# Two at a time, on two cores: most tests have ranks that wait for one another half of the time. The type checker runs
+# beside them; what it has to say comes last.
 JOBS ?= 2
-test: lint types ops
-	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+test: lint ops
+	@$(LINKED)
+	@$(CHECK_TYPES) > $(VENV)/types.log 2>&1 & types=$$!; \
+	trap 'kill $$types 2> /dev/null' INT TERM; \
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS); status=$$?; \
+	wait $$types || status=1; \
+	cat $(VENV)/types.log; exit $$status
 
 lint: $(DEV)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 
 # A type checker takes a package's name from its folder and refuses one such as `phalanx-main`. Seen through a link
-# called `phalanx`, a clone under any name is the package.
+# called `phalanx`, a clone under any name is the package. One call for all: a second one would load torch's types again.
+LINK := $(VENV)/types/phalanx
+LINKED := mkdir -p $(VENV)/types && ln -sfn "$(CURDIR)" $(LINK)
+PARTS := __init__.py __main__.py checkpoint.py $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
+CHECK_TYPES = MYPYPATH=$(VENV)/types:$(TESTS) $(PY) -m mypy $(PARTS:%=$(LINK)/%) $(wildcard tests examples benchmarks)
 types: $(DEV)
-	@mkdir -p $(VENV)/types && ln -sfn "$(CURDIR)" $(VENV)/types/phalanx
-	MYPYPATH=$(VENV)/types $(PY) -m mypy -p phalanx --exclude '/phalanx/(tests|examples|benchmarks|docs|build|dist)/'
-	MYPYPATH=$(VENV)/types:$(TESTS) $(PY) -m mypy $(wildcard tests examples benchmarks)
+	@$(LINKED)
+	$(CHECK_TYPES)
 
 # Before the tests, so that none of them waits for a compiler. Needs g++, Python's headers and libaio-dev.
 ops: $(DEV)

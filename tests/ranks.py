@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from phalanx.framework.system.processes import die_with_parent
+from warm_python import WarmPython
 
 TESTS = Path(__file__).parent
 # How long ranks that wait for one that failed are given to notice.
@@ -63,22 +63,31 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
         raise
 
 
+def warm_python() -> WarmPython:
+    """Return the process that scripts and warm ranks are forked from."""
+    if not _WARM:
+        _WARM.append(WarmPython())
+    return _WARM[0]
+
+
 def close_pools() -> None:
-    """End all warm ranks."""
+    """End all warm ranks, and what they are forked from."""
     while _POOLS:
         _POOLS.popitem()[1].kill()
+    while _WARM:
+        _WARM.pop().close()
 
 
 def pool_pids() -> set[int]:
-    """Return the processes of the warm ranks."""
-    return {process.pid for pool in _POOLS.values() for process in pool.processes}
+    """Return the processes that outlive a test."""
+    return {process.pid for pool in _POOLS.values() for process in pool.processes} | {warm.pid for warm in _WARM}
 
 
 class _Pool:
     """Processes that wait for calls on a pipe of their own each; idle ones sleep."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[str]] = []
         self._pipes: list[Connection] = []
         # Files without a name: nothing to remove, whatever happens.
         self._outputs = [tempfile.TemporaryFile() for _ in range(num_ranks)]  # noqa: SIM115
@@ -92,17 +101,14 @@ class _Pool:
 
     def _start(self, rank: int, num_ranks: int, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
-        store_fd = listener.fileno() if rank == 0 else -1
-        port = listener.getsockname()[1]
-        serve = f"serve({rank}, {num_ranks}, {port}, {store_fd}, {theirs.fileno()})"
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r}); import ranks; ranks.{serve}"],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno(), *([store_fd] if rank == 0 else [])],
-            stdin=subprocess.DEVNULL,
-            stdout=self._outputs[rank],
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent(),
+        inherited = {"RANK_PIPE": theirs.fileno()} | ({"RANK_STORE": listener.fileno()} if rank == 0 else {})
+        process = warm_python().start(
+            TESTS / "warm_rank.py",
+            [str(rank), str(num_ranks), str(listener.getsockname()[1])],
+            Path.cwd(),
+            {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            self._outputs[rank].fileno(),
+            inherited,
         )
         self.processes.append(process)
         self._pipes.append(Connection(ours.detach()))
@@ -176,6 +182,7 @@ class _Pool:
 
 
 _POOLS: dict[int, _Pool] = {}
+_WARM: list[WarmPython] = []
 
 
 def serve(rank: int, num_ranks: int, port: int, store_fd: int, pipe_fd: int) -> None:
@@ -314,8 +321,14 @@ def started_command(
         # A session of its own, so that all of it can be found and ended.
         start_new_session=True,
     )
-    try:
+    with _ended(process):
         yield process
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
     finally:
         end_session(process.pid)
         process.wait()
@@ -325,16 +338,29 @@ def started_command(
 
 @contextlib.contextmanager
 def started_script(
-    script: str | Path, *args: str, env: Mapping[str, str] | None = None, flags: Sequence[str] = ()
+    script: str | Path,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
+    is_new: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a script, given as a path or as its source, in a directory of its own; see ``started_command``."""
+    """Start a script, given as a path or as its source, in a directory of its own; see ``started_command``.
+
+    It finds torch and phalanx imported, unless the interpreter ``is_new``; that takes seconds, and is for tests of how
+    a process starts, of the interpreter's ``flags``, and of what libraries read from the environment.
+    """
     directory = Path(tempfile.mkdtemp(prefix="script-"))
     try:
-        path = script if isinstance(script, Path) else directory / "script.py"
+        path = script.resolve() if isinstance(script, Path) else directory / "script.py"
         if isinstance(script, str):
             path.write_text(script)
-        with started_command([sys.executable, *flags, str(path.resolve()), *args], directory, env) as process:
-            yield process
+        if is_new or flags:
+            with started_command([sys.executable, *flags, str(path), *args], directory, env) as process:
+                yield process
+        else:
+            process = warm_python().start(path, args, directory, {**os.environ, **(env or {})})
+            with _ended(process):
+                yield process
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -345,13 +371,14 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
     flags: Sequence[str] = (),
+    is_new: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end; ``stdout`` holds both its streams, in order.
 
     Raises:
         AssertionError: it took longer than ``timeout`` seconds; all it started was killed.
     """
-    with started_script(script, *args, env=env, flags=flags) as process:
+    with started_script(script, *args, env=env, flags=flags, is_new=is_new) as process:
         return completed(process, timeout)
 
 

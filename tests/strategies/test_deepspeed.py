@@ -211,7 +211,9 @@ for one in weights[1:]:
     torch.testing.assert_close(one, weights[0], rtol=1e-4, atol=1e-5)
 print("alike")
 """
-    done = run_script(f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{source}", timeout=100.0)
+    done = run_script(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{source}", timeout=100.0, is_new=True
+    )
     assert done.returncode == 0, done.stdout
     assert "alike" in done.stdout
 

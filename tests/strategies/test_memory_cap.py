@@ -61,7 +61,7 @@ def fit(strategy: str, path: Path, bytes_each: float) -> str:
     """Train on two ranks with ``bytes_each`` bytes for each parameter of the whole model; return the output."""
     # Blocks from 64 KiB on go back to the system when they are freed, so that the limit is on what is held.
     freeing = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    return run_script(SCRIPT, strategy, str(path), str(bytes_each), env=freeing, timeout=110.0).stdout
+    return run_script(SCRIPT, strategy, str(path), str(bytes_each), env=freeing, timeout=110.0, is_new=True).stdout
 
 
 # AdamW in fp32 takes 16 bytes for each parameter (weight, gradient, two moments), and ddp's buckets 4 more. On two

@@ -115,7 +115,7 @@ def test_a_killed_server_is_replaced_for_the_next_attempt(tmp_path: Path) -> Non
         "print('attempt', attempt(), flush=True)\n"
         "while not attempt(): time.sleep(0.02)\n"
     )
-    with started_script(source, env={"TMPDIR": str(tmp_path)}) as process:
+    with started_script(source, env={"TMPDIR": str(tmp_path)}, is_new=True) as process:
         assert process.stdout is not None
         while "attempt 0" not in process.stdout.readline():
             pass
