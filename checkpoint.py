@@ -1,4 +1,4 @@
-"""``phalanx.checkpoint``: functions for checkpoints on disk. No function in this module pickles or unpickles."""
+"""``phalanx.checkpoint``: what a user does with a checkpoint on a disk. Nothing in here pickles or unpickles."""
 
 from __future__ import annotations
 
