@@ -1,4 +1,4 @@
-"""What watches a run and acts on it: one file each. A callback's module loads when its name is first asked for."""
+"""The callbacks of phalanx, one file each. The module of a callback is imported on first access to its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``GradientAccumulationScheduler``: another number of micro-batches per optimizer step from some epoch on."""
+"""``GradientAccumulationScheduler``: changes the number of micro-batches per optimizer step by epoch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Set how many micro-batches make an optimizer step, by epoch; the same as ``accumulate_grad_batches={...}``.
+    """Set the number of micro-batches per optimizer step by epoch, like ``accumulate_grad_batches={...}``.
 
     Args:
-        scheduling: ``{epoch: factor}``, epochs from 0; each factor holds from its epoch on, 1 before the first.
+        scheduling: ``{epoch: factor}``, epochs counted from 0. A factor applies from its epoch on; before the first
+            epoch in the dict, the factor is 1.
 
     Raises:
-        ConfigurationError: the mapping is empty, an epoch below 0, or a factor below 1.
+        ConfigurationError: The dict is empty, an epoch is below 0, or a factor is below 1.
     """
 
     def __init__(self, scheduling: dict[int, int]) -> None:
@@ -33,7 +34,7 @@ class GradientAccumulationScheduler(Callback):
         self.epochs = sorted(self.scheduling)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the factor of an epoch, from 0."""
+        """Return the factor of an epoch, counted from 0."""
         return self.schedule(epoch, 0)
 
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
@@ -41,7 +42,7 @@ class GradientAccumulationScheduler(Callback):
             return
         if not module.automatic_optimization and self.schedule.largest > 1:
             raise ConfigurationError(
-                "GradientAccumulationScheduler needs automatic optimization; "
-                "with automatic_optimization=False accumulate in training_step."
+                "GradientAccumulationScheduler requires automatic optimization; "
+                "with automatic_optimization=False, accumulate in training_step."
             )
         trainer.set_accumulation(self.schedule)

@@ -1,4 +1,4 @@
-"""``EarlyStopping``: end the training when a metric no longer improves."""
+"""``EarlyStopping``: stops training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """Why the training was stopped."""
+    """Reasons for stopping."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -29,27 +29,27 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(Callback):
-    """Stop the training when a metric has not improved for a number of checks.
+    """Stop training when a metric has not improved for a number of checks.
 
-    A check happens after each validation, or at the end of each training epoch where a run validates once per epoch or
-    never. What one rank decides stops all ranks at the same step.
+    The metric is checked after each validation, or at the end of each training epoch if the run validates at most once
+    per epoch. A stop that is requested on one rank stops all ranks at the same step.
 
     Args:
-        monitor: the metric's name.
-        min_delta: a change of this size or less is no improvement.
-        patience: after this many checks in a row without improvement the training stops. The value given here counts,
-            not that of a checkpoint, so that a stopped run goes on with more patience.
-        verbose: tell of each improvement.
-        mode: ``"min"`` where less is better, ``"max"`` where more is.
-        strict: a metric that was not logged is an error; otherwise the check is left out.
-        check_finite: stop when the metric is NaN or infinite.
-        stopping_threshold: stop once the metric is better than this.
-        divergence_threshold: stop once the metric is worse than this.
-        check_on_train_epoch_end: check at the end of training epochs (True) or after validations (False).
-        log_rank_zero_only: accepted for Lightning's sake; messages come from rank 0 alone.
+        monitor: Name of the metric.
+        min_delta: Minimum change that counts as an improvement; the change must be larger.
+        patience: Number of consecutive checks without improvement after which training stops. On resume, this value
+            takes precedence over that of the checkpoint, so that a stopped run can continue with more patience.
+        verbose: Report each improvement.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
+        strict: Raise an error if the metric was not logged; otherwise skip the check.
+        check_finite: Stop when the metric is NaN or infinite.
+        stopping_threshold: Stop when the metric is better than this value.
+        divergence_threshold: Stop when the metric is worse than this value.
+        check_on_train_epoch_end: Check at the end of training epochs (True) or after validations (False).
+        log_rank_zero_only: Accepted for compatibility with Lightning; messages are always printed by rank 0 only.
 
     Raises:
-        ConfigurationError: an argument breaks its rule.
+        ConfigurationError: An argument is invalid.
     """
 
     monitors = True
@@ -86,11 +86,11 @@ class EarlyStopping(Callback):
         self.divergence_threshold = divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self.stopping_reason_message: str | None
-        self._start_anew()
+        self._reset()
 
     @property
     def best_score(self) -> torch.Tensor:
-        """The best value so far, a 0-d float64 tensor; infinitely bad before the first check."""
+        """Best value so far, as a 0-d float64 tensor; infinity (``-inf`` for ``"max"``) before the first check."""
         return torch.tensor(self._best, dtype=torch.float64)
 
     @property
@@ -107,8 +107,8 @@ class EarlyStopping(Callback):
             "stopping_reason_message": self.stopping_reason_message,
         }
 
-    def _start_anew(self) -> None:
-        """Forget what an earlier run came to."""
+    def _reset(self) -> None:
+        """Reset the state of an earlier run."""
         self.wait_count = 0
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
@@ -124,13 +124,13 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         if trainer.global_step == 0:
-            self._start_anew()
-        # A run that was stopped for want of patience must not start again by being resumed.
+            self._reset()
+        # Resuming a run that has exhausted its patience must not train for another `patience` checks.
         elif self.wait_count and self.wait_count >= self.patience:
             trainer.request_stop(self.stopping_reason_message or self._out_of_patience())
 
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        # An epoch that a stop cut short has validated nothing.
+        # After a stop within the epoch there was no validation, so there is no new value to judge.
         if trainer.progress.epoch_ended and acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
@@ -149,7 +149,7 @@ class EarlyStopping(Callback):
             if self.strict:
                 raise error
             if self.verbose:
-                trainer.note(f"{error} This check is left out.")
+                trainer.note(f"{error} This check is skipped.")
             return
         before = self._best
         reason, message = self._judge(float(metrics[self.monitor]))
@@ -162,7 +162,7 @@ class EarlyStopping(Callback):
             trainer.note(f"{self.monitor} improved{by} to {self._best:.6g}.")
 
     def _judge(self, value: float) -> tuple[EarlyStoppingReason, str]:
-        """Take one value into account; return whether it ends the training, and in what words."""
+        """Update the state with a value; return the reason for stopping, if any, and its message."""
         name, opposite = self.monitor, "max" if self.mode == "min" else "min"
         if self.check_finite and not math.isfinite(value):
             return EarlyStoppingReason.NON_FINITE_METRIC, f"{name} is {value}; its best value was {self._best:.6g}."

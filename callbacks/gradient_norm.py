@@ -1,4 +1,4 @@
-"""``GradientNormMonitor``: the norm of the gradients among the logged figures, under every strategy."""
+"""``GradientNormMonitor``: logs the gradient norm, under every strategy."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class GradientNormMonitor(Callback):
-    """Log the norm of each optimizer's whole gradient, before clipping, at the steps that are logged.
+    """Log the norm of the full gradient of each optimizer before clipping, at the steps that are logged.
 
-    The figure is called ``grad_norm``, with ``grad_norm-1`` for a second optimizer. It is one reduction where gradients
-    are split over ranks.
+    The metric is named ``grad_norm``, and ``grad_norm-1`` for a second optimizer. If gradients are sharded, it takes
+    one reduction over the ranks.
 
     Args:
-        norm_type: the order of the norm, such as 2.0 or ``float("inf")``.
+        norm_type: Order of the norm, such as 2.0 or ``float("inf")``.
 
     Raises:
-        ConfigurationError: the order is no positive number.
+        ConfigurationError: The order is not a positive number.
     """
 
     def __init__(self, norm_type: float = 2.0) -> None:
@@ -47,7 +47,7 @@ class GradientNormMonitor(Callback):
         ]
 
     def on_before_optimizer_step(self, trainer: TrainerView, module: TrainModule, optimizer: Optimizer) -> None:
-        # A step is logged by the number it has when it is done.
+        # Steps are logged by the value of global_step after the update.
         if (trainer.global_step + 1) % self._every:
             return
         for own, name, parameters in self._named:

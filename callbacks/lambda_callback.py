@@ -1,4 +1,4 @@
-"""``LambdaCallback``: hooks given as functions."""
+"""``LambdaCallback``: a callback whose hooks are functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ class LambdaCallback(Callback):
     """Call plain functions at hooks: ``LambdaCallback(on_train_epoch_end=lambda trainer, module: ...)``.
 
     Args:
-        hooks: a function for each hook's name; it takes what the hook of ``Callback`` takes after ``self``.
+        hooks: Functions by the name of their hook. A function takes the arguments of the hook of ``Callback``, without
+            ``self``.
 
     Raises:
-        UnknownNameError: there is no such hook.
-        ConfigurationError: what was given cannot be called.
+        UnknownNameError: A hook of this name does not exist.
+        ConfigurationError: A value is not callable.
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""``LearningRateMonitor``: learning rates among the logged figures."""
+"""``LearningRateMonitor``: logs learning rates."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Log the learning rate of every optimizer, and on request momentum and weight decay.
+    """Log the learning rate of every optimizer, and optionally its momentum and weight decay.
 
-    The names: ``lr-AdamW``; ``lr-AdamW-1`` for a second optimizer of that class; ``lr-AdamW/pg1`` where there are
-    several parameter groups, with the group's own ``name`` in place of ``pg1`` if it has one; a scheduler's ``name`` in
-    place of ``lr-AdamW``. To these ``-momentum`` and ``-weight_decay`` are appended.
+    Names of the metrics:
+
+    - ``lr-AdamW``, and ``lr-AdamW-1`` for a second optimizer of the same class;
+    - ``lr-AdamW/pg1`` if there are several parameter groups; the ``name`` of a group, if it has one, replaces ``pg1``;
+    - the ``name`` of a scheduler, if it has one, replaces ``lr-AdamW``;
+    - ``-momentum`` and ``-weight_decay`` are appended for these values.
 
     Args:
-        logging_interval: ``"step"`` or ``"epoch"``; None: as each scheduler steps, and by both without a scheduler.
-        log_momentum: log the momentum too (the first beta where there are betas, 0 where there is none).
-        log_weight_decay: log the weight decay too.
+        logging_interval: ``"step"`` or ``"epoch"``. None: the interval of the scheduler, or both intervals for an
+            optimizer without a scheduler.
+        log_momentum: Also log the momentum: the first beta if the optimizer has betas, 0 if it has no momentum.
+        log_weight_decay: Also log the weight decay.
 
     Raises:
-        ConfigurationError: the interval is not known.
+        ConfigurationError: The interval is unknown.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class LearningRateMonitor(Callback):
 
     def check(self, trainer: TrainerView, stage: str) -> None:
         if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
-            raise ConfigurationError("LearningRateMonitor needs a logger: give the Trainer one, or leave it out.")
+            raise ConfigurationError(
+                "LearningRateMonitor requires a logger: pass one to the Trainer, or remove the callback."
+            )
 
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._every = trainer.log_every_n_steps
@@ -65,7 +71,7 @@ class LearningRateMonitor(Callback):
             trainer.log_metrics(values)
 
     def on_train_batch_start(self, trainer: TrainerView, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        # The rate that this step is taken with; schedulers move on before the step's end, where it is logged.
+        # Read the rate before the step: by on_train_batch_end, where it is logged, schedulers have already advanced.
         step = trainer.global_step
         if (step + 1) % self._every == 0 and step != self._taken_step:
             self._taken_step, self._taken = step, self._values("step")
@@ -78,7 +84,7 @@ class LearningRateMonitor(Callback):
             self._taken = {}
 
     def _name_optimizers(self, trainer: TrainerView) -> list[tuple[Optimizer, str, set[str]]]:
-        """Return each optimizer with its name and the intervals that its rate changes by."""
+        """Return each optimizer with its name and the intervals at which its learning rate changes."""
         seen: Counter[type] = Counter()
         sources: list[tuple[Optimizer, str, set[str]]] = []
         for optimizer in trainer.optimizers:
@@ -125,6 +131,6 @@ def _check_group_names(optimizer: Optimizer) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(
-            f"LearningRateMonitor: {type(optimizer).__name__} has several parameter groups called {twice[0]!r}; "
-            "give each a name of its own."
+            f"LearningRateMonitor: {type(optimizer).__name__} has several parameter groups named {twice[0]!r}; "
+            "give each group a unique name."
         )

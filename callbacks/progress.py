@@ -1,4 +1,4 @@
-"""``ProgressBar``: how far the run is; a live bar in a terminal, now and then a line of text elsewhere."""
+"""``ProgressBar``: displays progress as a live bar in a terminal, and as occasional lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
 
 _NEVER = float("inf")
-# Reading a loss from a GPU waits for all work queued there; so seldom, that costs nothing to speak of.
+# Reading a loss from a GPU waits for all work queued there. At this interval the cost is negligible.
 _DEVICE_SECONDS = 0.5
 _SMOOTHING = 0.3
 
 
 class ProgressBar(Callback):
-    """Show epoch, batches, speed, time left, the loss, and what was logged with ``prog_bar=True``; rank 0 alone.
+    """Display epoch, batches, speed, remaining time, loss, and the metrics logged with ``prog_bar=True``, on rank 0.
 
-    In a terminal it is a live bar (rich), elsewhere lines of text: one every ten seconds or so, and one at each epoch's
-    end. A batch costs one look at the clock; there is no thread.
+    In a terminal, progress is a live bar, drawn by rich. Elsewhere it is lines of text: one about every ten seconds,
+    and one at the end of each epoch. The cost per batch is one reading of the clock. No thread is started.
 
     Args:
-        refresh_seconds: how often the live bar is drawn.
-        line_seconds: the least time between two lines of text within an epoch.
+        refresh_seconds: Time between two updates of the live bar, in seconds.
+        line_seconds: Minimum time between two lines of text within an epoch, in seconds.
 
     Raises:
-        ConfigurationError: a time is not positive.
+        ConfigurationError: A time is not positive.
     """
 
-    # The line of an epoch shows its metrics, so they must have been reduced.
+    # The line printed at the end of an epoch contains its metrics, so they must have been reduced before.
     monitors = True
 
     def __init__(self, refresh_seconds: float = 0.1, line_seconds: float = 10.0) -> None:
@@ -55,7 +55,7 @@ class ProgressBar(Callback):
         return "ProgressBar"
 
     def show(self, text: str) -> bool:
-        """Print a line, above the bar where there is one."""
+        """Print a line of text, above the live bar if there is one."""
         self._screen.show(text)
         return True
 
@@ -96,7 +96,7 @@ class ProgressBar(Callback):
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
         if self._frames:
             frame = self._frames.pop()
-            self._screen.end(frame.ended(trainer.progress.batch_in_epoch, _figures(trainer)))
+            self._screen.end(frame.ended(trainer.progress.batch_in_epoch, _metrics_text(trainer)))
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._next_look = _NEVER
@@ -171,8 +171,8 @@ class ProgressBar(Callback):
         frame = self._frames[-1]
         loss = trainer.latest_loss
         frame.look(done, time.monotonic())
-        figures = _figures(trainer) if len(self._frames) == 1 and trainer.state.stage == "fit" else ""
-        self._screen.draw(frame, figures)
+        metrics_text = _metrics_text(trainer) if len(self._frames) == 1 and trainer.state.stage == "fit" else ""
+        self._screen.draw(frame, metrics_text)
         on_device = isinstance(loss, Tensor) and loss.device.type != "cpu"
         pause = self._screen.pause(frame)
         self._next_look = time.monotonic() + (max(pause, _DEVICE_SECONDS) if on_device else pause)
@@ -183,7 +183,7 @@ class ProgressBar(Callback):
         frame = self._frames.pop()
         self._screen.end("" if quiet else frame.ended(frame.counted, ""))
         if self._frames:
-            # The time of a validation does not count as training.
+            # Exclude the duration of the validation from the training speed.
             self._frames[-1].shift(time.monotonic() - frame.began)
             self._next_look = time.monotonic() + self._screen.seconds
         else:
@@ -193,7 +193,7 @@ class ProgressBar(Callback):
 
 
 class RichProgressBar(ProgressBar):
-    """The live bar, whether or not the output is a terminal."""
+    """A ``ProgressBar`` that draws the live bar even if the output is not a terminal."""
 
     def _make_screen(self) -> _Screen:
         return _Live(self._refresh_seconds, force=True)
@@ -201,7 +201,7 @@ class RichProgressBar(ProgressBar):
 
 @dataclass
 class _Frame:
-    """One stage that is being counted: an epoch, or an evaluation within it."""
+    """Progress of one stage: a training epoch, or an evaluation within it."""
 
     label: str
     total: float
@@ -216,7 +216,7 @@ class _Frame:
         self.first = self.counted
 
     def look(self, done: int, now: float) -> None:
-        """Take the pace since the last look into account."""
+        """Update the speed with the batches since the previous call."""
         if now > self.looked and done > self.done:
             rate = (done - self.done) / (now - self.looked)
             self.rate = rate if not self.rate else _SMOOTHING * rate + (1 - _SMOOTHING) * self.rate
@@ -233,39 +233,39 @@ class _Frame:
         left = (self.total - self.done) / self.rate if self.rate and self.total != _NEVER else 0.0
         return f"{self.rate:.3g} it/s" + (f", {_duration(left)} left" if left else "")
 
-    def ended(self, done: int, figures: str) -> str:
-        """Return the line for the end: the pace is that of the whole stage."""
+    def ended(self, done: int, metrics_text: str) -> str:
+        """Return the line for the end of the stage, with the average speed of the entire stage."""
         seconds = time.monotonic() - self.began
         self.done = done
         rate = f", {(done - self.first) / seconds:.3g} it/s" if seconds > 0 and done > self.first else ""
-        return f"{self.label}: {done} batches in {_duration(seconds)}{rate}{figures}"
+        return f"{self.label}: {done} batches in {_duration(seconds)}{rate}{metrics_text}"
 
 
 class _Screen(Protocol):
-    """Where progress is shown, and how long to wait between two looks."""
+    """Output of progress, and the time between two updates."""
 
     seconds: float
 
     def show(self, text: str) -> None: ...
-    def draw(self, frame: _Frame, figures: str) -> None: ...
+    def draw(self, frame: _Frame, metrics_text: str) -> None: ...
     def pause(self, frame: _Frame) -> float: ...
     def end(self, line: str) -> None: ...
     def close(self) -> None: ...
 
 
 class _Lines:
-    """Lines of text: some ten in an epoch, but no two within ten seconds, and at least one a minute."""
+    """Lines of text: about ten in an epoch, at least ten seconds apart, and at least one per minute."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def show(self, text: str) -> None:
-        # One write, so that ranks that share a pipe do not cut into the line.
+        # A single write, so that the output of other ranks on the same pipe cannot split the line.
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    def draw(self, frame: _Frame, figures: str) -> None:
-        self.show(f"{frame.label}: {frame.count()} batches, {frame.pace()}{figures}")
+    def draw(self, frame: _Frame, metrics_text: str) -> None:
+        self.show(f"{frame.label}: {frame.count()} batches, {frame.pace()}{metrics_text}")
 
     def pause(self, frame: _Frame) -> float:
         tenth = frame.total / frame.rate / 10 if frame.rate else 0.0
@@ -280,10 +280,10 @@ class _Lines:
 
 
 class _Live:
-    """A bar that rich draws in place; drawn only when asked, so without its thread."""
+    """A live bar of rich. It is refreshed explicitly, without rich's refresh thread."""
 
     def __init__(self, seconds: float, force: bool = False) -> None:
-        # Costs tens of milliseconds, which only who sees a bar should pay.
+        # Importing rich takes tens of milliseconds, so it is imported only if a live bar is displayed.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -298,7 +298,7 @@ class _Live:
     def show(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def draw(self, frame: _Frame, figures: str) -> None:
+    def draw(self, frame: _Frame, metrics_text: str) -> None:
         if self._bar is None:
             self._bar = self._progress_class(
                 *self._columns, self._text, console=self._console, auto_refresh=False, transient=True
@@ -310,7 +310,7 @@ class _Live:
             description=frame.label,
             total=None if frame.total == _NEVER else frame.total,
             completed=frame.done,
-            text=f"{frame.count()} {frame.pace()}{figures}",
+            text=f"{frame.count()} {frame.pace()}{metrics_text}",
         )
         self._bar.refresh()
 
@@ -327,10 +327,10 @@ class _Live:
             self._bar = None
 
 
-def _figures(trainer: TrainerView) -> str:
-    """Return the loss and the metrics of the bar; reads them, so on a GPU it waits for them.
+def _metrics_text(trainer: TrainerView) -> str:
+    """Return the loss and the metrics of the progress bar as text. On a GPU, reading them waits for the device.
 
-    The newest loss is left out where the user shows one of his own.
+    The most recent loss is omitted if the user has logged a metric with "loss" in its name.
     """
     metrics = trainer.progress_bar_metrics
     shows_own = trainer.latest_loss is None or any("loss" in name for name in metrics)

@@ -1,4 +1,4 @@
-"""``StochasticWeightAveraging``: the equal average of weights at the ends of late epochs, at a steady learning rate."""
+"""``StochasticWeightAveraging`` (SWA): averages the weights of the last epochs, at a constant learning rate."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ if TYPE_CHECKING:
 
 
 class StochasticWeightAveraging(WeightAveraging):
-    """Average the weights at the end of each epoch from a late one on, while the learning rate goes to a constant.
+    """Average the weights at the end of each epoch from a given one on, while the learning rate anneals to a constant.
 
     Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization". See ``WeightAveraging``
-    for what becomes of the average. The schedulers of the module rest from that epoch on.
+    for evaluation, checkpoints and the end of the fit. From the start epoch on, the schedulers of the module are
+    paused.
 
-    The running statistics of batch norm layers belong to other weights than the average. At the end of each such epoch
-    they are computed anew for it, in a pass of ``training_step`` over the training data, without gradients and with all
-    other layers in evaluation mode; they are part of the average. Generators and the training's own data are as before.
+    The running statistics of batch norm layers do not match averaged weights. At the end of each averaged epoch they
+    are therefore computed again, by running ``training_step`` on the training data without gradients and with all other
+    layers in evaluation mode. These statistics are part of the average. The state of random generators and the position
+    in the training data do not change.
 
     Args:
-        swa_lrs: the learning rate to go to; one for all parameter groups, or a list.
-        swa_epoch_start: the epoch to begin in, counted from 1; a float is a fraction of ``max_epochs``.
-        annealing_epochs: over how many epochs the learning rate goes there; 0 for at once.
-        annealing_strategy: how: ``"cos"`` or ``"linear"``.
-        avg_fn: ``(average, weights, updates so far) -> new average``; default: all count alike.
-        device: where the average is held; None for where the weights are.
-        statistics_batches: over how many training batches, of all ranks together, batch norm's statistics are computed;
-            None for all of an epoch's, 0 to go on with the module's own statistics.
-        name: under which checkpoints hold the average.
-        evaluate: validate with the average.
-        average_at_end: leave the average in the module when ``fit`` ends; else its weights.
+        swa_lrs: Final learning rate: one value for all parameter groups, or a list with one value per group.
+        swa_epoch_start: First epoch, counted from 1; a float is a fraction of ``max_epochs``.
+        annealing_epochs: Number of epochs over which the learning rate changes to the final one; 0: immediately.
+        annealing_strategy: ``"cos"`` or ``"linear"``.
+        avg_fn: ``(average, weights, number of updates) -> new average``. Default: the arithmetic mean.
+        device: Device of the average; None: the device of the weights.
+        statistics_batches: Number of training batches, over all ranks, for the batch norm statistics. None: all batches
+            of an epoch; 0: use the statistics of the module.
+        name: Name of the average in checkpoints.
+        evaluate: Validate with the average.
+        average_at_end: Load the average into the module when ``fit`` ends; otherwise the module has its own weights.
 
     Raises:
-        ConfigurationError: an argument breaks its rule.
+        ConfigurationError: An argument is invalid.
     """
 
     def __init__(
@@ -89,11 +91,11 @@ class StochasticWeightAveraging(WeightAveraging):
 
     @property
     def swa_start(self) -> int:
-        """The first epoch, counted from 0, at whose end weights are averaged; known once a fit has begun."""
+        """First epoch, counted from 0, at whose end the weights are averaged. Valid after the start of a fit."""
         return self._start
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether an epoch's end is averaged."""
+        """Whether to update the average at the end of this epoch."""
         return epoch_idx is not None and epoch_idx >= self._start
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
@@ -110,8 +112,8 @@ class StochasticWeightAveraging(WeightAveraging):
             return
         if not module.automatic_optimization:
             raise ConfigurationError(
-                "StochasticWeightAveraging sets learning rates by epoch, which automatic_optimization = False leaves "
-                "to training_step: use WeightAveraging with a should_update of your own."
+                "StochasticWeightAveraging sets learning rates, so it requires automatic_optimization = True. For "
+                "manual optimization, subclass WeightAveraging and override should_update."
             )
         self._first_rates = None
         start: float = self.swa_epoch_start
@@ -154,6 +156,6 @@ class StochasticWeightAveraging(WeightAveraging):
                 group["lr"] = rate
 
     def _share(self, epochs: int) -> float:
-        """Return how far the learning rates have gone after so many epochs, from 0 to 1."""
+        """Return the completed fraction of the annealing after a number of epochs, from 0 to 1."""
         done = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
         return (1 - math.cos(math.pi * done)) / 2 if self.annealing_strategy == "cos" else done

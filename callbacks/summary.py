@@ -1,4 +1,4 @@
-"""``ModelSummary``: a table of the model's parts and how many parameters they have."""
+"""``ModelSummary``: prints a table of the modules of a model and their numbers of parameters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _UNITS = ("", " K", " M", " B", " T")
 
 
 class ModelSummary(Callback):
-    """Print the model's parts, their parameters and sizes when a fit starts; rank 0 alone.
+    """Print the modules of the model, their numbers of parameters and the total size when a fit starts, on rank 0.
 
     Args:
-        max_depth: how many levels of modules get a row; 0 for the totals alone, -1 for all.
+        max_depth: Number of levels of modules to list. 0: print nothing; -1: list all levels.
 
     Raises:
-        ConfigurationError: the depth is below -1.
+        ConfigurationError: The depth is below -1.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -41,7 +41,7 @@ class ModelSummary(Callback):
 
 @dataclass
 class _Count:
-    """Parameters of one part; each counted once, however many modules share it."""
+    """Number of parameters of a module. Parameters that are shared between modules are counted once."""
 
     trainable: int = 0
     frozen: int = 0
@@ -54,7 +54,7 @@ class _Count:
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> str:
-    """Return the table as text. Parameters that take their shape from the first batch are left out of the counts."""
+    """Return the table as text. Lazy parameters, whose shape depends on the first batch, are not counted."""
     rows = [
         (name, type(part).__name__, _shown(_count(part.parameters())), _mode(part))
         for name, part in module.named_modules()
@@ -67,7 +67,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> str:
         f"{total.size_bytes / 1e6:,.3f} MB."
     ]
     if total.lazy:
-        lines.append("Layers whose shape the first batch decides are not counted yet.")
+        lines.append("Lazy layers, whose shape depends on the first batch, are not counted.")
     return "\n".join(lines)
 
 
@@ -77,7 +77,7 @@ def _count(parameters: Iterable[nn.Parameter]) -> _Count:
         if is_lazy(parameter):
             count.lazy = True
             continue
-        # DeepSpeed leaves an empty parameter in place of one it has partitioned, and keeps the whole size beside it.
+        # DeepSpeed replaces a partitioned parameter by an empty one, and stores the full size in ds_numel.
         number = int(getattr(parameter, "ds_numel", parameter.numel()))
         if parameter.requires_grad:
             count.trainable += number
@@ -96,7 +96,7 @@ def _mode(part: nn.Module) -> str:
 
 
 def _short(number: int) -> str:
-    """Return a count with three digits or so: ``0``, ``999``, ``1.2 K``, ``21.3 M``."""
+    """Return a count with about three digits: ``0``, ``999``, ``1.2 K``, ``21.3 M``."""
     value, unit = float(number), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1

@@ -1,4 +1,4 @@
-"""``Timer``: how long each stage takes, and the end of a training that takes too long."""
+"""``Timer``: measures the duration of each stage, and stops training after a time limit."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ _STAGES = ("train", "validate", "sanity_check", "test", "predict")
 
 
 class Timer(Callback):
-    """Measure the time of each stage, and stop the training when its time is up.
+    """Measure the duration of each stage, and stop training when a time limit is reached.
 
-    The time that a run trained before it was resumed counts. Any rank's clock may end the run; all stop together.
+    The limit includes the training time before a resume. The clock of any rank can end the run; all ranks stop at the
+    same step.
 
     Args:
-        duration: how long the training may take: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
-        interval: look at the clock after each batch (``"step"``) or each epoch (``"epoch"``).
-        verbose: say why the training stopped.
+        duration: Time limit for training: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments. Default: no
+            limit.
+        interval: Check the limit after each batch (``"step"``) or each epoch (``"epoch"``).
+        verbose: Report the reason for stopping.
 
     Raises:
-        ConfigurationError: the duration cannot be read, or the interval is not known.
+        ConfigurationError: The duration has an invalid format, or the interval is unknown.
     """
 
-    # It logs nothing, so an epoch's metrics need not wait for it.
+    # Run after the metrics of the epoch are reduced: the timer logs no metrics itself.
     monitors = True
 
     def __init__(
@@ -56,18 +58,18 @@ class Timer(Callback):
         return super().wants(hook)
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when a stage began, in seconds of the monotonic clock; None before it did.
+        """Return the start time of a stage in seconds of the monotonic clock; None if it has not started.
 
         Stages: ``"train"``, ``"validate"``, ``"sanity_check"``, ``"test"``, ``"predict"``.
         """
         return self._starts.get(_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage ended, in seconds of the monotonic clock; None while it has not."""
+        """Return the end time of a stage in seconds of the monotonic clock; None if it has not ended."""
         return self._ends.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return how many seconds a stage has taken, with what it took before a resume."""
+        """Return the duration of a stage in seconds, including the time before a resume."""
         before = self._trained_before if _stage(stage) == "train" else 0.0
         start = self._starts.get(_stage(stage))
         if start is None:
@@ -75,7 +77,7 @@ class Timer(Callback):
         return before + self._ends.get(_stage(stage), time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return how many seconds are left of the duration; None without one."""
+        """Return the remaining time in seconds; None if there is no time limit."""
         return None if self._limit_seconds is None else self._limit_seconds - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class Timer(Callback):
         self._begin("train")
         if self._limit_seconds is not None:
             self._deadline = self._starts["train"] + self._limit_seconds - self._trained_before
-            # What was loaded may have used up the time already, whatever the interval.
+            # A resumed run may have reached the limit already; check now, whatever the interval.
             self._check(trainer)
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
@@ -130,7 +132,7 @@ class Timer(Callback):
     def _check(self, trainer: TrainerView) -> None:
         if time.monotonic() < self._deadline:
             return
-        # Asked for once: the run may have to go on to its min_steps.
+        # Request the stop only once: the run may have to continue until min_steps or min_epochs.
         self._deadline = float("inf")
         if self._verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
@@ -149,7 +151,7 @@ def _seconds(duration: str | timedelta | dict[str, float]) -> float:
     """Return a duration in seconds.
 
     Raises:
-        ConfigurationError: it has none of the three forms, or is below 0.
+        ConfigurationError: The duration has none of the three forms, or is negative.
     """
     if isinstance(duration, str):
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())

@@ -1,4 +1,4 @@
-"""``WeightAveraging`` and ``EMAWeightAveraging``: an average of the weights over the steps of a fit."""
+"""``WeightAveraging`` and ``EMAWeightAveraging``: average the weights over the steps of a fit."""
 
 from __future__ import annotations
 
@@ -22,29 +22,33 @@ Listwise = Callable[[Any, Any, Any], Any]
 
 
 class WeightAveraging(Callback):
-    """Keep an average of the weights beside them, validate with it, and leave it in the module at the end of a fit.
+    """Maintain an average of the weights, validate with it, and load it into the module at the end of a fit.
 
-    By default all weights that are taken count alike. Override ``should_update`` to say after which steps or epochs
-    they are taken. The first time they are copied; until then there is no average, and validation uses the weights.
+    By default, the average is the arithmetic mean of the weights after each optimizer step. Override ``should_update``
+    to select the steps or epochs. The first update copies the weights. Before it there is no average, and validation
+    uses the weights.
 
-    The average lives beside the weights as its strategy holds them: each rank averages its own shards, in fp32 or the
-    weights' dtype if that is wider, of fp32 masters where there are any. It takes 4 bytes for each trained parameter
-    that a rank holds, or masters of, and as much again in the weights' dtype while a validation runs. What is frozen is
-    not averaged; once unfrozen it joins at the next epoch's start. Checkpoints hold the live weights as "model" and the
-    average in a section "averages".
+    - Sharding: each rank averages its own shards of the weights.
+    - Dtype: fp32, or the dtype of the weights if that is wider. The average is computed from the fp32 master weights of
+      the strategy if there are any.
+    - Memory: 4 bytes for each trained parameter of which the rank holds a shard or a master copy, and during validation
+      the size of the weights in their own dtype in addition.
+    - Frozen parameters are not averaged. A parameter that is unfrozen is added at the start of the next epoch.
+    - Checkpoints contain the current weights in the section "model" and the average in the section "averages".
 
     Args:
-        device: where the average is held; default: where the weights (or their masters) are. Elsewhere every update
-            copies the weights there, which waits for the device.
-        use_buffers: average buffers of floating dtype too; else the module's own buffers are used.
-        avg_fn: ``(average, weights, updates so far) -> new average``, elementwise: tensors may be pieces of parameters.
-        multi_avg_fn: the same for lists of tensors, changing the averages in place.
-        name: under which checkpoints hold the average.
-        evaluate: validate with the average.
-        average_at_end: leave the average in the module when ``fit`` ends; else its weights.
+        device: Device of the average. Default: the device of the weights, or of their master weights. On another
+            device, every update copies the weights, which synchronizes with the device of the weights.
+        use_buffers: Also average floating-point buffers; otherwise the buffers of the module are used.
+        avg_fn: ``(average, weights, number of updates) -> new average``. The function must be elementwise, since
+            tensors may be shards of parameters.
+        multi_avg_fn: The same for lists of tensors; it changes the averages in place.
+        name: Name of the average in checkpoints.
+        evaluate: Validate with the average.
+        average_at_end: Load the average into the module when ``fit`` ends; otherwise the module has its own weights.
 
     Raises:
-        ConfigurationError: both functions are given, or an argument is none of its kind.
+        ConfigurationError: Both functions are given, or an argument has an invalid type or value.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class WeightAveraging(Callback):
             raise ConfigurationError(f"{kind}(name={name!r}): it must be a name without '/'.")
         for function in (avg_fn, multi_avg_fn):
             if function is not None and not callable(function):
-                raise ConfigurationError(f"{kind}: {function!r} was given as an averaging function: it is none.")
+                raise ConfigurationError(f"{kind}: an averaging function must be callable, not {function!r}.")
         self.name = name
         self.device = None if device is None else torch.device(device)
         self.use_buffers = use_buffers
@@ -81,18 +85,18 @@ class WeightAveraging(Callback):
 
     @property
     def state_key(self) -> str:
-        """The callback's class, and the name of its average."""
+        """The class name of the callback with the name of its average."""
         return f"{type(self).__qualname__}[{self.name}]"
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to take the weights in after an optimizer step that was applied, or at the end of an epoch.
+        """Whether to update the average after an optimizer step that was applied, or at the end of an epoch.
 
-        One of the arguments is given, counted from 0.
+        Exactly one of the two arguments is given; both count from 0.
         """
         return step_idx is not None
 
     def combine(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
-        """Take weights into averages, in place, that ``count`` updates have made."""
+        """Update averages of ``count`` previous updates with weights, in place."""
         if self._multi_avg_fn is not None:
             self._multi_avg_fn(averages, weights, torch.tensor(count))
         elif self._avg_fn is not None:
@@ -103,21 +107,22 @@ class WeightAveraging(Callback):
 
     @property
     def updates(self) -> int:
-        """How often weights were taken in so far, in the fit under way."""
+        """Number of updates of the average in the current fit."""
         return 0 if self._average is None else self._average.count
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
-        """Return the module's state dict with averages in it, whole and on the CPU. Collective.
+        """Return the state dict of the module with averaged weights, unsharded and on the CPU. Collective.
 
-        On rank 0; elsewhere it is empty.
+        Returns:
+            The state dict on rank 0, an empty dict on all other ranks.
 
         Raises:
-            ConfigurationError: no fit is under way, or there is no average yet.
+            ConfigurationError: No fit is running, or there is no average yet.
         """
         if self._average is None or not self._average.count:
             when = "outside a fit" if self._average is None else "before the first update of the average"
             raise ConfigurationError(
-                f"averaged_state_dict was called {when}: call it in a hook of the fit, or take the average from a "
+                f"averaged_state_dict was called {when}: call it in a hook of the fit, or load the average from a "
                 "checkpoint."
             )
         return self._average.whole_state()
@@ -125,7 +130,7 @@ class WeightAveraging(Callback):
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        # What there is to keep is the average, which checkpoints hold by themselves.
+        # Checkpoints save the average in a section of their own, so the callback itself has no state.
         return {}
 
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
@@ -149,23 +154,22 @@ class WeightAveraging(Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Keep an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
+    """Maintain an exponential moving average (EMA): ``average = decay * average + (1 - decay) * weights``.
 
-    See ``WeightAveraging`` for what becomes of it, and for the other arguments.
+    See ``WeightAveraging`` for evaluation, checkpoints, the end of the fit, and the other arguments.
 
     Args:
-        device: where the average is held; default: where the weights (or their masters) are.
-        use_buffers: average buffers of floating dtype too; else the module's own buffers are used.
-        decay: how much of the average stays at an update, from 0 to 1, or a function that gives it for the number of
-            updates so far.
-        update_every_n_steps: update after the first optimizer step and every so many from there; 0 updates at the end
-            of each epoch instead.
-        update_starting_at_step: the first step after which to update, counted from 0.
-        update_starting_at_epoch: the first epoch in which to update, counted from 0.
-        warmup: begin with a smaller decay, ``(1 + n) / (10 + n)`` after n updates, until ``decay`` is reached.
+        device: Device of the average. Default: the device of the weights, or of their master weights.
+        use_buffers: Also average floating-point buffers; otherwise the buffers of the module are used.
+        decay: Factor of the average at an update, from 0 to 1, or a function of the number of updates that returns it.
+        update_every_n_steps: Number of optimizer steps between updates, starting after the first step. 0: update at the
+            end of each epoch instead.
+        update_starting_at_step: First step after which to update, counted from 0.
+        update_starting_at_epoch: First epoch in which to update, counted from 0.
+        warmup: Limit the decay to ``(1 + n) / (10 + n)`` after n updates, so that it increases to ``decay``.
 
     Raises:
-        ConfigurationError: an argument breaks its rule.
+        ConfigurationError: An argument is invalid.
     """
 
     def __init__(
@@ -206,7 +210,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.warmup = warmup
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to update, by the arguments of the constructor."""
+        """Whether to update the average, as configured by the arguments of the constructor."""
         if (step_idx is None) == bool(self.update_every_n_steps):
             return False
         if self._progress.epoch < (self.update_starting_at_epoch or 0):
@@ -216,10 +220,10 @@ class EMAWeightAveraging(WeightAveraging):
         return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
 
     def decay_after(self, count: int) -> float:
-        """Return how much of the average stays at the next update, after ``count`` of them."""
+        """Return the decay of the next update, after ``count`` updates."""
         decay = self.decay(count) if callable(self.decay) else self.decay
         return min(decay, (1 + count) / (10 + count)) if self.warmup else decay
 
     def combine(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
-        """Move averages towards weights."""
+        """Update the exponential moving averages with weights, in place."""
         torch._foreach_lerp_(averages, weights, 1.0 - self.decay_after(count))

@@ -4,8 +4,8 @@
     python examples/digits.py --strategy ddp --devices 2
     python examples/digits.py --precision bf16-mixed
 
-Shows the everyday run: a progress bar, two loggers, the best checkpoint kept, early stopping, and a test on data that
-training never saw. Needs scikit-learn: ``pip install 'phalanx[examples]'``.
+Shows a typical run: a progress bar, two loggers, saving the best checkpoint, early stopping, and a test on held-out
+data. Requires scikit-learn: ``pip install 'phalanx[examples]'``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Batch = list[Tensor]
 
 
 class DigitClassifier(TrainModule):
-    """Two convolutions and a linear layer. Inputs are ``[batch, 1, 8, 8]``, labels ``[batch]``."""
+    """A network of two convolutions and a linear layer. Inputs are ``[batch, 1, 8, 8]``, labels ``[batch]``."""
 
     def __init__(self, width: int = 32, learning_rate: float = 3e-3) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class DigitClassifier(TrainModule):
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of right answers."""
+    """Return the fraction of correct predictions."""
     return (logits.argmax(dim=1) == labels).float().mean()
 
 
 def load_data(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any], DataLoader[Any]]:
-    """Return the loaders for training, validation and test; the split is the same on every rank and in every run."""
+    """Return the loaders for training, validation and test. The split is the same on all ranks and in all runs."""
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(
         torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16.0,
@@ -88,15 +88,15 @@ def load_data(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any], DataLo
 
 
 def main() -> None:
-    """Train, test the best checkpoint, say what came of it."""
+    """Train, test the best checkpoint, and print the results."""
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
-    parser.add_argument("--strategy", default="auto", help="how work is spread over ranks, such as single or ddp")
-    parser.add_argument("--devices", default="auto", help="ranks on this machine")
+    parser.add_argument("--strategy", default="auto", help="how to distribute work over ranks, such as single or ddp")
+    parser.add_argument("--devices", default="auto", help="number of ranks on this machine")
     parser.add_argument("--precision", default="32-true", help="such as 32-true or bf16-mixed")
-    parser.add_argument("--epochs", type=int, default=30, help="the most epochs; early stopping may end sooner")
-    parser.add_argument("--batch-size", type=int, default=32, help="images on each rank")
+    parser.add_argument("--epochs", type=int, default=30, help="maximum number of epochs")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per batch on each rank")
     parser.add_argument("--out", default="runs", help="directory for logs and checkpoints")
-    parser.add_argument("--short", action="store_true", help="a few epochs, to see that it works")
+    parser.add_argument("--short", action="store_true", help="train for a few epochs only, as a quick check")
     options = parser.parse_args()
 
     seed_everything(1)

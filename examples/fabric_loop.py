@@ -1,11 +1,11 @@
-"""The GPT of ``gpt.py``, trained by a loop of one's own: Fabric's verbs instead of the Trainer.
+"""The GPT of ``gpt.py``, trained by a custom loop on Fabric instead of the Trainer.
 
     python examples/fabric_loop.py
     python examples/fabric_loop.py --strategy ddp --devices 2 --precision bf16-mixed
 
-``accumulate`` knows which micro-batch ends an optimizer step; in the others ``step`` and ``zero_grad`` do nothing.
-``backward`` takes the micro-batch's number of tokens as its weight. ``gather_for_metrics`` returns every document of
-the validation set once, on any number of ranks.
+``accumulate`` determines which micro-batch completes an optimizer step; in all others ``step`` and ``zero_grad`` do
+nothing. ``backward`` takes the number of tokens of the micro-batch as its weight. ``gather_for_metrics`` returns every
+document of the validation set exactly once, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.loggers import CSVLogger
 
 @torch.no_grad()
 def validate(fabric: Fabric, model: Any, loader: Any, batches: int = 20) -> float:
-    """Return the mean loss over the tokens of the first batches of all ranks. Collective."""
+    """Return the mean loss per token over the first batches of all ranks. Collective."""
     model.eval()
     rows = []
     for index, (tokens, targets) in enumerate(loader):
@@ -38,7 +38,7 @@ def validate(fabric: Fabric, model: Any, loader: Any, batches: int = 20) -> floa
             break
         losses = token_loss(model(tokens), targets, reduction="none").sum(dim=1)
         counts = (targets >= 0).sum(dim=1)
-        # For each document the sum of its losses and how many there are: exact, however documents are spread.
+        # Gather the sum of losses and the number of tokens per document: the mean is exact for any sharding.
         rows.append(fabric.gather_for_metrics(torch.stack([losses.double(), counts.double()], dim=1)))
     model.train()
     total, count = torch.cat(rows).sum(dim=0).tolist()
@@ -46,8 +46,8 @@ def validate(fabric: Fabric, model: Any, loader: Any, batches: int = 20) -> floa
 
 
 def main() -> None:
-    """Train, save, load into a fresh model, let it write."""
-    options = arguments("Train a small GPT with a loop of one's own.")
+    """Train, save, load into a new model, and print a sample of it."""
+    options = arguments("Train a small GPT with a custom loop.")
     steps = options.steps
     fabric = Fabric(
         strategy=options.strategy,
@@ -96,7 +96,7 @@ def main() -> None:
     again = fabric.setup(build())
     state = fabric.load(path, {"model": again})
     fabric.print(f"saved {path} at step {state['step']}; loaded: {validate(fabric, again, validation):.4f}")
-    # All ranks write a text: where weights are split over them, each pass takes them all.
+    # All ranks generate the text: with sharded weights, every forward pass is collective.
     again.mark_forward_method("sample")
     fabric.print(f"--- sample\n{again.sample(40 if options.short else 200)}")
     fabric.end_training()

@@ -1,16 +1,16 @@
-"""A small GPT that learns to write Python, from the source text of Python's own standard library.
+"""A small GPT, trained on the source code of Python's standard library.
 
     python examples/gpt.py
     python examples/gpt.py --strategy ddp --devices 2 --precision bf16-mixed
     python examples/gpt.py --steps 2000 --layers 6 --width 256
 
-The text is read from the running interpreter, so there is nothing to download. A document is a paragraph of source
-code, and documents have very different lengths, so a batch is padded. Its loss is the mean over its true tokens, and
-``batch_weight`` says how many there are: the update is then that of the mean over all tokens of the optimizer step,
-however they are spread over micro-batches and ranks.
+The text is read from the files of the running interpreter, so nothing is downloaded. A document is a paragraph of
+source code. Documents differ in length, so batches are padded. The loss of a batch is the mean over its tokens without
+padding, and ``batch_weight`` returns the number of these tokens. The update is therefore that of the mean over all
+tokens of the optimizer step, however they are distributed over micro-batches and ranks.
 
-Also shown: an accumulation schedule that makes batches larger as training goes on, a cosine schedule by optimizer step,
-and gradient clipping.
+The example also shows an accumulation schedule that increases the batch size during training, a cosine learning-rate
+schedule by optimizer step, and gradient clipping.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from phalanx.callbacks import LearningRateMonitor
 from phalanx.loggers import CSVLogger
 
 VOCABULARY = 128  # ASCII
-END = 0  # begins and ends each document
-NO_TARGET = -100  # what cross_entropy leaves out
+END = 0  # the first and last token of each document
+NO_TARGET = -100  # the default ignore_index of cross_entropy
 
 Batch = tuple[Tensor, Tensor]
 
@@ -72,7 +72,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention and a two-layer network, each on normalised input and added to its input."""
+    """A transformer block: self-attention and a two-layer network, with pre-normalization and residual connections."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what comes out, in the shape of ``hidden``: ``[batch, sequence, width]``."""
+        """Return the next hidden states ``[batch, sequence, width]`` for ``hidden`` of the same shape."""
         batch, sequence, width = hidden.shape
         qkv = self.to_qkv(self.norm1(hidden)).view(batch, sequence, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -122,7 +122,7 @@ class LanguageModel(TrainModule):
 
 
 def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Return the loss over the tokens that are no padding; with ``"none"`` that of each token, 0 for padding."""
+    """Return the mean loss over all tokens but padding; with ``"none"``, the loss of each token (0 for padding)."""
     loss = nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction=reduction
     )
@@ -130,12 +130,12 @@ def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
 
 
 def num_tokens(batch: Batch) -> Tensor:
-    """Return how many of a batch's targets are no padding."""
+    """Return the number of targets of a batch that are not padding."""
     return (batch[1] != NO_TARGET).sum()
 
 
 def cosine_with_warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a schedule that rises over the first twentieth of ``steps`` and falls to a tenth along a cosine."""
+    """Return a schedule with linear warmup for a twentieth of ``steps``, then cosine decay to a tenth."""
     warmup = max(1, steps // 20)
 
     def factor(step: int) -> float:
@@ -148,7 +148,7 @@ def cosine_with_warmup(optimizer: torch.optim.Optimizer, steps: int) -> torch.op
 
 
 def standard_library(num_files: int | None = None) -> Iterator[str]:
-    """Yield the paragraphs of the standard library's modules, in an order that is the same everywhere."""
+    """Yield the paragraphs of the modules of the standard library, in alphabetical order of the files."""
     folder = Path(sysconfig.get_path("stdlib"))
     for path in sorted(folder.glob("*.py"))[:num_files]:
         text = path.read_text(encoding="utf-8", errors="ignore")
@@ -156,13 +156,13 @@ def standard_library(num_files: int | None = None) -> Iterator[str]:
 
 
 def documents(context: int, num_files: int | None = None) -> list[Tensor]:
-    """Return each paragraph as tokens, between two END, cut where it is longer than ``context``."""
+    """Return the tokens of each paragraph, between two END tokens and truncated to ``context`` characters."""
     texts = standard_library(num_files)
     return [torch.tensor([END, *text[: context - 1].encode(), END], dtype=torch.uint8) for text in texts]
 
 
 def collate(items: Sequence[Tensor]) -> Batch:
-    """Return inputs and targets, padded to the longest item: two tensors ``[batch, sequence]``."""
+    """Return inputs and targets, padded to the longest item, as two tensors ``[batch, sequence]``."""
     rows = [item.long() for item in items]
     inputs = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=END)
     targets = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=NO_TARGET)
@@ -170,7 +170,7 @@ def collate(items: Sequence[Tensor]) -> Batch:
 
 
 def load_data(context: int, batch_size: int, short: bool) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
-    """Return the loaders for training and validation; every fortieth paragraph is for validation."""
+    """Return the loaders for training and validation. Every 40th paragraph is used for validation."""
     texts = documents(context, num_files=20 if short else None)
     validation = texts[::40]
     training = [text for index, text in enumerate(texts) if index % 40]
@@ -181,18 +181,18 @@ def load_data(context: int, batch_size: int, short: bool) -> tuple[DataLoader[Te
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--strategy", default="auto", help="how work is spread over ranks, such as single or ddp")
-    parser.add_argument("--devices", default="auto", help="ranks on this machine")
+    parser.add_argument("--strategy", default="auto", help="how to distribute work over ranks, such as single or ddp")
+    parser.add_argument("--devices", default="auto", help="number of ranks on this machine")
     parser.add_argument("--precision", default="32-true", help="such as 32-true or bf16-mixed")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--context", type=int, default=128, help="the longest sequence, in characters")
-    parser.add_argument("--batch-size", type=int, default=16, help="documents in a micro-batch, on each rank")
+    parser.add_argument("--context", type=int, default=128, help="maximum length of a sequence in characters")
+    parser.add_argument("--batch-size", type=int, default=16, help="documents per micro-batch on each rank")
     parser.add_argument("--out", default="runs", help="directory for logs and checkpoints")
-    parser.add_argument("--short", action="store_true", help="a tiny model and few steps, to see that it works")
+    parser.add_argument("--short", action="store_true", help="train a tiny model for a few steps, as a quick check")
     options = parser.parse_args()
     if options.short:
         options.steps, options.layers, options.width, options.context = 24, 1, 32, 64
@@ -200,11 +200,11 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, then let the model write."""
+    """Train, validate, and print a sample of the model."""
     options = arguments("Train a small GPT on the source text of Python's standard library.")
     seed_everything(1)
     training, validation = load_data(options.context, options.batch_size, options.short)
-    # Small batches while the model learns fast, larger ones as its gradients get noisier than they are long.
+    # Start with small batches. Increase the batch size when the gradient noise exceeds the gradient itself.
     schedule = AccumulationSchedule({0: 1, options.steps // 2: 2, options.steps * 3 // 4: 4}, unit="step")
     trainer = Trainer(
         strategy=options.strategy,

@@ -1,10 +1,10 @@
-"""A module and a script written for PyTorch Lightning, run by phalanx after a change of names.
+"""A module and a script written for PyTorch Lightning, ported to phalanx by changing names.
 
     python examples/lightning_port.py
     python examples/lightning_port.py --strategy ddp --devices 2
 
-Everything below is in Lightning's style: ``save_hyperparameters``, ``self.log`` with ``prog_bar``, ``on_epoch`` and
-``sync_dist``, a dict from ``configure_optimizers``, hooks, a ``DataModule``, callbacks. What was changed:
+The code is in Lightning's style: ``save_hyperparameters``, ``self.log`` with ``prog_bar``, ``on_epoch`` and
+``sync_dist``, a dict from ``configure_optimizers``, hooks, a ``DataModule``, callbacks. These names were changed:
 
     import lightning as L                                ->  from phalanx import DataModule, Trainer, TrainModule
     from lightning.pytorch.callbacks import ...          ->  from phalanx.callbacks import ...
@@ -12,8 +12,8 @@ Everything below is in Lightning's style: ``save_hyperparameters``, ``self.log``
     class DigitsData(L.LightningDataModule)              ->  class DigitsData(DataModule)
     L.Trainer(...), L.seed_everything(...)               ->  Trainer(...), seed_everything(...)
 
-The task: an autoencoder that squeezes scikit-learn's digits, 64 pixels each, into a few numbers. Needs scikit-learn:
-``pip install 'phalanx[examples]'``.
+The model is an autoencoder that compresses scikit-learn's digits, 64 pixels each, to a few numbers. Requires
+scikit-learn: ``pip install 'phalanx[examples]'``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DigitsData(DataModule):
         self.batch_size = batch_size
 
     def prepare_data(self) -> None:
-        load_digits()  # a download would be here: one rank of each machine runs this
+        load_digits()  # downloads belong here: one rank of each machine calls this hook
 
     def setup(self, stage: str) -> None:
         images, _ = load_digits(return_X_y=True)
@@ -101,7 +101,7 @@ class DigitsData(DataModule):
 
 
 class LossHistory(Callback):
-    """A callback with Lightning's hooks and arguments."""
+    """Records the validation losses, using Lightning's hooks and arguments."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -113,12 +113,12 @@ class LossHistory(Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run a script written for Lightning.")
-    parser.add_argument("--strategy", default="auto", help="how work is spread over ranks, such as single or ddp")
-    parser.add_argument("--devices", default="auto", help="ranks on this machine")
+    parser.add_argument("--strategy", default="auto", help="how to distribute work over ranks, such as single or ddp")
+    parser.add_argument("--devices", default="auto", help="number of ranks on this machine")
     parser.add_argument("--precision", default="32-true", help="such as 32-true or bf16-mixed")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--out", default="runs", help="directory for logs and checkpoints")
-    parser.add_argument("--short", action="store_true", help="a few epochs, to see that it works")
+    parser.add_argument("--short", action="store_true", help="train for a few epochs only, as a quick check")
     options = parser.parse_args()
 
     seed_everything(42, workers=True)
@@ -147,7 +147,7 @@ def main() -> None:
     [result] = trainer.test(ckpt_path="best", datamodule=data)
     codes = trainer.predict(model, datamodule=data)
 
-    # From here on as everywhere: each rank runs this script, one of them speaks.
+    # Every rank runs the script to its end, so print on one rank only.
     best = Autoencoder.load_from_checkpoint(checkpoints.best_model_path)
     if trainer.is_global_zero:
         assert codes is not None

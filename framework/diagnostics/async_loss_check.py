@@ -1,4 +1,4 @@
-"""Watching losses for NaN and infinity without making the host wait for the device."""
+"""Checks losses for NaN and Inf without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _SLOTS = 16
 
 
 class DeviceLossWatch:
-    """Copies each loss to pinned memory in the background and reports those that turn out not to be finite.
+    """Copies each loss to pinned memory in the background and reports those that are non-finite.
 
-    A report comes as soon as the copy is done, which is a step or two after the loss, at the latest when the ring of
-    copies is full.
+    A loss is checked once its copy is complete, usually one or two steps later, and at the latest when the ring buffer
+    of copies is full.
     """
 
     def __init__(self, report: Callable[[float, int], None], look: Callable[[float, int], None]) -> None:
-        """``look`` is shown every number that is finite."""
+        """Store the callbacks: ``report`` receives non-finite losses, ``look`` all others, each with its step."""
         self._report = report
         self._look = look
         self._ring = torch.zeros(_SLOTS, dtype=torch.float32, pin_memory=True)
@@ -28,7 +28,7 @@ class DeviceLossWatch:
         self._next = 0
 
     def __call__(self, loss: Tensor, step: int) -> None:
-        """Watch the loss of optimizer step ``step``."""
+        """Start the copy of the loss of optimizer step ``step``, and check the copies that are complete."""
         self._collect(wait=len(self._waiting) == _SLOTS)
         slot = self._next
         self._next = (slot + 1) % _SLOTS
@@ -37,7 +37,7 @@ class DeviceLossWatch:
         self._waiting.append((slot, step))
 
     def flush(self) -> None:
-        """Wait for all copies under way, and report."""
+        """Wait for all pending copies and check them."""
         while self._waiting:
             self._collect(wait=True)
 

@@ -1,7 +1,7 @@
-"""A batch kept for inspection: ``<name>.safetensors`` with its tensors, ``<name>.json`` with everything else.
+"""Saves a batch for inspection: ``<name>.safetensors`` with its tensors, ``<name>.json`` with everything else.
 
-It is written by the codec of checkpoints, so nothing is pickled, and ``read_batch`` gives the batch back. What would
-make it larger than 64 MiB is described and left out.
+Batches are written with the codec of checkpoints, so nothing is pickled. ``read_batch`` loads a saved batch. Tensors
+that would make the file larger than 64 MiB are described in the JSON file but not saved.
 """
 
 from __future__ import annotations
@@ -25,10 +25,17 @@ LIMIT_BYTES = 64 << 20
 
 
 def keep_batch(folder: Path, name: str, batch: Any, facts: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> Path:
-    """Write a batch and what is known of it; return the path of its JSON. One of the same name is replaced.
+    """Write a batch and facts about it; return the path of the JSON file. Existing files of this name are replaced.
+
+    Args:
+        folder: Directory of the files.
+        name: Name of the files, without extension.
+        batch: The batch: any nesting of containers with tensors.
+        facts: Additional entries of the JSON file.
+        limit_bytes: Maximum size of all saved tensors, in bytes.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: The files cannot be written.
     """
     document, tensors = _encoded(batch)
     kept, left_out = _fitting(tensors, limit_bytes)
@@ -47,10 +54,10 @@ def keep_batch(folder: Path, name: str, batch: Any, facts: Mapping[str, Any], li
 
 
 def read_batch(path: str | Path) -> Any:
-    """Return a batch that ``keep_batch`` wrote, given the path of its JSON. Its tensors are on the CPU.
+    """Load a batch that ``keep_batch`` wrote, given the path of its JSON file. Its tensors are on the CPU.
 
     Raises:
-        CheckpointError: tensors of it were left out for their size, or the files are not such ones.
+        CheckpointError: Tensors were not saved because of their size, or the files have another format.
     """
     from safetensors.torch import load_file
 
@@ -60,7 +67,7 @@ def read_batch(path: str | Path) -> Any:
 
 
 def _encoded(batch: Any) -> tuple[JSON, dict[str, Tensor]]:
-    """Return a batch in its own form, or as a list of its tensors where it holds what the codec does not know."""
+    """Encode a batch; if it contains types that the codec does not support, encode a list of its tensors instead."""
     try:
         return encode(batch)
     except ConfigurationError:

@@ -1,11 +1,15 @@
-"""Losses and gradients that are NaN or infinite: seen by all ranks in the step where they appear, before its update.
+"""Non-finite losses and gradients (NaN, Inf): detected by all ranks in the step in which they appear.
 
-A rank's loss is looked at where it is read anyway, on a CPU. That it is not finite travels with what is exchanged in
-the step in any case: the flag that ``ddp`` reduces with the gradients, the message of strategies that ask whether any
-rank had a loss. Gradients are looked at before the update, in one pass. What is found is told by all ranks alike, so
-only then do they exchange more: who it was, where it began, and which batch it was.
+Detection comes before the update, so the weights are still good:
 
-On CUDA ``raise`` waits for nothing: numbers are copied in the background and come a step or two late.
+- On a CPU, each rank checks its losses where they are read anyway. A non-finite loss needs no message of its own: it is
+  part of a message that the step exchanges in any case. That is the flag that ``ddp`` reduces with the gradients, or
+  the message in which ranks under other strategies report whether they had a loss.
+- Gradients are checked before the update, in one pass over memory.
+- Once a non-finite value is found, all ranks know of it at the same point of the step. Only then do they exchange more:
+  the rank, the source and the batch.
+
+On CUDA, ``raise`` never waits for the device: losses are copied in the background and checked one or two steps later.
 """
 
 from __future__ import annotations
@@ -31,14 +35,12 @@ IN_A_ROW = 10
 IN_ALL = 100
 SHARE_OF_ALL = 0.01
 _MOST_KEPT = 4
-_ADVICE = (
-    "Lower the learning rate or clip gradients; Trainer(nonfinite='skip') leaves such updates out, 'ignore' goes on."
-)
+_ADVICE = "Lower the learning rate or clip gradients. Trainer(nonfinite='skip') skips such updates; 'ignore' continues."
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A micro-batch of this rank: its loss, where it has one that is not finite, its data, its index in the epoch."""
+    """A micro-batch of this rank: its loss if that is non-finite, its data, and its index in the epoch."""
 
     loss: float | None
     batch: Any
@@ -47,7 +49,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rank tells the others."""
+    """Report of one rank to the others."""
 
     at_fault: bool
     loss: float | None
@@ -61,20 +63,20 @@ def _nothing() -> Seen:
 
 
 class NonFiniteGuard:
-    """One fit's policy: ``"raise"``, ``"skip"`` or ``"ignore"``."""
+    """Applies the policy of one fit: ``"raise"``, ``"skip"`` or ``"ignore"``."""
 
     def __init__(self, run: Run, policy: str) -> None:
         self.run = run
         self.policy = policy
         self.bad: Seen | None = None
-        """This rank's first loss since the last update that is not finite."""
+        """First non-finite loss of this rank since the last update."""
         self.in_a_row = 0
-        """Updates left out since the last that was applied, which sets it to 0."""
+        """Number of consecutive skipped updates; an update that is applied resets it to 0."""
         self.skipped = 0
         self.rerun: Callable[[], StepFunction] | None = None
-        """Gives the user's step as it can be run once more, without a backward pass after it."""
+        """Returns the user's step in a form that can be run again without a backward pass."""
         self.newest: Callable[[], Seen] = _nothing
-        """Gives this rank's micro-batch in progress."""
+        """Returns the current micro-batch of this rank."""
         self._kept = 0
         on_host = run.world.device.type == "cpu"
         # A strategy that scales losses itself also skips the updates that its scale makes overflow.
@@ -86,14 +88,14 @@ class NonFiniteGuard:
         updater.unexplained = self.heed_gradients if sees_gradients else None
 
     def see(self, loss: float, batch: Any, index: int) -> None:
-        """Take note of a loss of this rank that is not finite. In one process ``raise`` acts at once."""
+        """Record a non-finite loss of this rank. In one process, ``raise`` raises immediately."""
         if self.bad is None:
             self.bad = Seen(loss, batch, index)
         if self.policy == "raise" and self.run.world.size == 1:
             self.heed_loss()
 
     def agree(self) -> bool:
-        """Whether any rank met a loss that is not finite, where nothing else tells: one small message. Collective."""
+        """Whether any rank had a non-finite loss, for steps without another message that reports it. Collective."""
         if self.run.world.size == 1 or not self.sees_losses:
             return self.bad is not None
         bad = torch.tensor([float(self.bad is not None)], dtype=torch.float64)
@@ -101,15 +103,15 @@ class NonFiniteGuard:
         return bad.item() > 0
 
     def heed_loss(self) -> None:
-        """Stop, or count the update as left out, for a loss that is not finite on some rank. Collective.
+        """Apply the policy to a non-finite loss on some rank: raise, or count a skipped update. Collective.
 
         Raises:
-            NonFiniteError: on all ranks; the policy is ``raise``, or too many updates were left out.
+            NonFiniteError: On all ranks, if the policy is ``raise`` or too many updates have been skipped.
         """
         self._heed(None)
 
     def heed_gradients(self, optimizer: Optimizer) -> None:
-        """Do the same for gradients of losses that are finite. Collective."""
+        """Apply the policy to non-finite gradients of finite losses, like ``heed_loss``. Collective."""
         self._heed(optimizer)
 
     def _heed(self, optimizer: Optimizer | None) -> None:
@@ -120,19 +122,19 @@ class NonFiniteGuard:
         self.in_a_row += 1
         self.skipped += 1
         if self.in_a_row >= IN_A_ROW:
-            raise NonFiniteError(f"{what} That is the {self.in_a_row}th update in a row that was left out. {_ADVICE}")
+            raise NonFiniteError(f"{what} This is the {self.in_a_row}th skipped update in a row. {_ADVICE}")
         if self.skipped > max(IN_ALL, SHARE_OF_ALL * self.run.progress.attempts):
             raise NonFiniteError(
-                f"{what} With it {self.skipped} of {self.run.progress.attempts + 1} updates were left out: more than "
-                f"{IN_ALL} and {SHARE_OF_ALL:.0%}. {_ADVICE}"
+                f"{what} Now {self.skipped} of {self.run.progress.attempts + 1} updates have been skipped: more than "
+                f"{IN_ALL} and more than {SHARE_OF_ALL:.0%}. {_ADVICE}"
             )
         if self.skipped & (self.skipped - 1) == 0:
             self.run.note(f"An update was left out ({self.skipped} so far): {what}")
 
-    # ---- what is told ---------------------------------------------------------------------------------------------
+    # ---- the message ----------------------------------------------------------------------------------------------
 
     def _findings(self, optimizer: Optimizer | None) -> list[Finding]:
-        """Return what each rank knows of it. Collective."""
+        """Search for the source, save the batch, and return the findings of every rank. Collective."""
         run = self.run
         seen = self.bad or self.newest()
         began = ""
@@ -146,7 +148,10 @@ class NonFiniteGuard:
         return run.world.all_gather_object(Finding(at_fault, seen.loss, seen.index, began, kept))
 
     def _search_module(self, seen: Seen) -> str:
-        """Run each rank's batch once more, all ranks together: the step may hold collectives. Collective."""
+        """Return the first module with a non-finite output, or nothing. Collective.
+
+        Every rank runs its batch again, since the step may contain collectives.
+        """
         ready = self.rerun is not None and seen.batch is not None
         if not all(self.run.world.all_gather_object(ready)):
             return ""
@@ -155,7 +160,10 @@ class NonFiniteGuard:
         return first_module(self.run, self.rerun(), seen.batch, seen.index) if nan is None else nan
 
     def _search_gradient(self, seen: Seen) -> bool:
-        """Return whether this rank's own gradients are not finite, where a rank can tell by itself. Collective."""
+        """Return whether the local gradients of this rank are non-finite. Collective.
+
+        Return False where the ranks' gradients cannot be distinguished, or the step cannot be run again.
+        """
         traits = self.run.fabric.strategy.traits
         tells = traits.replicates and not traits.lockstep_forward and not traits.lockstep_backward
         ready = tells and self.rerun is not None and seen.batch is not None
@@ -195,7 +203,7 @@ class NonFiniteGuard:
         also = [str(other) for other, one in enumerate(findings) if one.at_fault and other != rank]
         on += f" (and {', '.join(also)})" if also else ""
         began = f": {found.began}" if found.began else ""
-        kept = next((f" The batch is kept in {one.kept}." for one in [found, *findings] if one.kept), "")
+        kept = next((f" The batch is saved in {one.kept}." for one in [found, *findings] if one.kept), "")
         return (
             f"{what} at optimizer step {progress.global_step} (epoch {progress.epoch}, batch {found.index}){on}"
             f"{began}.{kept}"

@@ -1,4 +1,7 @@
-"""Where a number that is not finite began: in the weights, in the batch, in a module's output, in a gradient."""
+"""Search for the source of a non-finite value: weights, batch, output of a module, or gradient.
+
+Each function returns a clause of the error message, such as "the weight net.weight was non-finite before the update".
+"""
 
 from __future__ import annotations
 
@@ -19,37 +22,37 @@ if TYPE_CHECKING:
 
 
 def first_weight(run: Run) -> str:
-    """Return a clause on the first parameter that is not finite before the update, or nothing. Collective."""
+    """Describe the first parameter that was non-finite before the update; empty if there is none. Collective."""
     parameters = {name for name, _ in run.module.named_parameters()}
     shards = run.fabric.strategy.model_state(run.module)
     mine = has_nonfinite({name: shard.tensor for name, shard in shards.items() if name in parameters})
     found = next((name for name in run.world.all_gather_object(mine) if name is not None), None)
-    return "" if found is None else f"the weight {found} was not finite before it"
+    return "" if found is None else f"the weight {found} was non-finite before the update"
 
 
 def first_gradient(run: Run) -> str:
-    """Return a clause on the first parameter whose whole gradient is not finite, or nothing. Collective."""
+    """Describe the first parameter whose full gradient is non-finite; empty if there is none. Collective."""
     for name, parameter in run.module.named_parameters():
         gradient = run.fabric.strategy.full_gradient(parameter)
         if gradient is not None and not all(run.world.all_gather_object(is_finite(gradient.detach()))):
-            return f"the gradient of {name} is the first that is not finite"
+            return f"the gradient of {name} is the first non-finite one"
     return ""
 
 
 def in_batch(batch: Any) -> str | None:
-    """Return a clause on the first tensor of a batch with a NaN in it, or None. Infinities may be masks."""
+    """Describe the first tensor of a batch that contains NaN, or return None. Infinities may be masks: allowed."""
     try:
         tensors = encode(batch)[1]
     except ConfigurationError:
         tensors = {str(number): tensor for number, tensor in enumerate(tensors_in(batch))}
     found = next((name for name, tensor in tensors.items() if _has_nan(tensor)), None)
-    return None if found is None else f"the batch itself holds NaN, in {found!r}"
+    return None if found is None else f"the batch contains NaN in {found!r}"
 
 
 def first_module(run: Run, step: StepFunction, batch: Any, index: int) -> str:
-    """Run a step once more and return a clause on the first module with an output that is not finite, or nothing.
+    """Run a step again and describe the first module with a non-finite output. Collective if the step is.
 
-    Collective where the step is. Generators, buffers, metrics and logs stay as they are.
+    Random generators, buffers, metrics and logs are not changed.
     """
     met: list[tuple[str, bool]] = []
     handles = []
@@ -61,20 +64,20 @@ def first_module(run: Run, step: StepFunction, batch: Any, index: int) -> str:
         with isolated(run.module), torch.no_grad():
             step(batch, index)
     except Exception as error:
-        return f"run once more, its step raised {type(error).__name__}"
+        return f"running its step again raised {type(error).__name__}"
     finally:
         for handle in handles:
             handle.remove()
     if not met:
-        return "no module's output shows it, so it began in the loss itself"
+        return "the outputs of all modules are finite, so the computation of the loss produced it"
     first = met[0][0]
     with_nan = next((label for label, has_nan in met if has_nan), first)
-    clause = f"the first output that is not finite is that of {first}"
-    return clause if with_nan == first else f"{clause}, the first with NaN that of {with_nan}"
+    clause = f"the first non-finite output is that of {first}"
+    return clause if with_nan == first else f"{clause}, and the first output with NaN is that of {with_nan}"
 
 
 def local_gradient(run: Run, step: StepFunction, batch: Any, index: int) -> bool:
-    """Run a step once more; return whether the gradients of its loss, this rank's alone, are finite."""
+    """Run a step again and return whether the gradients of its loss on this rank alone are finite."""
     trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
         with isolated(run.module):

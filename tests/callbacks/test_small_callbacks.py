@@ -181,11 +181,11 @@ def test_a_second_optimizer_of_a_class_is_numbered(tmp_path: Path) -> None:
 def test_rates_need_a_logger_a_known_interval_and_names_that_differ(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="logging_interval='batch'"):
         LearningRateMonitor("batch")
-    with pytest.raises(ConfigurationError, match="needs a logger"):
+    with pytest.raises(ConfigurationError, match="requires a logger"):
         quiet_trainer(tmp_path, LearningRateMonitor(), max_epochs=1).fit(Tiny(), loader())
     module = Scheduled()
     module.groups = ({"name": "same"}, {"name": "same"})
-    with pytest.raises(ConfigurationError, match="groups called 'same'"):
+    with pytest.raises(ConfigurationError, match="groups named 'same'"):
         logged(tmp_path, module, LearningRateMonitor())
 
 
@@ -322,7 +322,7 @@ def test_layers_without_a_shape_yet_are_told(tmp_path: Path) -> None:
     lines = summarize(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))).splitlines()
     assert lines[2].split(" | ")[:3] == ["0   ", "LazyLinear", "?     "]
     assert lines[-2].startswith("3 trainable")
-    assert lines[-1] == "Layers whose shape the first batch decides are not counted yet."
+    assert lines[-1] == "Lazy layers, whose shape depends on the first batch, are not counted."
 
 
 @pytest.mark.parametrize("depth", [-2, 1.5, True])

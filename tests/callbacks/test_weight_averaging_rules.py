@@ -451,7 +451,7 @@ def saving_at_validation(epoch: int, path: Path) -> LambdaCallback:
         (lambda: EMAWeightAveraging(use_buffers=1), "use_buffers=1"),  # type: ignore[arg-type]
         (lambda: EMAWeightAveraging(name="a/b"), "name='a/b'"),
         (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "leave one of them out"),
-        (lambda: WeightAveraging(avg_fn=3), "3 was given as an averaging function"),  # type: ignore[arg-type]
+        (lambda: WeightAveraging(avg_fn=3), "averaging function must be callable, not 3"),  # type: ignore[arg-type]
         (lambda: StochasticWeightAveraging(0.0), "swa_lrs=0.0"),
         (lambda: StochasticWeightAveraging([]), "swa_lrs=[]"),
         (lambda: StochasticWeightAveraging(0.1, 0), "swa_epoch_start=0"),

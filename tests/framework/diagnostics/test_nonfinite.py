@@ -105,7 +105,7 @@ def check(root: Path, what: str, results: list[Any], named: str) -> dict[str, An
 def test_a_nan_on_one_rank_stops_all_before_its_update(tmp_path: Path, strategy: str) -> None:
     results = run_on_ranks(2, fit, str(tmp_path), "module", strategy, 2)
     assert results[0][0].startswith("the loss is nan")
-    told = check(tmp_path, "module", results, "the first output that is not finite is that of root (SquareRoot)")
+    told = check(tmp_path, "module", results, "the first non-finite output is that of root (SquareRoot)")
     assert told["loss"] == "nan"
 
 
@@ -113,13 +113,13 @@ def test_a_nan_on_one_rank_stops_all_before_its_update(tmp_path: Path, strategy:
 def test_an_infinite_loss_with_finite_gradients_is_seen_too(tmp_path: Path, strategy: str) -> None:
     results = run_on_ranks(2, fit, str(tmp_path), "loss", strategy, 2)
     assert results[0][0].startswith("the loss is inf")
-    check(tmp_path, "loss", results, "no module's output shows it")
+    check(tmp_path, "loss", results, "the outputs of all modules are finite")
 
 
 def test_a_gradient_alone_is_seen_and_its_parameter_and_rank_named(tmp_path: Path) -> None:
     results = run_on_ranks(2, fit, str(tmp_path), "gradient", "ddp", 2)
     assert results[0][0].startswith("the loss is finite and its gradient is not")
-    check(tmp_path, "gradient", results, "the gradient of net.0.weight is the first that is not finite")
+    check(tmp_path, "gradient", results, "the gradient of net.0.weight is the first non-finite one")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
@@ -132,7 +132,11 @@ def test_a_gradient_alone_is_seen_where_gradients_are_split(tmp_path: Path, stra
 
 @pytest.mark.parametrize(
     ("what", "named"),
-    [("module", "the first output that is"), ("loss", "no module's"), ("gradient", "the gradient of net.0.weight")],
+    [
+        ("module", "the first non-finite output is"),
+        ("loss", "the outputs of all modules"),
+        ("gradient", "the gradient of net.0.weight"),
+    ],
 )
 def test_one_process_stops_before_the_update(tmp_path: Path, what: str, named: str) -> None:
     check(tmp_path, what, [fit(str(tmp_path), what, "auto", 1)], named)
@@ -210,7 +214,7 @@ def test_skip_leaves_out_the_update_of_all_ranks(what: str) -> None:
 
 def test_skip_gives_up_after_so_many_in_a_row() -> None:
     message, steps, attempts, _ = skipping("loss", tuple(range(3, 3 + IN_A_ROW)))
-    assert f"That is the {IN_A_ROW}th update in a row" in message
+    assert f"This is the {IN_A_ROW}th skipped update in a row" in message
     assert (steps, attempts) == (3, 3 + IN_A_ROW - 1)
     # One that was applied in between starts the count anew.
     assert skipping("loss", (*range(3, 2 + IN_A_ROW), *range(3 + IN_A_ROW, 20)))[0] == ""
@@ -219,7 +223,7 @@ def test_skip_gives_up_after_so_many_in_a_row() -> None:
 def test_skip_gives_up_after_so_many_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.framework.diagnostics.nonfinite_guard.IN_ALL", 4)
     message, steps, _, _ = skipping("gradient", (1, 3, 5, 7, 9))
-    assert "With it 5 of 10 updates were left out" in message
+    assert "Now 5 of 10 updates have been skipped" in message
     assert steps == 5
 
 
@@ -280,14 +284,14 @@ class Poisoned(Regressor):
 
 
 def test_a_weight_that_was_not_finite_before_is_named() -> None:
-    with pytest.raises(NonFiniteError, match=r"the weight bad was not finite before it"):
+    with pytest.raises(NonFiniteError, match=r"the weight bad was non-finite before the update"):
         silent_trainer(devices=1, max_epochs=1).fit(Poisoned(), loader())
 
 
 def test_a_batch_with_nan_is_named() -> None:
     data = [[torch.zeros(2, 6), torch.zeros(2, 1)] for _ in range(4)]
     data[2][1][1] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"the batch itself holds NaN, in '1'\."):
+    with pytest.raises(NonFiniteError, match=r"the batch contains NaN in '1'\."):
         silent_trainer(devices=1, max_epochs=1).fit(Regressor(), data)
 
 
