@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint import open_checkpoint
 from ..core.errors import ConfigurationError
 from ..core.hyperparameters import HyperparametersMixin
-from ..metrics.logger import Logger
 from ..metrics.metric_log import MetricLog, NoLog
 from ..metrics.torchmetrics_state import logged_items
-from ..state.module_loading import rebuild_module
-from .callback import Callback
+from ..state import rebuild_module
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
     from typing_extensions import Self
 
     from ..fabric.fabric import Fabric
+    from ..metrics.logger import Logger
     from ..run.run import Run
     from ..trainer.trainer import Trainer
+    from .callback import Callback
 
 _LIVE = ("_run", "_metric_log")
 

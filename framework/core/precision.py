@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from .errors import ConfigurationError, unknown
@@ -41,6 +40,8 @@ class Precision:
 
     def convert_inputs(self, batch: Any) -> Any:
         """Return ``batch`` with its floating-point tensors in the storage dtype."""
+        from lightning_utilities.core.apply_func import apply_to_collection
+
         return apply_to_collection(batch, Tensor, self._convert)
 
     def _convert(self, tensor: Tensor) -> Tensor:

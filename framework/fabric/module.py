@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError
@@ -69,6 +68,8 @@ def _returning_full(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _full(output: Any) -> Any:
     """Return an output whose half-precision tensors are fp32, so that a loss computed from them is exact."""
+    from lightning_utilities.core.apply_func import apply_to_collection
+
     return apply_to_collection(output, Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor)
 
 

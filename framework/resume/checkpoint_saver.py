@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from ..checkpoint import save
 from ..checkpoint.background_task import Background
 from ..checkpoint.staging import Staging
 from ..checkpoint.write_plan import Snapshot
-from ..checkpoint.writer import save
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..run.run import SAVED
-from .capture import capture_run
+from . import capture_run
 
 if TYPE_CHECKING:
     from ..distributed.world import World

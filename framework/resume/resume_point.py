@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from ..api.callback import Callback
-from ..checkpoint.inspect_manifest import kind_of
-from ..checkpoint.latest import newest_good
+from ..checkpoint import clean_own, clean_shared, kind_of, newest_good, read_manifest
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.manifest_file import read_manifest
-from ..checkpoint.stale_files import clean_own, clean_shared
 from ..core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
-from ..distributed.world import World
 from ..launch.restart_policy import FitPlace, earlier_fit, record_fit
 from ..launch.signals import is_name
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory, identity_of, next_version, versions
+
+if TYPE_CHECKING:
+    from ..api.callback import Callback
+    from ..distributed.world import World
 
 T = TypeVar("T")
 

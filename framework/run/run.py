@@ -15,19 +15,19 @@ from ..api.callback import Callback, in_call_order, wanted
 from ..api.train_module import TrainModule
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, MetricError, NonFiniteError, did_you_mean
-from ..core.optimizer_config import SchedulerConfig
 from ..core.progress import Progress
 from ..distributed.control import NOTE, Triggers
-from ..distributed.world import World
-from ..fabric.fabric import Fabric
 from ..launch.signals import TRIGGER as LEAVE
-from ..metrics.logger_threads import LoggerFanout
-from ..metrics.metric_entry import Entry
 from ..metrics.metric_log import MetricLog
 from ..state.weight_averages import Averages
 
 if TYPE_CHECKING:
+    from ..core.optimizer_config import SchedulerConfig
+    from ..distributed.world import World
+    from ..fabric.fabric import Fabric
     from ..loop.manual_step import ManualOptimizer
+    from ..metrics.logger_threads import LoggerFanout
+    from ..metrics.metric_entry import Entry
     from ..resume.checkpoint_saver import Saver
     from ..trainer.trainer import Trainer
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..distributed.world import placement
-from ..launch.fork_launcher import launch_function
-from .assembly import FitRequest
+from ..launch import launch_function
 from .stages import run_stage
 
 if TYPE_CHECKING:
+    from .assembly import FitRequest
     from .trainer import Trainer
 
 

@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.errors import StorageError
-from ..diagnostics.collective_trace import comparing_collectives
+from ..diagnostics import comparing_collectives
 from ..launch.exit_hooks import install_rank_hooks
 from ..launch.signals import TRIGGER as LEAVE
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
-from ..loop.evaluation_loop import evaluate, predict
-from ..loop.fit_loop import FitLoop
-from ..state.module_state import encode_known
+from ..loop import evaluate, predict
+from ..state import encode_known
 from ..system.environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble
 from ..system.redaction import without_secrets
 from ..system.run_directory import REPORT
-from ..watchdog.in_process_watchdog import watched
-from .assembly import FitRequest, assemble_evaluation, assemble_fit
-from .auto_strategy import settle_strategy
+from ..watchdog import watched
+from . import assemble_evaluation, assemble_fit, settle_strategy
 from .run_report import box, end_lines, report, start_lines
 from .trainer_view import TrainerState
 
 if TYPE_CHECKING:
+    from ..loop.fit_loop import FitLoop
+    from .assembly import FitRequest
     from .trainer import Trainer
 
 

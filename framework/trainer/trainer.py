@@ -5,33 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..api.data_module import DataModule
-from ..api.train_module import TrainModule
-from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, is_count
 from ..core.progress import Progress
 from ..fabric.fabric import Fabric
+from ..launch import launch_script
 from ..launch.exit_hooks import install_exit_codes
-from ..launch.script_launcher import launch_script
 from ..launch.signals import SIGNALS, check_signals
-from ..loop.fit_loop import FitLoop
-from ..memory.memory_plan import MemoryPlan
-from ..parallel.strategy import Strategy
+from ..resume import check_export, export_module, export_run
 from ..resume.checkpoint_saver import SaveOrder
-from ..resume.export import check_export, export_module, export_run
 from ..resume.resume_point import checked_checkpoint_path
-from ..run.run import Run
 from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
 from ..system.run_directory import RunDirectory
 from ..watchdog.heartbeat import Heartbeat, StallTimeout, resolve_stall_timeout
+from . import FitRequest, plan_memory
 from .argument_hints import check_flags, refuse_unknown
-from .assembly import FitRequest
-from .auto_strategy import plan_memory
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .notebook import run_in_function
 from .plugins import resolve_callbacks, resolve_loggers
@@ -39,6 +31,15 @@ from .run_report import say
 from .settings import Settings, check_count, resolve_duration, resolve_settings
 from .stages import run_stage
 from .trainer_view import METRIC_KINDS, TrainerState, TrainerView
+
+if TYPE_CHECKING:
+    from ..api.data_module import DataModule
+    from ..api.train_module import TrainModule
+    from ..core.accumulation import AccumulationSchedule
+    from ..loop.fit_loop import FitLoop
+    from ..memory.memory_plan import MemoryPlan
+    from ..parallel.strategy import Strategy
+    from ..run.run import Run
 
 _DEFAULT_NAME = "phalanx_logs"
 

@@ -7,29 +7,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..api.callback import Callback
-from ..api.data_module import DataModule
-from ..api.train_module import TrainModule
-from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError
-from ..core.optimizer_config import SchedulerConfig
-from ..core.progress import Progress
 from ..core.registry import CALLBACKS
-from ..distributed.world import World
-from ..fabric.fabric import Fabric
-from ..loop.evaluation_loop import EvaluationPlan
-from ..loop.fit_loop import FitLoop
-from ..metrics.logger import Logger
-from ..parallel.strategy import Strategy
-from ..run.run import Run
-from ..system.run_directory import RunDirectory
-from ..watchdog.heartbeat import Heartbeat
-from .settings import Settings
+
+if TYPE_CHECKING:
+    from ..api.callback import Callback
+    from ..api.data_module import DataModule
+    from ..api.train_module import TrainModule
+    from ..core.accumulation import AccumulationSchedule
+    from ..core.optimizer_config import SchedulerConfig
+    from ..core.progress import Progress
+    from ..distributed.world import World
+    from ..fabric.fabric import Fabric
+    from ..loop.evaluation_loop import EvaluationPlan
+    from ..loop.fit_loop import FitLoop
+    from ..metrics.logger import Logger
+    from ..parallel.strategy import Strategy
+    from ..run.run import Run
+    from ..system.run_directory import RunDirectory
+    from ..watchdog.heartbeat import Heartbeat
+    from .settings import Settings
 
 T = TypeVar("T")
 
