@@ -8,12 +8,13 @@ SavedCheckpoints    the records of a callback that saves checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
+    from pathlib import Path
+
     import torch
     from torch import Tensor
     from torch.optim import Optimizer

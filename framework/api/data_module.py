@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.hyperparameters import HyperparametersMixin
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Self
 
     from .contracts import TrainerView

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint import open_checkpoint
 from ..core.errors import ConfigurationError
 from ..core.hyperparameters import HyperparametersMixin
-from ..metrics.logger import Logger
 from ..metrics.metric_log import MetricLog, NoLog
 from ..metrics.torchmetrics_state import logged_items
-from ..state.module_loading import rebuild_module
+from ..state import rebuild_module
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch.optim import Optimizer
     from torchmetrics import MetricCollection
     from typing_extensions import Self
 
     from ..fabric.fabric import Fabric
+    from ..metrics.logger import Logger
     from .contracts import AttachedRun, CallbackContract, TrainerView
 
 _LIVE = ("_run", "_metric_log")

@@ -1,4 +1,4 @@
-"""A public face: a module whose names are fetched from others when they are first asked for (PEP 562)."""
+"""Names that are imported when they are first needed, so that a program loads only what it uses (PEP 562)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 def face(
     module: str, homes: Mapping[str, str], modules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a module whose names live elsewhere.
+    """Return ``__getattr__`` and ``__dir__`` for a module whose names are defined in other modules.
 
     Args:
         module: the ``__name__`` of the public module.
         homes: each public name and the module that defines it, relative to the public module's package.
-        modules: the names that stand for the module itself rather than for an attribute of it.
+        modules: the names that denote the module itself rather than an attribute of it.
     """
 
     def __getattr__(name: str) -> Any:
@@ -32,3 +32,28 @@ def face(
         return sorted({*homes, *vars(sys.modules[module])})
 
     return __getattr__, __dir__
+
+
+def on_call(package: str, homes: Mapping[str, str]) -> Callable[[str], Callable[..., Any]]:
+    """Return ``__getattr__`` for a package whose functions are imported when they are first called.
+
+    ``from ..package import function`` then costs nothing, and the importing module needs no import inside a function.
+    Each call looks the function up again, which takes about a microsecond: use it for what runs a few times in a run.
+    A class can be created in this way, but neither subclassed nor asked for with ``isinstance``.
+
+    Args:
+        package: the ``__name__`` of the package.
+        homes: each function and the module that defines it, relative to the package.
+    """
+
+    def __getattr__(name: str) -> Callable[..., Any]:
+        # `from ..package import module` asks for the module here first, and imports it after this error.
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(import_module(homes[name], package), name)(*args, **kwargs)
+
+        return call
+
+    return __getattr__

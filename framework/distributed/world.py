@@ -28,6 +28,7 @@ from ..system.environment import (
     variables_set,
 )
 from ..system.launcher_env import Launcher, Placement, check_devices
+from .object_frames import BUFFER_BYTES, HEADER_BYTES, FrameSize, as_tensor, frame_bytes, framed, length_of
 from .rendezvous import destroy_group, is_initialized, meet
 from .shared_memory_reduce import CAPACITY, TOKEN_BYTES, Board, SharedMemory
 
@@ -35,10 +36,6 @@ __all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placem
 
 T = TypeVar("T")
 ReduceName = Literal["sum", "mean", "min", "max"]
-
-# Objects travel in a buffer of this size, so that ranks need not agree on a length first; its head is the true length.
-_BUFFER_BYTES = 16 * 1024
-_HEADER_BYTES = 8
 
 
 class Pending(Protocol):
@@ -274,31 +271,34 @@ class World:
         if self.size == 1:
             return obj
         payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) if self.rank == src else b""
-        buffer = _framed(payload)
-        dist.broadcast(_as_tensor(buffer), src, group=self.control)
-        length = _length(buffer)
-        data = buffer[_HEADER_BYTES : _HEADER_BYTES + length]
-        if length > _BUFFER_BYTES - _HEADER_BYTES:
+        buffer = framed(payload, BUFFER_BYTES)
+        dist.broadcast(as_tensor(buffer), src, group=self.control)
+        length = length_of(buffer)
+        data = buffer[HEADER_BYTES : HEADER_BYTES + length]
+        if length > BUFFER_BYTES - HEADER_BYTES:
             data = bytearray(payload) if self.rank == src else bytearray(length)
-            dist.broadcast(_as_tensor(data), src, group=self.control)
+            dist.broadcast(as_tensor(data), src, group=self.control)
         return obj if self.rank == src else pickle.loads(data)
 
-    def all_gather_object(self, obj: T) -> list[T]:
-        """Return the objects of all ranks; pickled, in one collective while small and two above. Collective.
+    def all_gather_object(self, obj: T, size: FrameSize | None = None) -> list[T]:
+        """Return the pickled objects of all ranks, in one collective if they are small, else in two. Collective.
 
-        Small is 16 KiB on up to 64 ranks; on more, so that what all have sent stays about 1 MiB, down to 512 bytes.
+        Small means 16 KiB on up to 64 ranks. On more ranks the limit falls to 512 bytes, so that all buffers together
+        take about 1 MiB. An exchange that a run repeats passes its own ``size``, which adapts to what it carries.
         """
         if self.size == 1:
             return [obj]
         payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-        room = frame_bytes(self.size)
-        frames = self._gather_bytes(_framed(payload, room))
-        lengths = [_length(frame) for frame in frames]
+        room = frame_bytes(self.size) if size is None else size.of(self.size)
+        frames = self._gather_bytes(framed(payload, room))
+        lengths = [length_of(frame) for frame in frames]
         longest = max(lengths)
-        if longest > room - _HEADER_BYTES:
+        if size is not None:
+            size.record(longest)
+        if longest > room - HEADER_BYTES:
             frames = self._gather_bytes(bytearray(payload.ljust(longest, b"\0")))
             return [pickle.loads(frame[:length]) for frame, length in zip(frames, lengths, strict=True)]
-        end = _HEADER_BYTES
+        end = HEADER_BYTES
         return [pickle.loads(frame[end : end + length]) for frame, length in zip(frames, lengths, strict=True)]
 
     def gather_object(self, obj: T) -> list[T] | None:
@@ -308,18 +308,18 @@ class World:
         payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
         longest = torch.tensor([len(payload)])
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.control)
-        room = _HEADER_BYTES + int(longest)
+        room = HEADER_BYTES + int(longest)
         frames = [bytearray(room) for _ in range(self.size)] if self.is_global_zero else []
-        into = [_as_tensor(frame) for frame in frames] or None
-        dist.gather(_as_tensor(_framed(payload, room)), into, dst=0, group=self.control)
+        into = [as_tensor(frame) for frame in frames] or None
+        dist.gather(as_tensor(framed(payload, room)), into, dst=0, group=self.control)
         if not self.is_global_zero:
             return None
-        return [pickle.loads(frame[_HEADER_BYTES : _HEADER_BYTES + _length(frame)]) for frame in frames]
+        return [pickle.loads(frame[HEADER_BYTES : HEADER_BYTES + length_of(frame)]) for frame in frames]
 
     def _gather_bytes(self, source: bytearray) -> list[memoryview]:
         """Gather buffers of one length in one collective."""
         gathered = [bytearray(len(source)) for _ in range(self.size)]
-        dist.all_gather([_as_tensor(buffer) for buffer in gathered], _as_tensor(source), group=self.control)
+        dist.all_gather([as_tensor(buffer) for buffer in gathered], as_tensor(source), group=self.control)
         return [memoryview(buffer) for buffer in gathered]
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
@@ -333,33 +333,6 @@ _REDUCTIONS: dict[str, Any] = (
     if dist.is_available()
     else dict.fromkeys(("sum", "mean", "min", "max"))
 )
-
-
-# Of all ranks' buffers together, where there are many; and the least that each has.
-_EXCHANGE_BYTES = 1 << 20
-_LEAST_BUFFER_BYTES = 512
-
-
-def frame_bytes(ranks: int) -> int:
-    """Return the bytes of the buffer in which each of so many ranks sends an object to all."""
-    return max(_LEAST_BUFFER_BYTES, min(_BUFFER_BYTES, _EXCHANGE_BYTES // ranks))
-
-
-def _framed(payload: bytes, size: int = _BUFFER_BYTES) -> bytearray:
-    """Return the buffer of ``size`` bytes of a payload: its length, then the payload if there is room for it."""
-    buffer = bytearray(size)
-    buffer[:_HEADER_BYTES] = len(payload).to_bytes(_HEADER_BYTES, "little")
-    if len(payload) <= size - _HEADER_BYTES:
-        buffer[_HEADER_BYTES : _HEADER_BYTES + len(payload)] = payload
-    return buffer
-
-
-def _length(frame: bytearray | memoryview) -> int:
-    return int.from_bytes(frame[:_HEADER_BYTES], "little")
-
-
-def _as_tensor(buffer: bytearray) -> Tensor:
-    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def _device(device_type: str, place: Placement) -> torch.device:

@@ -12,13 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.codec import decode
-from ..checkpoint.consolidate import consolidate
+from ..checkpoint import consolidate, decode, held, save, weights
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.open_on_all_ranks import open_on_all_ranks
-from ..checkpoint.stored_tensor import held
-from ..checkpoint.whole_checkpoint import weights
-from ..checkpoint.writer import save
 from ..core.errors import CheckpointError, ConfigurationError
 from ..distributed.collective_errors import on_all_ranks, on_rank_zero
 from ..distributed.seed import capture
@@ -27,19 +23,9 @@ from ..parallel.parameter_names import renamed
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
 from ..system.atomic_directories import remove_tree
+from . import compare, contents_of, is_stateful, parameter_names, restore, snapshot_of
 from .module import engine_of, unwrap
-from .state import (
-    Contents,
-    Filter,
-    Fits,
-    Saved,
-    compare,
-    contents_of,
-    is_stateful,
-    parameter_names,
-    restore,
-    snapshot_of,
-)
+from .state import Contents, Filter, Fits, Saved
 from .training import TrainingVerbs
 
 Location = str | os.PathLike[str]

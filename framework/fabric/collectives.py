@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..core.errors import ConfigurationError, unknown
@@ -124,6 +123,8 @@ class RankVerbs:
 
     def to_device(self, obj: Any) -> Any:
         """Move a tensor, a module or a collection of tensors to this rank's device."""
+        from lightning_utilities.core.apply_func import apply_to_collection
+
         if isinstance(obj, torch.nn.Module):
             return obj.to(self.device)
         return apply_to_collection(obj, Tensor, self._move)
@@ -176,6 +177,8 @@ class RankVerbs:
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src``, its tensors on this rank's device. Collective."""
+        from lightning_utilities.core.apply_func import apply_to_collection
+
         if self.world.size == 1:
             return obj
         sent = (

@@ -21,26 +21,27 @@ import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError
 from ..core.precision import DefaultDtype, Precision
 from ..core.registry import CALLBACKS, LOGGERS
 from ..distributed.seed import seed_everything
 from ..distributed.world import placement
+from ..launch import launch_function, launch_script
 from ..launch.exit_hooks import install_rank_hooks
-from ..launch.fork_launcher import launch_function
-from ..launch.script_launcher import launch_script
-from ..metrics.logger import Logger
 from ..parallel.resources import resolve_resources
-from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import CheckpointVerbs
+
+if TYPE_CHECKING:
+    from ..core.accumulation import AccumulationSchedule
+    from ..metrics.logger import Logger
+    from ..parallel.strategy import Strategy
 
 
 class Fabric(CheckpointVerbs):

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError
@@ -43,6 +42,8 @@ class _Calls:
         converts, context = precision.converts_batch, self._context or nullcontext()
         if not converts and self._context is None:
             return function
+
+        from lightning_utilities.core.apply_func import apply_to_collection
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if converts:

@@ -1,1 +1,18 @@
 """Starting, supervising, signalling and ending ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.lazy_exports import on_call
+
+if TYPE_CHECKING:
+    from .fork_launcher import launch_function as launch_function
+    from .script_launcher import launch_script as launch_script
+
+_HOMES = {
+    "launch_function": ".fork_launcher",
+    "launch_script": ".script_launcher",
+}
+
+__getattr__ = on_call(__name__, _HOMES)

@@ -19,7 +19,6 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..data.evaluation_source import EvaluationSource
@@ -161,6 +160,8 @@ def _run_loader(
     sink: _StepFigures | list[tuple[int, Any]] | None,
 ) -> None:
     """Run this rank's batches of a loader; a list gets the numbered outputs."""
+    from lightning_utilities.core.apply_func import apply_to_collection
+
     names = ("batch", "batch_idx", "dataloader_idx")
     context = run.fabric.forward_context()
     user_step = with_arity(getattr(run.module, f"{plan.prefix}_step"), names)

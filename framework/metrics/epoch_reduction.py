@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import MetricError, did_you_mean
+from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
 from .metric_entry import Entry, Part, combine
 from .torchmetrics_state import compute_over_ranks, packed_states
@@ -33,7 +34,7 @@ class Contribution:
 
 
 def exchange(
-    world: World, stage: str, entries: Mapping[str, Entry], fed: set[int | None], more: bool
+    world: World, stage: str, entries: Mapping[str, Entry], fed: set[int | None], more: bool, size: FrameSize
 ) -> tuple[dict[Entry, Tensor], bool]:
     """Return the value of each name over all ranks, and whether any rank has ``more`` to log. Collective.
 
@@ -44,7 +45,7 @@ def exchange(
         return {entry: _value(key, entry, []) for key, entry in entries.items()}, more
     counts = world.counts_data
     mine = _contribution(entries, fed, more) if counts else Contribution(set(), more, {}, {}, {})
-    gathered = world.all_gather_object(mine)
+    gathered = world.all_gather_object(mine, size)
     _check(stage, gathered)
     names = dict.fromkeys(name for part in gathered for name in part.kinds)
     known = {name: entries.get(name) or _stand_in(name, gathered) for name in names}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError, MetricError, did_you_mean
+from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
 from .epoch_reduction import exchange
 from .metric_entry import Entry, Flags, settle
@@ -60,6 +61,7 @@ class MetricLog:
         self._training = stage == "train"
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
+        self._frame_size = FrameSize()
         self.mark = 0
         """Tells the names apart that are logged for the epoch's end by all ranks; below 2**20."""
 
@@ -255,7 +257,7 @@ class MetricLog:
             scope.clear()
         self.mark = 0
         fed = self.fed | ({None} if self.batches else set())
-        return exchange(self.world, self.stage, entries, fed, more)
+        return exchange(self.world, self.stage, entries, fed, more, self._frame_size)
 
     def finish(self) -> None:
         """Start a new epoch: metrics that were logged are reset."""

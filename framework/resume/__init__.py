@@ -1,1 +1,30 @@
 """What of a run is saved, when it is saved, and how it is restored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.lazy_exports import on_call
+
+if TYPE_CHECKING:
+    from .capture import capture_run as capture_run
+    from .export import check_export as check_export
+    from .export import export_module as export_module
+    from .export import export_run as export_run
+    from .restore import agree_on_resumption as agree_on_resumption
+    from .restore import load_model as load_model
+    from .restore import regroup as regroup
+    from .restore import restore_run as restore_run
+
+_HOMES = {
+    "agree_on_resumption": ".restore",
+    "capture_run": ".capture",
+    "check_export": ".export",
+    "export_module": ".export",
+    "export_run": ".export",
+    "load_model": ".restore",
+    "regroup": ".restore",
+    "restore_run": ".restore",
+}
+
+__getattr__ = on_call(__name__, _HOMES)

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from ..checkpoint import save
 from ..checkpoint.background_deletion import BackgroundDeletion
 from ..checkpoint.background_task import Background
 from ..checkpoint.save_request import SaveRequest
 from ..checkpoint.staging import Staging
 from ..checkpoint.write_plan import Snapshot
-from ..checkpoint.writer import save
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
 from ..distributed.control import Signal
-from .capture import capture_run
+from . import capture_run
 
 if TYPE_CHECKING:
     from ..data.accumulation_window import Windows

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint import read_manifest
 from ..checkpoint.save_request import SaveRequest
 from ..core.errors import CheckpointError, NonFiniteError, Preempted, StorageError
 from ..launch.slurm import NEAR_END, REQUEUED_AT, requeue

@@ -7,15 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..api.callback import saved_by
-from ..api.contracts import CallbackContract
-from ..checkpoint.inspect_manifest import kind_of
-from ..checkpoint.latest import newest_good
+from ..checkpoint import clean_own, clean_shared, kind_of, newest_good, read_manifest
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.manifest_file import read_manifest
-from ..checkpoint.stale_files import clean_own, clean_shared
 from ..core.errors import CheckpointError, ConfigurationError, StorageError
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.world import World
@@ -23,6 +19,10 @@ from ..launch.restart_policy import FitRecord, earlier_fit, record_fit
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory, identity_of, next_version, versions
 from .preempted_save import is_name
+
+if TYPE_CHECKING:
+    from ..api.contracts import CallbackContract
+    from ..distributed.world import World
 
 T = TypeVar("T")
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
-from ..core.precision import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from ..core.precision import Precision
 
 
 class Mover(Protocol):

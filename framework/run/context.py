@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from torch.optim import Optimizer
-
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch.optim import Optimizer
+
     from ..api.contracts import TrainerView
     from ..checkpoint.save_request import SaveRequest
     from ..data.accumulation_window import Windows

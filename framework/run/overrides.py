@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
-
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, LoopError
-from ..parallel.strategy import StepFunction, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch.optim import Optimizer
+
+    from ..parallel.strategy import StepFunction, Strategy
 
 
 class StrategyOptimizer:

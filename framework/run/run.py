@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
-
-from torch import Tensor
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback, in_call_order, wanted
 from ..api.train_module import TrainModule
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, MetricError, NonFiniteError
-from ..core.optimizer_config import SchedulerConfig
 from ..core.progress import Progress
 from ..distributed.control import Sent, Signal, Triggers
-from ..distributed.world import World
-from ..fabric.fabric import Fabric
-from ..metrics.logger_threads import LoggerFanout
 from ..metrics.metric_log import MetricLog
 from ..state.weight_average import Average, AverageSettings
 from ..state.weight_averages import Averages
-from .context import ManualOptimizer, RunContext, RunSaver
 from .run_metrics import RunMetrics
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from ..core.optimizer_config import SchedulerConfig
+    from ..distributed.world import World
+    from ..fabric.fabric import Fabric
+    from ..metrics.logger_threads import LoggerFanout
+    from .context import ManualOptimizer, RunContext, RunSaver
 
 Hook = Callable[..., Any]
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..core.errors import MetricError, did_you_mean
-from ..core.progress import Progress
-from ..metrics.logger_threads import LoggerFanout
-from ..metrics.metric_entry import Entry
-from ..metrics.metric_log import MetricLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ..core.progress import Progress
+    from ..metrics.logger_threads import LoggerFanout
+    from ..metrics.metric_entry import Entry
+    from ..metrics.metric_log import MetricLog
 
 # The flag of the entries of a log that each reader gets.
 _FLAGS = {"progress_bar": "prog_bar", "logged": "logger"}

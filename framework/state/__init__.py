@@ -1,1 +1,18 @@
 """The canonical state of live modules and optimizers, and averages of weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.lazy_exports import on_call
+
+if TYPE_CHECKING:
+    from .module_loading import rebuild_module as rebuild_module
+    from .module_state import encode_known as encode_known
+
+_HOMES = {
+    "encode_known": ".module_state",
+    "rebuild_module": ".module_loading",
+}
+
+__getattr__ = on_call(__name__, _HOMES)

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..api.callback import Callback
 from ..checkpoint.open_on_all_ranks import open_on_all_ranks
-from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import mix_seed, seed_generators
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.rank_zero_first import first_in_turn
+from ..loop import ManualStep, statistics_pass
 from ..loop.automatic_step import AutomaticStep
-from ..loop.batch_norm_statistics import statistics_pass
-from ..loop.evaluation_loop import EvaluationPlan
-from ..loop.fit_loop import FitLoop
-from ..loop.manual_step import ManualStep
 from ..metrics.logger_threads import LoggerFanout
 from ..parallel.sync_batch_norm import share_batch_statistics
+from ..resume import agree_on_resumption, load_model, regroup, restore_run
 from ..resume.checkpoint_saver import Saver
 from ..resume.rank_state import restore_rank
-from ..resume.restore import Resumption, agree_on_resumption, load_model, regroup, restore_run
 from ..resume.resume_point import Origin, claim_directory, find_checkpoint
 from ..run.batch_transfer import batch_transfer
 from ..run.overrides import check_closure
@@ -33,8 +28,15 @@ from ..run.run import Run
 from .data_sources import Data, require_data
 from .loop_assembly import build_loop, evaluation_plan
 from .plugins import check_state_keys
-from .resolved_settings import Settings
-from .session import Session, StageRequest
+
+if TYPE_CHECKING:
+    from ..api.callback import Callback
+    from ..checkpoint.reader import Checkpoint
+    from ..loop.evaluation_loop import EvaluationPlan
+    from ..loop.fit_loop import FitLoop
+    from ..resume.restore import Resumption
+    from .resolved_settings import Settings
+    from .session import Session, StageRequest
 
 
 def assemble_fit(session: Session, request: StageRequest) -> FitLoop:

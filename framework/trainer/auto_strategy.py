@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, PhalanxError
 from ..core.position_rng import RandomStream
-from ..core.precision import Precision
 from ..core.registry import STRATEGIES
 from ..data.combined_source import prepare_training
 from ..distributed.world import World
@@ -30,12 +27,18 @@ from ..memory.measure import (
     without_data,
 )
 from ..memory.memory_plan import MemoryPlan, candidates, casts_of, fits_easily, make_plan
-from ..parallel.resources import Resources
 from ..run.batch_transfer import batch_transfer
 from ..run.overrides import is_overridden
 from ..system.environment import nvme_path
 from .data_sources import Data
-from .session import Session, StageRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..api.train_module import TrainModule
+    from ..core.precision import Precision
+    from ..parallel.resources import Resources
+    from .session import Session, StageRequest
 
 # Errors that mean a strategy cannot be used on this machine.
 _REFUSALS = (PhalanxError, ImportError, OSError)

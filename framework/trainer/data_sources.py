@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, DataError
 from ..data.combined_source import prepare_evaluations, prepare_training
-from ..data.evaluation_source import EvaluationSource
-from ..data.training_source import TrainingSource
-from ..distributed.world import World
-from .resolved_settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..api.data_module import DataModule
+    from ..data.evaluation_source import EvaluationSource
+    from ..data.training_source import TrainingSource
+    from ..distributed.world import World
+    from .resolved_settings import Settings
 
 _ARGUMENTS = {
     "train": "train_dataloaders",

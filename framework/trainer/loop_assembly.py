@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.reader import Checkpoint
 from ..core.errors import ConfigurationError
 from ..data.accumulation_window import Windows
-from ..data.evaluation_source import EvaluationSource
 from ..loop.evaluation_loop import EvaluationPlan
 from ..loop.fit_loop import FitLoop, FitPlan
 from ..run.overrides import is_overridden
-from ..run.run import Run
-from .data_sources import Data
-from .resolved_settings import Settings
-from .session import Session, StageRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..checkpoint.reader import Checkpoint
+    from ..data.evaluation_source import EvaluationSource
+    from ..run.run import Run
+    from .data_sources import Data
+    from .resolved_settings import Settings
+    from .session import Session, StageRequest
 
 
 def build_loop(session: Session, run: Run, data: Data, request: StageRequest, checkpoint: Checkpoint | None) -> FitLoop:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..distributed.world import placement
-from ..launch.fork_launcher import launch_function
-from .session import Session, StageRequest
+from ..launch import launch_function
 from .stages import run_stage
+
+if TYPE_CHECKING:
+    from .session import Session, StageRequest
 
 
 def run_in_function(session: Session, stage: str, request: StageRequest) -> Any:

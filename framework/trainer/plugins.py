@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS, Registry
 from ..metrics.logger import Logger
 from .checks import check_callback
-from .resolved_settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .resolved_settings import Settings
 
 _SWITCHES = {
     "model_summary": "enable_model_summary",

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch.optim import Optimizer
-
-from ..api.callback import Callback
-from ..api.data_module import DataModule
-from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
-from ..core.optimizer_config import SchedulerConfig
-from ..core.progress import Progress
 from ..core.registry import CALLBACKS
-from ..fabric.fabric import Fabric
-from ..loop.evaluation_loop import EvaluationPlan
-from ..loop.fit_loop import FitLoop
-from ..metrics.logger import Logger
-from ..run.run import Run
-from ..system.run_directory import RunDirectory
-from ..watchdog.heartbeat import Heartbeat
 from .rank_properties import RankProperties
-from .resolved_settings import Settings
-from .session import TrainerState
 from .setting_properties import SettingProperties
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from ..api.callback import Callback
+    from ..api.data_module import DataModule
+    from ..api.train_module import TrainModule
+    from ..core.optimizer_config import SchedulerConfig
+    from ..core.progress import Progress
+    from ..fabric.fabric import Fabric
+    from ..loop.evaluation_loop import EvaluationPlan
+    from ..loop.fit_loop import FitLoop
+    from ..metrics.logger import Logger
+    from ..run.run import Run
+    from ..system.run_directory import RunDirectory
+    from ..watchdog.heartbeat import Heartbeat
+    from .resolved_settings import Settings
+    from .session import TrainerState
 
 
 class TrainerProperties(SettingProperties, RankProperties):

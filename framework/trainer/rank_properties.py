@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ..distributed.world import World
-from ..parallel.strategy import Strategy
-from ..system.launcher_env import Placement
-from .session import Session
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..distributed.world import World
+    from ..parallel.strategy import Strategy
+    from ..system.launcher_env import Placement
+    from .session import Session
 
 
 class RankProperties:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback, saved_by
-from ..run.run import Run
 
 if TYPE_CHECKING:
     from ..data.accumulation_window import Windows
     from ..loop.fit_loop import FitPlan
+    from ..run.run import Run
 
 _TENSORBOARD_FILES = "events.out.tfevents.*"
 

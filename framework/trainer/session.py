@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback, saved_by
-from ..api.contracts import TrainerView
-from ..api.data_module import DataModule
-from ..api.train_module import TrainModule
-from ..core.accumulation import AccumulationSchedule
 from ..core.progress import Progress
-from ..fabric.fabric import Fabric
-from ..loop.fit_loop import FitLoop
-from ..metrics.logger import Logger
-from ..parallel.resources import Resources
 from ..run.context import RunContext
-from ..run.run import Run
-from ..system.run_directory import RunDirectory
 from ..watchdog.heartbeat import Heartbeat
-from .resolved_settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ..api.contracts import TrainerView
+    from ..api.data_module import DataModule
+    from ..api.train_module import TrainModule
+    from ..core.accumulation import AccumulationSchedule
+    from ..fabric.fabric import Fabric
+    from ..loop.fit_loop import FitLoop
+    from ..metrics.logger import Logger
+    from ..parallel.resources import Resources
+    from ..run.run import Run
+    from ..system.run_directory import RunDirectory
+    from .resolved_settings import Settings
 
 METRIC_KINDS = ("callback", "logged", "progress_bar")
 

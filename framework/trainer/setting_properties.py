@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..core.errors import ConfigurationError
-from .resolved_settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .resolved_settings import Settings
 
 T = TypeVar("T")
 

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.errors import StorageError
-from ..diagnostics.collective_trace import comparing_collectives
+from ..diagnostics import comparing_collectives
 from ..distributed.control import Signal
 from ..launch.exit_hooks import install_rank_hooks
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
-from ..loop.evaluation_loop import evaluate, predict
-from ..loop.fit_loop import FitLoop
-from ..state.module_state import encode_known
+from ..loop import evaluate, predict
+from ..state import encode_known
 from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.redaction import without_secrets
 from ..system.run_directory import REPORT
-from ..watchdog.in_process_watchdog import watched
-from .assembly import assemble_evaluation, assemble_fit
-from .auto_strategy import choose_strategy
+from ..watchdog import watched
+from . import assemble_evaluation, assemble_fit, choose_strategy
 from .run_report import box, end_lines, report, start_lines
-from .session import Session, StageRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from ..loop.fit_loop import FitLoop
+    from .session import Session, StageRequest
 
 
 def run_stage(session: Session, stage: str, request: StageRequest) -> Any:

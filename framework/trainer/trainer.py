@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,19 +14,18 @@ from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, is_count
 from ..distributed.control import Signal
 from ..fabric.fabric import Fabric
+from ..launch import launch_script
 from ..launch.exit_hooks import install_exit_codes
-from ..launch.script_launcher import launch_script
 from ..memory.memory_plan import MemoryPlan
-from ..resume.export import check_export, export_module, export_run
+from ..resume import check_export, export_module, export_run
 from ..resume.resume_point import checked_checkpoint_path
 from ..resume.save_directory import make_ready
 from ..run.run import Run
-from ..state.weight_average import Average, AverageSettings
 from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
 from ..system.run_directory import RunDirectory
+from . import plan_memory
 from .argument_hints import takes
-from .auto_strategy import plan_memory
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .notebook import run_in_function
 from .plugins import resolve_callbacks, resolve_loggers
@@ -38,6 +36,16 @@ from .run_report import say
 from .session import Session, StageRequest
 from .settings import TrainerSettings
 from .stages import run_stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..api.data_module import DataModule
+    from ..api.train_module import TrainModule
+    from ..core.accumulation import AccumulationSchedule
+    from ..memory.memory_plan import MemoryPlan
+    from ..run.run import Run
+    from ..state.weight_average import Average, AverageSettings
 
 _DEFAULT_NAME = "phalanx_logs"
 

@@ -1,1 +1,16 @@
 """Detection of ranks that make no progress: heartbeats, limits, stack dumps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.lazy_exports import on_call
+
+if TYPE_CHECKING:
+    from .in_process_watchdog import watched as watched
+
+_HOMES = {
+    "watched": ".in_process_watchdog",
+}
+
+__getattr__ = on_call(__name__, _HOMES)

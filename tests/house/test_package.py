@@ -18,6 +18,33 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 HEAVY = {"deepspeed", "tensorboard", "torchmetrics", "rich", "lightning", "pytorch_lightning", "accelerate"}
 
+# Modules that start-up does not pay for: they are imported when one of their functions is first called.
+LOADED_WHEN_CALLED = {
+    "checkpoint.inspect_manifest",
+    "checkpoint.latest",
+    "checkpoint.stale_files",
+    "checkpoint.whole_checkpoint",
+    "checkpoint.writer",
+    "diagnostics.collective_trace",
+    "launch.fork_launcher",
+    "launch.fork_server",
+    "launch.rank_output",
+    "launch.script_launcher",
+    "launch.supervisor",
+    "lightning_utilities",
+    "loop.batch_norm_statistics",
+    "loop.evaluation_loop",
+    "loop.manual_step",
+    "memory.formulas",
+    "resume.capture",
+    "resume.export",
+    "resume.restore",
+    "state.module_loading",
+    "trainer.assembly",
+    "trainer.auto_strategy",
+    "watchdog.in_process_watchdog",
+}
+
 
 def copies(files: Mapping[str, str | None], root: Path) -> dict[str, list[str]]:
     """Return the files of the package that are loaded under more than one name."""
@@ -51,10 +78,15 @@ def belongs_in_wheel(files: Iterable[str]) -> set[str]:
 
 def loaded_by(statement: str, before: str = "") -> set[str]:
     """Run a statement in a fresh interpreter; return the top-level modules that it adds to those of ``before``."""
+    return {name.split(".")[0] for name in modules_loaded_by(statement, before)}
+
+
+def modules_loaded_by(statement: str, before: str = "") -> set[str]:
+    """Run a statement in a fresh interpreter; return the modules that it adds to those of ``before``."""
     show = "import json; print(json.dumps(sorted(set(sys.modules) - old)))"
     script = f"import sys\n{before}\nold = set(sys.modules)\n{statement}\n{show}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
-    return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 def test_one_copy_of_the_package_is_loaded() -> None:
@@ -85,6 +117,16 @@ def test_import_phalanx_loads_only_itself_and_the_standard_library() -> None:
 def test_the_trainer_loads_nothing_heavy_beside_torch() -> None:
     added = loaded_by("import phalanx; phalanx.Trainer, phalanx.TrainModule, phalanx.Fabric", before="import torch")
     assert not added & HEAVY
+
+
+def test_the_trainer_loads_no_module_that_a_plain_fit_does_not_run() -> None:
+    added = modules_loaded_by("from phalanx import Trainer, TrainModule", before="import torch")
+    assert not {name.removeprefix("phalanx.framework.") for name in added} & LOADED_WHEN_CALLED
+
+
+def test_a_planted_module_that_is_loaded_too_early_is_found() -> None:
+    added = modules_loaded_by("from phalanx import Trainer; import phalanx.framework.launch.supervisor")
+    assert {name.removeprefix("phalanx.framework.") for name in added} & LOADED_WHEN_CALLED
 
 
 def test_deepspeed_is_loaded_by_runs_under_it_alone() -> None:

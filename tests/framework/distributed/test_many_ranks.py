@@ -22,7 +22,8 @@ from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
 from phalanx.framework.distributed import world as world_module
 from phalanx.framework.distributed.control import Triggers
-from phalanx.framework.distributed.world import Pending, World, frame_bytes
+from phalanx.framework.distributed.object_frames import frame_bytes
+from phalanx.framework.distributed.world import Pending, World
 from phalanx.framework.system.processes import allow_open_files
 
 

@@ -546,6 +546,41 @@ def test_one_collective_for_all_metrics_of_an_epoch(ranks: int, count: int) -> N
     assert results[0][1]["metric_0"] == pytest.approx(mean)
 
 
+def buffer_sizes(counts: list[int]) -> list[int]:
+    """Return the bytes that each epoch's collectives send, of epochs with these numbers of metrics."""
+    module, log = log_of(world=World.from_environment("cpu"))
+    log.world.barrier()  # Building the control group sends objects too.
+    sent: list[int] = []
+    gather = World._gather_bytes
+
+    def counted(world: World, source: bytearray) -> list[memoryview]:
+        sent[-1] += len(source)
+        return gather(world, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "_gather_bytes", counted)
+        for epoch, count in enumerate(counts):
+            sent.append(0)
+            for index in range(count):
+                module.log(f"metric_{index}", 0.1 * index + epoch, batch_size=2, **EPOCH)
+            values = epoch_values(log)
+            assert values == pytest.approx({f"metric_{index}": 0.1 * index + epoch for index in range(count)})
+    return sent
+
+
+def test_after_the_first_epoch_the_buffers_are_as_large_as_the_metrics_need() -> None:
+    for sizes in run_on_ranks(2, buffer_sizes, [1, 1, 1]):
+        assert sizes == [16 * 1024, 512, 512]
+
+
+def test_an_epoch_with_more_metrics_than_before_enlarges_the_buffers_once() -> None:
+    for sizes in run_on_ranks(2, buffer_sizes, [1, 60, 60, 1]):
+        first, grown, then, last = sizes
+        assert first == 16 * 1024
+        assert grown > 512
+        assert grown - 512 < then == last < first
+
+
 def no_collective_in_steps() -> list[str]:
     module, log = log_of(world=World.from_environment("cpu"))
     with counted_collectives() as calls:
