@@ -82,7 +82,7 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
         regroup(run, resumption)
     run.heartbeat.reach()
     run.optimizers = run.fabric.strategy.setup(module, run.optimizers, training=True)
-    transfer = batch_transfer(run.fabric, module, request.datamodule)
+    transfer = batch_transfer(run.world.device, run.fabric.precision, module, request.datamodule)
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
     if loop.plan.validation is not None:
         loop.plan.validation.transfer = transfer
@@ -125,7 +125,7 @@ def assemble_evaluation(trainer: Trainer, request: FitRequest, stage: str) -> tu
         checkpoint = open_everywhere(run.world, found)
         load_model(run, checkpoint)
     plan = _evaluation_plan(trainer, stage, sources)
-    plan.transfer = batch_transfer(run.fabric, request.module, request.datamodule)
+    plan.transfer = batch_transfer(run.world.device, run.fabric.precision, request.module, request.datamodule)
     return run, plan
 
 

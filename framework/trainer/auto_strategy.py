@@ -17,7 +17,6 @@ from ..core.position_rng import RandomStream
 from ..core.registry import STRATEGIES
 from ..data.combined_source import prepare_training
 from ..distributed.world import World
-from ..fabric.collectives import RankVerbs
 from ..memory.available_memory import Memory, bytes_of, memory_there
 from ..memory.formulas import LAYOUTS, ModelSize, Ranks
 from ..memory.measure import (
@@ -205,7 +204,7 @@ def _measure(trainer: Trainer, request: FitRequest, size: ModelSize, memory: Mem
     batch = _first_batch(trainer, request, world)
     # The copy, its gradients, and as much again for what it keeps.
     if 3 * size.elements * precision.parameter_dtype.itemsize < memory.device / 2:
-        transfer = batch_transfer(_Here(fabric.resources, world), module, request.datamodule)
+        transfer = batch_transfer(world.device, precision, module, request.datamodule)
         return run_for_real(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
     return run_on_shapes(module, batch, precision)
 
@@ -238,12 +237,3 @@ def _first_batch(trainer: Trainer, request: FitRequest, world: World) -> Any:
             sequential=bool(settings.overfit_batches),
         )
         return next(source.start(0))
-
-
-class _Here(RankVerbs):
-    """This process's device and precision, for a batch's way there; no ranks are started."""
-
-    def __init__(self, resources: Resources, world: World) -> None:
-        super().__init__(resources)
-        self._world = world
-        self.precision = resources.precision

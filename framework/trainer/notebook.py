@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..distributed.world import placement
 from ..launch.fork_launcher import launch_function
 from .assembly import FitRequest
 from .stages import run_stage
@@ -38,7 +37,8 @@ def run_in_function(trainer: Trainer, stage: str, request: FitRequest) -> Any:
 
 
 def _in_rank(trainer: Trainer, stage: str, request: FitRequest) -> tuple[Any, dict[str, Any]]:
-    trainer.fabric.resources.place = placement()
+    resources = trainer.fabric.resources
+    resources.update_placement()
     result = run_stage(trainer, stage, request)
     outcome = {
         "weights": {
