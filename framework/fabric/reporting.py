@@ -71,7 +71,7 @@ class Reporting:
                 logger.finalize("success")
 
     @contextmanager
-    def profile(self, trace_dir: str | Path | None = None, **options: Any) -> Generator[Any, None, None]:
+    def profile(self, /, trace_dir: str | Path | None = None, **options: Any) -> Generator[Any, None, None]:
         """Profile a block with ``torch.profiler.profile(**options)``.
 
         Args:

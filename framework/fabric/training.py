@@ -44,8 +44,9 @@ class Training:
         self.windows.clear()
         self._window = None
 
+    # `self` is positional-only where further keywords are taken, or it could be one of them.
     def backward(
-        self, loss: Tensor, model: nn.Module | None = None, weight: float | Tensor | None = None, **options: Any
+        self, /, loss: Tensor, model: nn.Module | None = None, weight: float | Tensor | None = None, **options: Any
     ) -> None:
         """Compute gradients. Never steps an optimizer.
 
