@@ -1,19 +1,18 @@
-"""``CheckpointVerbs``: saving and loading in the canonical format. Nothing is pickled, and nothing that is read is."""
+"""``Checkpoints``: the part of a Fabric that saves and loads in the canonical format. Nothing is unpickled."""
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint import consolidate, decode, held, save, weights
-from ..checkpoint.manifest import MANIFEST
+from ..checkpoint import decode, held, save
 from ..checkpoint.open_on_all_ranks import open_on_all_ranks
 from ..core.errors import CheckpointError, ConfigurationError
 from ..distributed.collective_errors import on_all_ranks, on_rank_zero
@@ -22,44 +21,55 @@ from ..distributed.seed import restore as restore_generators
 from ..parallel.parameter_names import renamed
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
-from ..system.atomic_directories import remove_tree
 from . import compare, contents_of, is_stateful, parameter_names, restore, snapshot_of
+from .collectives import Collectives
+from .contents import Contents, Filter
+from .loading import Fits, Saved
 from .module import engine_of, unwrap
-from .state import Contents, Filter, Fits, Saved
-from .training import TrainingVerbs
+from .prepared import Prepared
+from .training import Training
+from .weight_files import publish_weights, read_weights
 
 Location = str | os.PathLike[str]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
+class Checkpoints:
+    """Saves and loads the objects of a loop, one by one or all at once."""
 
-class CheckpointVerbs(TrainingVerbs):
-    """Saving and loading what a loop is made of."""
+    def __init__(self, ranks: Collectives, prepared: Prepared, training: Training) -> None:
+        self._ranks = ranks
+        self._prepared = prepared
+        self._training = training
+        self._registered: list[Any] = []
 
-    _registered: list[Any]
+    def clear(self) -> None:
+        """Forget registered objects."""
+        self._registered.clear()
 
     def save(self, path: Location, state: Mapping[str, Any], filter: Filter | None = None) -> None:
         """Save a dict as a checkpoint: atomic, checksummed, the same under every strategy. Collective.
 
-        Its values may be modules, optimizers, anything with ``state_dict`` and ``load_state_dict`` (schedulers,
-        loaders), and plain values: numbers, strings, lists, dicts, tensors. A single module's tensors have its own
-        names, those of several begin with the key. ``filter`` maps a key to a function of name and value that says what
-        of a module's or object's state is saved.
+        Args:
+            path: the checkpoint's directory. An existing checkpoint is replaced.
+            state: modules, optimizers, anything with ``state_dict`` and ``load_state_dict`` (schedulers, loaders), and
+                plain values: numbers, strings, lists, dicts, tensors. The tensors of a single module are saved under
+                their own names, those of several are prefixed with the key.
+            filter: maps a key to a function of name and value that returns whether this part of the state is saved.
 
         Raises:
-            ConfigurationError: a value cannot be kept.
-            StorageError: the checkpoint cannot be written; one that was there still is.
+            ConfigurationError: a value cannot be saved.
+            StorageError: the checkpoint cannot be written; an existing one is left as it was.
         """
         self._save(path, state, filter or {}, None)
 
-    def _save(self, path: Location, state: Mapping[str, Any], kept: Filter, rank_state: Any) -> None:
-        contents = contents_of(state, self.strategy)
-        steps = max((one.applied for one in self._optimizers()), default=0)
+    def _save(self, path: Location, state: Mapping[str, Any], filter: Filter, rank_state: Any) -> None:
+        world, strategy = self._ranks.world, self._prepared.strategy
+        contents = contents_of(state, strategy)
+        steps = self._prepared.updates
         snapshot = snapshot_of(
-            contents, self._names(contents), self._own_state(), steps, kept, rank_state, self.world.is_global_zero
+            contents, self._names(contents), self._own_state(), steps, filter, rank_state, world.is_global_zero
         )
-        save(path, snapshot, self.world, sharded=not self.strategy.traits.replicates)
+        save(path, snapshot, world, sharded=not strategy.traits.replicates)
 
     def load(
         self,
@@ -68,39 +78,44 @@ class CheckpointVerbs(TrainingVerbs):
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Put a checkpoint's contents back in place and return the rest; without ``state``, all of it. Collective.
+        """Load a checkpoint, also one of a Trainer, into objects and return the rest of its contents. Collective.
 
-        Modules, optimizers and other objects in ``state`` take over what was saved under their key; other values are
-        replaced by it. A module or an optimizer alone takes over the only one there is. Checkpoints of a Trainer can be
-        read too. With ``strict=False`` what fits is loaded, and a warning names what was left. ``rename`` says what
-        took the place of the first parts of tensors' names since they were saved: ``{"net": "body.net"}``.
+        Args:
+            path: the checkpoint's directory.
+            state: modules, optimizers and other objects, which are restored in place, and plain values, which are
+                replaced in the dict; each from what was saved under its key. A module or an optimizer alone is restored
+                from the only one in the checkpoint. Without ``state`` all contents are returned.
+            strict: if False, matching tensors are loaded, and a warning lists the mismatches.
+            rename: maps the first parts of saved tensor names to the current ones: ``{"net": "body.net"}``.
 
         Raises:
-            CheckpointError: on all ranks; there is no checkpoint, it is damaged, or does not fit. The message lists all
-                that does not, and nothing has changed then.
+            CheckpointError: there is no checkpoint, it is damaged, or it does not match. Raised on all ranks, before
+                anything has changed; the message lists every mismatch.
         """
-        checkpoint, renames = open_on_all_ranks(self.world, path), rename or {}
+        world = self._ranks.world
+        checkpoint, renames = open_on_all_ranks(world, path), rename or {}
         if state is None:
-            return on_all_ranks(self.world, lambda: Saved.read(checkpoint, None, renames).remainder(()))
+            return on_all_ranks(world, lambda: Saved.read(checkpoint, None, renames).remainder(()))
 
         def compared() -> tuple[dict[str, Any], Contents, Saved, Fits]:
             given = (
                 state if isinstance(state, dict) else {_only_key(Saved.read(checkpoint, None, renames), state): state}
             )
-            contents = contents_of(given, self.strategy)
+            contents = contents_of(given, self._prepared.strategy)
             saved = Saved.read(checkpoint, contents, renames)
             return given, contents, saved, compare(saved, contents, self._names(contents), strict)
 
-        given, contents, saved, fits = on_all_ranks(self.world, compared)
+        given, contents, saved, fits = on_all_ranks(world, compared)
         restore(saved, contents, fits, given)
         if contents.optimizers:
             self._load_own_state(saved.own)
-        self._tell_left(checkpoint.path, fits.problems)
+        self._warn_not_loaded(checkpoint.path, fits.problems)
         return saved.remainder(given)
 
-    def _tell_left(self, path: Path, problems: list[str]) -> None:
-        if problems and self.world.is_global_zero:
-            warnings.warn(f"of {path} this was left: {listed(problems)}.", stacklevel=3)
+    def _warn_not_loaded(self, path: Path, problems: list[str]) -> None:
+        if problems and self._ranks.world.is_global_zero:
+            # The level of the user's line: behind this method, the verb, and the Fabric's call of it.
+            warnings.warn(f"not loaded from {path}: {listed(problems)}.", stacklevel=4)
 
     def load_raw(
         self,
@@ -109,17 +124,21 @@ class CheckpointVerbs(TrainingVerbs):
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the weights in a checkpoint or in safetensors files, by name, and put them into ``obj`` if given.
+        """Return the weights in a checkpoint or in safetensors files, by name. Collective if ``obj`` is given.
 
-        Collective where there is an ``obj``. ``path`` is a checkpoint, a ``.safetensors`` file, or a directory that
-        ``save_model`` or Hugging Face wrote. ``strict`` and ``rename`` are as in ``load``.
+        Args:
+            path: a checkpoint, a ``.safetensors`` file, or a directory that ``save_model`` or Hugging Face wrote.
+            obj: a module to load the weights into.
+            strict: as in ``load``.
+            rename: as in ``load``.
 
         Raises:
-            CheckpointError: nothing readable is there, or it does not fit the module; on all ranks, where there is one.
+            CheckpointError: there are no readable weights, or they do not match the module. Raised on all ranks if a
+                module is given.
         """
 
         def read() -> dict[str, Tensor]:
-            found = _read_weights(Path(path))
+            found = read_weights(Path(path))
             return {new: found[old] for new, old in renamed(found, rename or {}).items()}
 
         if obj is None:
@@ -128,7 +147,7 @@ class CheckpointVerbs(TrainingVerbs):
             raise ConfigurationError("load_raw puts weights into a module; load an optimizer with fabric.load.")
         module = unwrap(obj)
         engine = engine_of(obj)
-        strategy = self.strategy if engine is None else engine.strategy
+        strategy = self._prepared.strategy if engine is None else engine.strategy
 
         def compared() -> tuple[dict[str, Tensor], ModelMatch]:
             tensors = read()
@@ -137,15 +156,15 @@ class CheckpointVerbs(TrainingVerbs):
                 refuse(Path(path), type(module).__name__, match.problems, LENIENT)
             return tensors, match
 
-        tensors, match = on_all_ranks(self.world, compared)
+        tensors, match = on_all_ranks(self._ranks.world, compared)
         put_model(strategy, module, held({name: tensors[name] for name in match.tensors}))
-        self._tell_left(Path(path), match.problems)
+        self._warn_not_loaded(Path(path), match.problems)
         return tensors
 
     # ---- everything at once ---------------------------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have ``save_state`` keep further objects, in this order.
+        """Let ``save_state`` save further objects, in this order.
 
         Raises:
             ConfigurationError: one has no ``state_dict`` and ``load_state_dict``.
@@ -159,53 +178,58 @@ class CheckpointVerbs(TrainingVerbs):
         self._registered += objects
 
     def save_state(self, output_dir: Location) -> None:
-        """Save all that is set up or registered, and every rank's random generators, as a checkpoint. Collective."""
+        """Save all objects that are set up or registered, and every rank's random generators. Collective."""
         self._save(output_dir, self._everything(), {}, {"random": capture()})
 
     def load_state(self, input_dir: Location) -> None:
-        """Put back what ``save_state`` kept; the same things must be set up and registered, in order. Collective.
+        """Load what ``save_state`` saved. The same objects must be set up and registered, in order. Collective.
 
         Raises:
-            CheckpointError: it does not fit; nothing has changed then.
+            CheckpointError: it does not match. Nothing has changed then.
         """
-        state = self._everything()
+        state, world = self._everything(), self._ranks.world
         self.load(input_dir, state)
-        documents = open_on_all_ranks(self.world, input_dir, verified=True).rank_documents
-        if len(documents) == self.world.size and documents[self.world.rank] is not None:
-            restore_generators(decode(documents[self.world.rank])["random"])
+        documents = open_on_all_ranks(world, input_dir, verified=True).rank_documents
+        # Another number of ranks has no generators to continue with.
+        if len(documents) == world.size and documents[world.rank] is not None:
+            restore_generators(decode(documents[world.rank])["random"])
 
     def _everything(self) -> dict[str, Any]:
+        prepared = self._prepared
         groups: dict[str, list[Any]] = {
-            "module": [engine.module for engine in self._engines],
-            "optimizer": self._optimizers(),
-            "scheduler": self._schedulers,
-            "loader": self._loaders,
+            "module": [engine.module for engine in prepared.engines],
+            "optimizer": prepared.optimizers,
+            "scheduler": prepared.schedulers,
+            "loader": prepared.loaders,
             "object": self._registered,
         }
         return {f"{kind}_{number}": value for kind, values in groups.items() for number, value in enumerate(values)}
 
     def _names(self, contents: Contents) -> dict[int, str]:
-        return parameter_names(contents, [engine.module for engine in self._engines])
+        return parameter_names(contents, [engine.module for engine in self._prepared.engines])
 
     def _own_state(self) -> dict[str, Any]:
+        """Return the state of the Fabric itself: loss scale, windows, and how many updates were applied."""
+        scaler, windows = self._prepared.scaler, self._training.windows
         return {
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "windows": {",".join(map(str, key)): window.state_dict() for key, window in self._windows.items()},
-            "applied": [one.applied for one in self._optimizers()],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "windows": {",".join(map(str, key)): window.state_dict() for key, window in windows.items()},
+            "applied": [one.applied for one in self._prepared.optimizers],
         }
 
     def _load_own_state(self, own: Mapping[str, Any]) -> None:
-        if self.scaler is not None and own.get("scaler") is not None:
-            self.scaler.load_state_dict(own["scaler"])
+        prepared = self._prepared
+        if prepared.scaler is not None and own.get("scaler") is not None:
+            prepared.scaler.load_state_dict(own["scaler"])
         for key, state in own.get("windows", {}).items():
             numbers = tuple(int(number) for number in key.split(",") if number)
-            if all(number < len(self._engines) for number in numbers):
-                self._window_of(numbers).load_state_dict(state)
-        applied = own.get("applied", ())
-        if len(applied) == len(self._optimizers()):
-            for one, count in zip(self._optimizers(), applied, strict=True):
-                one.applied = int(count)
-            for scheduler in self._schedulers:
+            if all(number < len(prepared.engines) for number in numbers):
+                self._training.window_of(numbers).load_state_dict(state)
+        applied, optimizers = own.get("applied", ()), prepared.optimizers
+        if len(applied) == len(optimizers):
+            for one, count in zip(optimizers, applied, strict=True):
+                one.load_applied(int(count))
+            for scheduler in prepared.schedulers:
                 scheduler.catch_up()
 
     # ---- for other programs ---------------------------------------------------------------------------------------
@@ -219,27 +243,28 @@ class CheckpointVerbs(TrainingVerbs):
     ) -> None:
         """Write a module's weights as ``model.safetensors``, or shards and an index, for other programs. Collective.
 
-        Other files in the directory stay; weights that were there are replaced.
+        Existing weights in the directory are replaced, other files are kept.
+
+        Args:
+            model: the module.
+            save_directory: the directory, created if missing.
+            max_shard_size: the size of a file, in bytes or as ``"10GB"``.
+            safe_serialization: must be True.
 
         Raises:
-            ConfigurationError: ``max_shard_size`` is no size, or a pickle is asked for.
+            ConfigurationError: ``max_shard_size`` is not a size, or ``safe_serialization`` is False.
             StorageError: the directory cannot be written.
         """
         if not safe_serialization:
             raise ConfigurationError("safe_serialization=False asks for a pickle, which phalanx does not write.")
         directory = Path(os.path.abspath(save_directory))
         draft = directory / ".saving"
-        contents = contents_of({"model": model}, self.strategy)
-        snapshot = snapshot_of(contents, {}, {}, 0, {}, None, self.world.is_global_zero)
-        self._make(directory)
-        save(draft, snapshot, self.world, sharded=not self.strategy.traits.replicates)
-        on_rank_zero(self.world, lambda: _publish_weights(draft, directory, max_shard_size))
-
-    def _make(self, directory: Path) -> None:
-        def make() -> None:
-            directory.mkdir(parents=True, exist_ok=True)
-
-        on_rank_zero(self.world, make)
+        world, strategy = self._ranks.world, self._prepared.strategy
+        contents = contents_of({"model": model}, strategy)
+        snapshot = snapshot_of(contents, {}, {}, 0, {}, None, world.is_global_zero)
+        on_rank_zero(world, partial(directory.mkdir, parents=True, exist_ok=True))
+        save(draft, snapshot, world, sharded=not strategy.traits.replicates)
+        on_rank_zero(world, lambda: publish_weights(draft, directory, max_shard_size))
 
 
 def _only_key(saved: Saved, value: nn.Module | Optimizer) -> str:
@@ -251,49 +276,3 @@ def _only_key(saved: Saved, value: nn.Module | Optimizer) -> str:
             "which."
         )
     return keys[0] if keys else what
-
-
-def _publish_weights(draft: Path, directory: Path, max_shard_size: int | str) -> None:
-    shards = directory / ".shards"
-    try:
-        if shards.exists():
-            remove_tree(shards)
-        consolidate(draft, shards, max_shard_size)
-        files = sorted(path.name for path in shards.glob("*.safetensors"))
-        single = len(files) == 1
-        for name in files:
-            os.replace(shards / name, directory / (_SINGLE if single else name))
-        if single:
-            (directory / _INDEX).unlink(missing_ok=True)
-        else:
-            os.replace(shards / _INDEX, directory / _INDEX)
-        written = {_SINGLE} if single else set(files)
-        for path in [*directory.glob("model-*-of-*.safetensors"), directory / _SINGLE]:
-            if path.name not in written:
-                path.unlink(missing_ok=True)
-    finally:
-        for leftover in (shards, draft):
-            if leftover.exists():
-                remove_tree(leftover)
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if path.is_dir() and (path / MANIFEST).exists():
-        return weights(path)
-    files = [path]
-    if path.is_dir():
-        index = path / _INDEX
-        files = [path / _SINGLE]
-        if index.exists():
-            table: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [path / name for name in sorted(set(table.values()))]
-    try:
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} holds no weights that can be read ({error}): give a checkpoint, a .safetensors file, or a "
-            "directory with model.safetensors."
-        ) from error

@@ -1,4 +1,4 @@
-"""``RankVerbs``: what a user's loop asks of the ranks: who am I, gather, reduce, wait, agree."""
+"""``Collectives``: the part of a Fabric that exchanges data between ranks, waits for them and agrees with them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _REDUCTIONS = ("sum", "mean", "none")
 
 
-class RankVerbs:
-    """The ranks as verbs. Methods marked "Collective" must be called by all ranks in the same order."""
+def to_device(obj: Any, device: torch.device) -> Any:
+    """Move a tensor, a module or a collection of tensors to a device. Copies from pinned memory do not block."""
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    if isinstance(obj, torch.nn.Module):
+        return obj.to(device)
+    return apply_to_collection(obj, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class Collectives:
+    """Communication between ranks. Every rank must call methods marked "Collective", in the same order."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
@@ -32,11 +41,9 @@ class RankVerbs:
         self._triggers: Triggers | None = None
         self._fired: set[str] = set()
 
-    # ---- who this is ----------------------------------------------------------------------------------------------
-
     @property
     def world(self) -> World:
-        """This process among the ranks; joined when it is first asked for. Collective the first time.
+        """The process group. Joined on first access, which is collective.
 
         Raises:
             ConfigurationError: the ranks have not been started.
@@ -51,117 +58,52 @@ class RankVerbs:
             self._world = self.resources.connect()
         return self._world
 
-    def leave_world(self) -> None:
-        """Join the ranks anew when they are next asked for, through the strategy there is then."""
+    def close(self) -> None:
+        """Leave the process group, if it was joined."""
         if self._world is not None:
             self._world.close()
-        self._world = self._triggers = None
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self.world.device
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are, over all nodes."""
-        return self.resources.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number, from 0."""
-        return self.resources.place.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its node, from 0."""
-        return self.resources.place.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The number of this rank's node, from 0."""
-        return self.resources.place.node_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.global_rank == 0
-
-    # Accelerate's names for the same.
-
-    @property
-    def num_processes(self) -> int:
-        """How many ranks there are."""
-        return self.world_size
-
-    @property
-    def process_index(self) -> int:
-        """This rank's number, from 0."""
-        return self.global_rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This rank's number on its node, from 0."""
-        return self.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.is_global_zero
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self.global_rank == self.world_size - 1
 
     # ---- data over ranks ------------------------------------------------------------------------------------------
 
     def to_device(self, obj: Any) -> Any:
         """Move a tensor, a module or a collection of tensors to this rank's device."""
-        from lightning_utilities.core.apply_func import apply_to_collection
-
-        if isinstance(obj, torch.nn.Module):
-            return obj.to(self.device)
-        return apply_to_collection(obj, Tensor, self._move)
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        return to_device(obj, self.world.device)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Return tensors of all ranks, stacked in a new first dim; each has one shape on all ranks. Collective.
+        """Return the tensors of all ranks, stacked in a new first dim. Collective.
 
-        Numbers are gathered as tensors. With ``sync_grads``, gradients flow back to the rank a part came from.
+        Args:
+            data: a tensor or number, or a collection of them. Tensors must have the same shape on all ranks.
+            sync_grads: let gradients flow back to the rank that each part came from.
         """
-        return stack_tensors(self.world, data, sync_grads, self.device)
+        return stack_tensors(self.world, data, sync_grads, self.world.device)
 
     def gather(self, data: Any) -> Any:
-        """Return tensors of all ranks, concatenated along the first dim in rank order. Collective.
+        """Return the tensors of all ranks, concatenated along the first dim in rank order. Collective.
 
-        Ranks may have different numbers of rows. A 0-d tensor counts as one row. What is no tensor becomes a list with
-        what each rank has, of which the items of lists are rows.
+        Ranks may have different numbers of rows, and a 0-d tensor counts as one row. Other values are returned as a
+        list with one item for each rank; the items of lists count as rows.
         """
         return gather_rows(self.world, data)
 
     def gather_object(self, data: Any) -> list[Any]:
-        """Return the items of the lists of all ranks in one list; what is no list is one item. Collective."""
+        """Return the items of all ranks' lists in one list; a value that is not a list is one item. Collective."""
         found: list[Any] = gather_rows(self.world, data, as_objects=True)
         return found
 
     def all_reduce(self, data: Any, op: str = "mean", *, reduce_op: str | None = None) -> Any:
-        """Return tensors reduced over all ranks: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Collective.
+        """Return tensors reduced over all ranks; numbers are reduced as tensors. Collective.
 
-        Numbers are reduced as tensors; the given tensors do not change. ``reduce_op`` is Lightning's name for ``op``.
+        Args:
+            data: a tensor or number, or a collection of them. It is not modified.
+            op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+            reduce_op: Lightning's name for ``op``.
         """
         op = op if reduce_op is None else reduce_op
 
         def reduce(leaf: Any) -> Any:
             if isinstance(leaf, (bool, int, float)):
-                leaf = torch.tensor(float(leaf) if op == "mean" else leaf, device=self.device)
+                leaf = torch.tensor(float(leaf) if op == "mean" else leaf, device=self.world.device)
             if not isinstance(leaf, Tensor):
                 return leaf
             return self.world.all_reduce(leaf.detach().clone(), op)  # type: ignore[arg-type]
@@ -179,13 +121,11 @@ class RankVerbs:
         """Return the object of rank ``src``, its tensors on this rank's device. Collective."""
         from lightning_utilities.core.apply_func import apply_to_collection
 
-        if self.world.size == 1:
+        world = self.world
+        if world.size == 1:
             return obj
-        sent = (
-            apply_to_collection(obj, Tensor, lambda tensor: tensor.detach().cpu()) if self.global_rank == src else obj
-        )
-        received = self.world.broadcast_object(sent, src)
-        moved: T = self.to_device(received)
+        sent = apply_to_collection(obj, Tensor, lambda tensor: tensor.detach().cpu()) if world.rank == src else obj
+        moved: T = self.to_device(world.broadcast_object(sent, src))
         return moved
 
     def pad_across_processes(self, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
@@ -194,57 +134,59 @@ class RankVerbs:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any, None, None]:
-        """Hand out this rank's part of a list, tuple, tensor, or dict of them: contiguous and as even as possible.
+        """Yield this rank's part of a list, tuple, tensor, or dict of them: contiguous and as even as possible.
 
-        With ``apply_padding`` the last item is repeated until all ranks have as many, so that results can be gathered
-        with fixed shapes.
+        With ``apply_padding`` the last item is repeated until all ranks have the same number, so that results can be
+        gathered with fixed shapes.
         """
-        yield split_rows(inputs, self.global_rank, self.world_size, apply_padding)
+        yield split_rows(inputs, self.resources.place.rank, self.resources.world_size, apply_padding)
 
-    # ---- waiting for one another ----------------------------------------------------------------------------------
+    # ---- synchronization ------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here; ``name`` is for whoever reads the code. Collective."""
-        self.world.barrier()
-
-    def wait_for_everyone(self) -> None:
-        """Wait until all ranks are here. Collective."""
+        """Wait until all ranks have called this. Collective. ``name`` only documents the call."""
         self.world.barrier()
 
     def rank_zero_first(self, local: bool = False, timeout: float | None = None) -> AbstractContextManager[None]:
-        """Let rank 0 (with ``local`` the first rank of each node) through the block before the others. Collective.
+        """Run a block on rank 0 (with ``local`` on the first rank of each node) before the other ranks. Collective.
 
-        A download or a cache belongs here: the first rank fills it, the others find it. They wait up to ``timeout``
-        seconds, a day where that is None, whatever the limit on collectives. When the first rank raises, so do they:
-        a ``RankError`` with what it said.
+        Use it for downloads and caches: the first rank fills them, the others find them.
+
+        Args:
+            local: let the first rank of each node go first.
+            timeout: how many seconds the others wait; None is one day. The limit on collectives does not apply.
 
         Raises:
-            RankError: a first rank failed or took too long: on entering the block, with ``local`` on leaving it too.
+            RankError: a first rank failed or took too long. Raised on entering the block, with ``local`` also on
+                leaving it. The message holds the first rank's error.
         """
         return first_in_turn(self.world, local, timeout)
 
     def main_process_first(self, timeout: float | None = None) -> AbstractContextManager[None]:
-        """Let rank 0 through the block before the others. Collective."""
+        """Accelerate's name for ``rank_zero_first(timeout=timeout)``. Collective."""
         return self.rank_zero_first(timeout=timeout)
 
     def local_main_process_first(self, timeout: float | None = None) -> AbstractContextManager[None]:
-        """Let the first rank of each node through the block before all others. Collective."""
+        """Accelerate's name for ``rank_zero_first(local=True, timeout=timeout)``. Collective."""
         return self.rank_zero_first(local=True, timeout=timeout)
 
-    # ---- agreeing -------------------------------------------------------------------------------------------------
+    # ---- agreement ------------------------------------------------------------------------------------------------
 
     def set_trigger(self, name: str = "stop") -> None:
-        """Raise a trigger on this rank; all ranks see it at the next ``check_trigger`` of that name."""
-        self._agreement().set(name)
+        """Raise a trigger on this rank; the next ``check_trigger`` of that name returns True on all ranks."""
+        self._control().set(name)
 
     def check_trigger(self, name: str = "stop") -> bool:
-        """Whether any rank has raised the trigger since it was last seen; alike on all; resets it. Collective."""
-        self._fired.update(self._agreement().agree())
+        """Return whether any rank raised the trigger since the last check, and reset it. Collective.
+
+        The result is the same on all ranks.
+        """
+        self._fired.update(self._control().agree())
         seen = name in self._fired
         self._fired.discard(name)
         return seen
 
-    def _agreement(self) -> Triggers:
+    def _control(self) -> Triggers:
         if self._triggers is None:
             self._triggers = Triggers(self.world)
         return self._triggers
@@ -253,30 +195,30 @@ class RankVerbs:
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0."""
-        if self.is_global_zero:
+        if self.resources.place.rank == 0:
             print(*args, **kwargs)
 
-    def on_main_process(self, function: Function) -> Function:
-        """Decorator: the function runs on rank 0 and returns None elsewhere."""
-        return _only_when(lambda: self.is_main_process, function)
-
-    def on_local_main_process(self, function: Function) -> Function:
-        """Decorator: the function runs on the first rank of each node and returns None elsewhere."""
-        return _only_when(lambda: self.is_local_main_process, function)
-
-    def on_last_process(self, function: Function) -> Function:
-        """Decorator: the function runs on the last rank and returns None elsewhere."""
-        return _only_when(lambda: self.is_last_process, function)
-
     def on_process(self, function: Function | None = None, process_index: int = 0) -> Any:
-        """Decorator: the function runs on one rank and returns None elsewhere."""
+        """Decorator: run the function on one rank and return None on the others."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        return _only_when(lambda: self.process_index == process_index, function)
+        return _only_when(lambda: self.resources.place.rank == process_index, function)
+
+    def on_main_process(self, function: Function) -> Function:
+        """Decorator: run the function on rank 0 and return None on the others."""
+        return _only_when(lambda: self.resources.place.rank == 0, function)
+
+    def on_local_main_process(self, function: Function) -> Function:
+        """Decorator: run the function on the first rank of each node and return None on the others."""
+        return _only_when(lambda: self.resources.place.local_rank == 0, function)
+
+    def on_last_process(self, function: Function) -> Function:
+        """Decorator: run the function on the last rank and return None on the others."""
+        return _only_when(lambda: self.resources.place.rank == self.resources.world_size - 1, function)
 
 
 def _only_when(condition: Callable[[], bool], function: Function) -> Function:
-    # Asked at the call: ranks may be started between the definition and the first call.
+    # Evaluated in each call: ranks may be started between the definition and the first call.
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if condition() else None

@@ -1,4 +1,4 @@
-"""``Fabric``: world, strategy and precision as verbs, for people who own their loop. The Trainer's loop uses the same.
+"""``Fabric``: ranks, strategy and precision as verbs for a training loop of one's own. A Trainer's loop uses the same.
 
     fabric = Fabric(strategy="ddp", devices=2, accumulate=4)
     fabric.launch()
@@ -10,33 +10,35 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The verbs stand on floors: ``ranks`` (who, gather, wait), ``setup`` (modules, optimizers, loaders),
-``training`` (backward, accumulate, clip), ``checkpoints`` (save, load), and here launching and the rest.
+A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``Setup`` (modules, optimizers, loaders),
+``Training`` (backward, accumulate, clip), ``Checkpoints`` (save, load) and ``Reporting`` (callbacks, loggers).
 """
 
 from __future__ import annotations
 
 import gc
-import inspect
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
-from ..core.precision import DefaultDtype, Precision
-from ..core.registry import CALLBACKS, LOGGERS
-from ..distributed.seed import seed_everything
-from ..distributed.world import placement
+from ..core.precision import Precision
+from ..distributed.world import World
 from ..launch import launch_function, launch_script
 from ..launch.exit_hooks import install_rank_hooks
+from ..metrics.logger import Logger
+from ..parallel.optimizer_step import Updater
 from ..parallel.resources import resolve_resources
 from ..system.entry_script import can_rerun_script
-from .checkpoints import CheckpointVerbs
+from .checkpoints import Checkpoints
+from .collectives import Collectives
+from .prepared import Prepared
+from .reporting import Reporting
+from .setup import Setup
+from .training import Training
+from .verbs import verb
 
 if TYPE_CHECKING:
     from ..core.accumulation import AccumulationSchedule
@@ -44,19 +46,26 @@ if TYPE_CHECKING:
     from ..parallel.strategy import Strategy
 
 
-class Fabric(CheckpointVerbs):
-    """The verbs of training on one rank or many.
+class Fabric:
+    """The verbs of training on one rank or many. Every rank must call those marked "Collective", in the same order.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        strategy: a name such as ``"ddp"``, or a configured object; ``"auto"`` is ``single`` for one rank, ``ddp`` for
-            more, as no module is known yet that could be too large for them.
-        devices: ranks on each node.
-        num_nodes: how many nodes.
+        strategy: a name such as ``"ddp"``, or an object. ``"auto"`` is ``single`` for one rank and ``ddp`` for more.
+        devices: ranks on each node: a number, a list of CUDA indices, or ``"auto"``.
+        num_nodes: number of nodes.
         precision: a name such as ``"bf16-mixed"``, or a ``Precision``.
         accumulate: micro-batches for each optimizer step inside ``accumulate``, a number or a schedule.
         callbacks: objects whose hooks ``call`` calls, or names of registered ones.
-        loggers: where ``log`` writes: objects or names.
+        loggers: loggers that ``log`` writes to: objects or names.
+
+    Attributes:
+        resources: The devices, ranks, strategy and precision that were asked for.
+        strategy: The strategy. Each module that is set up gets a clone of it.
+        precision: The precision.
+        scaler: The loss scaler; None if losses are not scaled, or if the strategy scales them.
+        strategy_scales_losses: Whether the strategy scales losses itself.
+        updater: Applies the updates of a Trainer.
 
     Raises:
         ConfigurationError: an argument breaks a rule, or does not fit the machine or the launcher.
@@ -73,21 +82,72 @@ class Fabric(CheckpointVerbs):
         callbacks: Any = None,
         loggers: Any = None,
     ) -> None:
-        super().__init__(resolve_resources(accelerator, strategy, devices, num_nodes, precision), accumulate)
-        self.callbacks: list[Any] = [
-            CALLBACKS.load(one)() if isinstance(one, str) else one for one in _listed(callbacks)
-        ]
-        self.loggers: list[Logger] = [LOGGERS.load(one)() if isinstance(one, str) else one for one in _listed(loggers)]
-        self._registered = []
+        self.resources = resolve_resources(accelerator, strategy, devices, num_nodes, precision)
+        self.accumulation = resolve_accumulation(accumulate)
+        self._reporting = Reporting(self.resources, callbacks, loggers, lambda: self._prepared.updates)
+        self._compose()
 
-    # ---- ranks ----------------------------------------------------------------------------------------------------
+    def _compose(self) -> None:
+        """Build the parts."""
+        self.strategy, self.precision = self.resources.strategy, self.resources.precision
+        scaler, by_strategy = self.precision.loss_scaler(), self.strategy.traits.owns_loss_scale
+        self.scaler, self.strategy_scales_losses = (None, scaler is not None) if by_strategy else (scaler, False)
+        self.updater = Updater(self.strategy, self.scaler)
+        self._ranks = Collectives(self.resources)
+        self._prepared = Prepared(self.strategy, self.scaler, self.strategy_scales_losses)
+        self._setup = Setup(self._ranks, self._prepared, self.precision)
+        self._training = Training(self._ranks, self._prepared, self.precision, self.accumulation)
+        self._checkpoints = Checkpoints(self._ranks, self._prepared, self._training)
+
+    def use_strategy(self, strategy: Strategy) -> None:
+        """Replace the strategy before anything is set up. The ranks join again through the new one."""
+        self._ranks.close()
+        self.resources.strategy = strategy
+        self._compose()
+
+    # ---- this rank, and starting all ranks ---------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """The process group. The first access joins it, which is collective, and fails if ranks are to be launched."""
+        return self._ranks.world
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.world.device
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks over all nodes."""
+        return self.resources.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number, from 0."""
+        return self.resources.place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node, from 0."""
+        return self.resources.place.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this rank's node, from 0."""
+        return self.resources.place.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Start the ranks, where none were started, and run ``function(fabric, *args, **kwargs)`` in them if given.
+        """Start the ranks if there are to be several and none were started, and run a function in them if given.
 
-        A script is run again once for each rank, and this process only watches them; what follows in the script runs in
-        the ranks. In a notebook or an interpreter the function runs in forked ranks, and what it returns on rank 0 is
-        returned here. Under torchrun and its like the ranks are there already.
+        - A script is run again once for each rank, and this process only supervises them.
+        - In a notebook, ``function(fabric, *args, **kwargs)`` runs in forked ranks; rank 0's result is returned.
+        - Under torchrun, SLURM and other launchers the ranks exist already; the function is called.
 
         Raises:
             ConfigurationError: there is no script to run again, and no function.
@@ -106,115 +166,138 @@ class Fabric(CheckpointVerbs):
         _ = self.world
         return None if function is None else function(self, *args, **kwargs)
 
-    def seed_everything(self, seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:
-        """Seed all generators alike on all ranks, and the order of loaders set up from now on; return the seed."""
-        self._seed = seed_everything(seed, workers, verbose)
-        return self._seed
-
-    @contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build modules on this rank's device in the precision's dtype; with ``empty_init``, not initialised."""
-        with ExitStack() as stack:
-            stack.enter_context(self.device)
-            stack.enter_context(self.strategy.building())
-            stack.enter_context(DefaultDtype(self.precision.parameter_dtype))
-            if empty_init:
-                stack.enter_context(_NoInitialisation())
-            yield
-
     def free_memory(self, *objects: Any) -> list[None]:
-        """Let go of all that was set up and empty the caches; returns a None for each object, to assign to its name."""
-        for engine in self._engines:
-            engine.strategy.teardown()
-        for held in (self._engines, self._schedulers, self._loaders, self._registered, self._windows):
-            held.clear()
-        self._window = None
-        del held
+        """Release everything that was set up and empty the caches; return a None for each object, to assign to it."""
+        for part in (self._prepared, self._training, self._checkpoints):
+            part.clear()
         count = len(objects)
-        del objects
+        del objects  # the arguments' tuple would keep them alive through the collection
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return [None] * count
 
+    # ---- ranks ----------------------------------------------------------------------------------------------------
+
+    to_device = verb("_ranks", Collectives.to_device)
+    all_gather = verb("_ranks", Collectives.all_gather)
+    gather = verb("_ranks", Collectives.gather)
+    gather_object = verb("_ranks", Collectives.gather_object)
+    all_reduce = verb("_ranks", Collectives.all_reduce)
+    reduce = verb("_ranks", Collectives.reduce)
+    broadcast = verb("_ranks", Collectives.broadcast)
+    pad_across_processes = verb("_ranks", Collectives.pad_across_processes)
+    split_between_processes = verb("_ranks", Collectives.split_between_processes)
+    barrier = verb("_ranks", Collectives.barrier)
+    rank_zero_first = verb("_ranks", Collectives.rank_zero_first)
+    set_trigger = verb("_ranks", Collectives.set_trigger)
+    check_trigger = verb("_ranks", Collectives.check_trigger)
+    print = verb("_ranks", Collectives.print)
+    on_process = verb("_ranks", Collectives.on_process)
+    on_main_process = verb("_ranks", Collectives.on_main_process)
+    on_local_main_process = verb("_ranks", Collectives.on_local_main_process)
+    on_last_process = verb("_ranks", Collectives.on_last_process)
+
+    # ---- set-up and batches ---------------------------------------------------------------------------------------
+
+    seed_everything = verb("_setup", Setup.seed_everything)
+    init_module = verb("_setup", Setup.init_module)
+    setup = verb("_setup", Setup.setup)
+    setup_module = verb("_setup", Setup.setup_module)
+    setup_optimizers = verb("_setup", Setup.setup_optimizers)
+    setup_scheduler = verb("_setup", Setup.setup_scheduler)
+    setup_schedulers = verb("_setup", Setup.setup_schedulers)
+    setup_dataloaders = verb("_setup", Setup.setup_dataloaders)
+    unwrap_model = verb("_setup", Setup.unwrap_model)
+    skip_first_batches = verb("_setup", Setup.skip_first_batches)
+    join_uneven_inputs = verb("_setup", Setup.join_uneven_inputs)
+    gather_for_metrics = verb("_setup", Setup.gather_for_metrics)
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    accumulate = verb("_training", Training.accumulate)
+    backward = verb("_training", Training.backward)
+    forward_context = verb("_training", Training.forward_context)
+    autocast = verb("_training", Training.autocast)
+    no_backward_sync = verb("_training", Training.no_backward_sync)
+    full_gradient = verb("_training", Training.full_gradient)
+    clip_gradients = verb("_training", Training.clip_gradients)
+    clip_grad_norm_ = verb("_training", Training.clip_grad_norm_)
+    clip_grad_value_ = verb("_training", Training.clip_grad_value_)
+    unscale_gradients = verb("_training", Training.unscale_gradients)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends its window: gradients are reduced and optimizers act."""
+        return self._training.ends_window
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches in the current window."""
+        return self._training.window_size
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update of any optimizer was skipped."""
+        return any(one.step_was_skipped for one in self._prepared.optimizers)
+
     # ---- callbacks and loggers ------------------------------------------------------------------------------------
 
-    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a hook of the callbacks that have it, in order, with the keyword arguments that each takes."""
-        for callback in self.callbacks:
-            hook = getattr(callback, hook_name, None)
-            if callable(hook):
-                hook(*args, **_accepted(hook, kwargs))
+    call = verb("_reporting", Reporting.call)
+    log = verb("_reporting", Reporting.log)
+    log_dict = verb("_reporting", Reporting.log_dict)
+    end_training = verb("_reporting", Reporting.end_training)
+    profile = verb("_reporting", Reporting.profile)
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The objects whose hooks ``call`` calls."""
+        return self._reporting.callbacks
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers that ``log`` writes to."""
+        return self._reporting.loggers
 
     @property
     def logger(self) -> Logger:
-        """The first logger.
+        """The first logger; without one a ``ConfigurationError`` is raised."""
+        return self._reporting.logger
 
-        Raises:
-            ConfigurationError: there is none.
-        """
-        if not self.loggers:
-            raise ConfigurationError("this Fabric has no logger: pass loggers=... to it.")
-        return self.loggers[0]
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Send a figure to all loggers, on rank 0."""
-        self.log_dict({name: value}, step)
+    save = verb("_checkpoints", Checkpoints.save)
+    load = verb("_checkpoints", Checkpoints.load)
+    load_raw = verb("_checkpoints", Checkpoints.load_raw)
+    save_model = verb("_checkpoints", Checkpoints.save_model)
+    save_state = verb("_checkpoints", Checkpoints.save_state)
+    load_state = verb("_checkpoints", Checkpoints.load_state)
+    register_for_checkpointing = verb("_checkpoints", Checkpoints.register_for_checkpointing)
 
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send figures to all loggers, on rank 0; ``step`` is by default the number of updates so far."""
-        if not self.is_global_zero or not self.loggers:
-            return
-        if step is None:
-            step = max((one.applied for one in self._optimizers()), default=0)
-        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        for logger in self.loggers:
-            logger.log_metrics(numbers, step)
+    # ---- Accelerate's names for the same --------------------------------------------------------------------------
 
-    def end_training(self) -> None:
-        """Close the loggers; call it when the loop is over."""
-        if self.is_global_zero:
-            for logger in self.loggers:
-                logger.finalize("success")
+    num_processes = world_size
+    process_index = global_rank
+    local_process_index = local_rank
+    is_main_process = is_global_zero
+    wait_for_everyone = barrier
+    main_process_first = verb("_ranks", Collectives.main_process_first)
+    local_main_process_first = verb("_ranks", Collectives.local_main_process_first)
 
-    @contextmanager
-    def profile(self, trace_dir: str | Path | None = None, **options: Any) -> Generator[Any, None, None]:
-        """Profile the block with ``torch.profiler.profile(**options)``; each rank writes its trace if asked."""
-        with torch.profiler.profile(**options) as profiler:
-            yield profiler
-        if trace_dir is not None:
-            directory = Path(trace_dir)
-            directory.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(directory / f"rank_{self.global_rank}.json"))
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.global_rank == self.world_size - 1
 
 
 def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fabric.resources.place = placement()
+    fabric.resources.update_placement()
     result = function(fabric, *args, **kwargs)
-    # A forked rank ends without its exit handlers, so what loggers hold back is written now.
+    # A forked rank ends without running exit handlers, so loggers must flush here.
     fabric.end_training()
     return result
-
-
-def _listed(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _accepted(hook: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(hook).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return arguments
-    names = {parameter.name for parameter in parameters}
-    return {name: value for name, value in arguments.items() if name in names}
-
-
-class _NoInitialisation(TorchFunctionMode):
-    """Leaves out what ``torch.nn.init`` would fill new parameters with: they are loaded later."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)

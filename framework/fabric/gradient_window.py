@@ -19,9 +19,12 @@ from ..distributed.world import World
 
 
 class GradientWindow:
-    """Counts the contexts of ``accumulate`` for one set of modules.
+    """Counts micro-batches and adds up their weights for one set of modules.
 
-    ``sync`` says whether the present micro-batch ends its window; ``steps`` counts the windows that were ended.
+    Attributes:
+        sync: Whether the current micro-batch ends its window.
+        inside: Whether a micro-batch is in progress.
+        steps: The number of windows that have ended.
     """
 
     def __init__(self, world: World, schedule: AccumulationSchedule, scaled: bool) -> None:
@@ -32,7 +35,8 @@ class GradientWindow:
         self._size = world.size
         self._control = Triggers(world)
         if world.size > 1:
-            # Built by all ranks at one place: where it is first used differs, when a rank calls no backward.
+            # The group is created here, by all ranks at the same point: a rank that calls no backward would create it
+            # later than the others.
             _ = world.control
         self._scaled = scaled
         self._unit = self._used_unit = 1.0
@@ -45,16 +49,16 @@ class GradientWindow:
         self._backwards = 0
         self._launched = False
         self._mean: float | None = None
-        self._settled: set[Hashable] = set()
+        self._taken: set[Hashable] = set()
         self._closed = False
 
     # ---- the context ----------------------------------------------------------------------------------------------
 
     def enter(self, epoch: int, end_of_data: bool) -> None:
-        """Begin a micro-batch; the window ends with it when it is full or the data is at its end."""
+        """Begin a micro-batch. It ends the window if the window is full, or at the end of the data."""
         if self._closed:
             if self._launched and self._mean is None:
-                # Nobody stepped, but the reduction is under way: all ranks have to take it off the wire.
+                # No optimizer stepped, but the reduction was launched: all ranks must receive it before the next one.
                 self._read()
             self.steps += 1
             self._begin()
@@ -76,10 +80,10 @@ class GradientWindow:
     # ---- gradients ------------------------------------------------------------------------------------------------
 
     def factor(self, weight: float) -> float:
-        """Note this micro-batch's weight and return what its loss is multiplied by. Collective at the window's end.
+        """Record the weight of this micro-batch and return the factor of its loss. Collective at the window's end.
 
         Raises:
-            ConfigurationError: another weight was given for the same micro-batch, or it is none.
+            ConfigurationError: the weight is invalid, or differs from an earlier one for the same micro-batch.
         """
         check_weight(weight)
         if self._weight is None:
@@ -100,33 +104,29 @@ class GradientWindow:
         """Whether this rank called no backward in the micro-batch that ends the window."""
         return self._weight is None and not self._launched
 
-    def settle(self, key: Hashable) -> float | None:
-        """Return what the gradients of ``key`` are still to be multiplied by, 0 where no rank had a weight.
+    def take_factor(self, key: Hashable) -> float | None:
+        """Return the factor that the gradients of ``key`` are still to be multiplied by. Collective.
 
-        None where that was returned before. Collective.
+        It is 0 if no rank had a weight, and None if it was returned for ``key`` before.
         """
-        if key in self._settled:
+        if key in self._taken:
             return None
-        self._settled.add(key)
+        self._taken.add(key)
         mean = self._read()
         return self._used_unit / mean if mean else 0.0
 
-    def is_settled(self, key: Hashable) -> bool:
-        """Whether the gradients of ``key`` have been made use of in this window."""
-        return key in self._settled
-
     @property
     def is_empty(self) -> bool:
-        """Whether the window has reached no update: no rank gave it a weight. Only after ``settle``."""
+        """Whether no rank gave the window a weight, so that there is no update. Valid after ``take_factor``."""
         return self._mean == 0.0
 
-    def keeps(self, key: Hashable) -> bool:
-        """Whether gradients wait here for the end of the window, so that they may not be dropped yet.
+    def retains(self, key: Hashable) -> bool:
+        """Whether gradients are needed at the end of the window, so that ``zero_grad`` must not reset them yet.
 
-        Dropping them *before* the backward of a micro-batch is the habit of loops that zero first; *after* the backward
-        that ends the window it means that the user wants no update.
+        Loops that zero first call it *before* the backward of each micro-batch. *After* the backward that ends the
+        window it means that the user wants no update.
         """
-        if self._closed or key in self._settled or not self._backwards:
+        if self._closed or key in self._taken or not self._backwards:
             return False
         return not (self.sync and self._weight is not None)
 
@@ -144,25 +144,25 @@ class GradientWindow:
                 self._mean = self._control.read().total_weight / self._size
             self._used_unit = self._unit
             if self._scaled and self._mean:
-                # Losses that carry large weights would leave fp16's range. A power of two changes no digit, and the
-                # last window's mean is the same on all ranks.
+                # Losses with large weights would leave fp16's range, so weights are divided by a unit. A power of two
+                # loses no digit, and the last window's mean is the same on all ranks.
                 self._unit = 2.0 ** round(math.log2(self._mean))
         return self._mean
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, float]:
-        """Return what the next window needs of those before it."""
+        """Return the number of windows and the unit of weights."""
         return {"steps": self.steps + self._closed, "unit": self._unit}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over what ``state_dict`` returned; a window in progress is forgotten."""
+        """Restore what ``state_dict`` returned. A window in progress is discarded."""
         self._begin()
         self.steps, self._unit = int(state["steps"]), float(state["unit"])
 
 
 def check_weight(weight: float) -> None:
-    """Refuse what is no weight.
+    """Check the weight of a micro-batch.
 
     Raises:
         ConfigurationError: it is negative or not finite.

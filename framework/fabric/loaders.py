@@ -1,9 +1,10 @@
-"""``FabricLoader``: a user's loader, shared out over ranks, in even rounds, on the device, with its position kept."""
+"""``FabricLoader``: a user's loader, sharded over ranks in even rounds, on the device, resumable."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,20 +30,29 @@ from ..distributed.world import World
 
 @dataclass
 class Reading:
-    """The loaders of a Fabric that are being read, the innermost last."""
+    """The loaders of a Fabric that are being iterated over, the innermost last."""
 
     loaders: list[FabricLoader] = field(default_factory=list)
     joined: bool = False
 
     @property
     def current(self) -> FabricLoader | None:
-        """The loader that the loop is in, if any."""
+        """The innermost loader, if any."""
         return self.loaders[-1] if self.loaders else None
+
+    @contextmanager
+    def evened(self) -> Generator[None, None, None]:
+        """Make all loaders even inside, so that ranks without data continue with filler batches."""
+        before, self.joined = self.joined, True
+        try:
+            yield
+        finally:
+            self.joined = before
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a loader is shared out."""
+    """How a loader is sharded; see ``Fabric.setup_dataloaders``."""
 
     shard: bool = True
     split: bool = False
@@ -51,8 +61,8 @@ class Sharing:
 
 
 @dataclass
-class _Turn:
-    """Where the passes stand: one for a loader and the views of it."""
+class _Passes:
+    """The position of the current pass and of the next, shared by a loader and its views."""
 
     next_epoch: int = 0
     next_position: Position | None = None
@@ -62,18 +72,18 @@ class _Turn:
 
 
 class FabricLoader:
-    """Yields this rank's batches. Everything that is not its own is the original loader's.
+    """Yields this rank's batches. Attributes that it lacks are those of the original loader.
 
-    With ``even`` sharing each rank yields the same number of batches: one without samples for the last round repeats
-    its last batch, which then is a *filler*. Its loss weighs nothing and ``gather_for_metrics`` leaves its rows out.
-    Each pass is a new epoch of the permutation.
+    With even sharding each rank yields the same number of batches: a rank without samples for the last round repeats
+    its last batch as a *filler batch*. Its loss has weight 0, and ``gather_for_metrics`` drops its rows. Each pass is a
+    new epoch of the permutation.
 
     Attributes:
-        epoch: The epoch of the pass in progress, or of the last one.
-        end: Whether the batch that was yielded last ends its pass, on all ranks alike where sharing is even.
-        filler: Whether the batch that was yielded last only fills this rank up.
-        share: What the loss of this batch counts in the mean over ranks: 0 for a filler, 1 where all ranks have data,
-            and more where some have none.
+        epoch: The epoch of the current pass, or of the last one.
+        end: Whether the last batch yielded ends its pass; the same on all ranks if sharding is even.
+        filler: Whether the last batch yielded is a filler batch.
+        share: The weight of this batch's loss in the mean over ranks: 0 for a filler batch, 1 if all ranks have data,
+            more than 1 if some have none.
     """
 
     def __init__(
@@ -96,7 +106,7 @@ class FabricLoader:
         self._move = move
         self._reading = reading
         self._name = name
-        self._turn = _Turn()
+        self._passes = _Passes()
         self._skipped = 0
         self._may_fill = False
         self._source = _source(given, ranks, seed, sharing, name)
@@ -121,11 +131,11 @@ class FabricLoader:
         return max(total - self._skipped, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of ``epoch``."""
-        self._turn.next_epoch, self._turn.next_position = epoch, None
+        """Set the epoch of the next pass."""
+        self._passes.next_epoch, self._passes.next_position = epoch, None
 
     def skipping(self, batches: int) -> FabricLoader:
-        """Return a view whose passes begin after the first ``batches``, without reading them where that is possible."""
+        """Return a view whose passes begin after the first ``batches``, which are not read if that can be avoided."""
         view = copy.copy(self)
         view._skipped = self._skipped + batches
         return view
@@ -133,26 +143,26 @@ class FabricLoader:
     # ---- a pass ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        turn = self._turn
-        self.epoch = turn.epoch = turn.next_epoch
-        position = turn.next_position
-        turn.next_epoch, turn.next_position = turn.epoch + 1, None
+        passes = self._passes
+        self.epoch = passes.epoch = passes.next_epoch
+        position = passes.next_position
+        passes.next_epoch, passes.next_position = passes.epoch + 1, None
         if position is None and self._skipped:
             position = self._source.position_from(None, self._skipped * self._reads_a_round)
-        rounds = self._rounds(turn.epoch, position)
-        turn.consumed = self._source.batches_before(position)
-        turn.under_way = True
+        rounds = self._rounds(passes.epoch, position)
+        passes.consumed = self._source.batches_before(position)
+        passes.under_way = True
         self._reading.loaders.append(self)
         try:
             yield from self._filled(rounds)
         finally:
             self._reading.loaders.remove(self)
-            turn.under_way = False
+            passes.under_way = False
             self.end = self.filler = False
             self.share = 1.0
 
     def _filled(self, rounds: Rounds) -> Iterator[Any]:
-        world, kept = self._world, NO_BATCH
+        world, previous = self._world, NO_BATCH
         for number, (batch, holders, last) in enumerate(rounds):
             partial = self._is_even and len(holders) < world.size
             self.filler = batch is NO_BATCH
@@ -160,12 +170,12 @@ class FabricLoader:
                 spare = world.broadcast_object(batch if world.rank == holders[0] else None, holders[0])
                 batch = spare if self.filler else batch
             elif self.filler:
-                batch = kept
-            # The previous one is let go before the loop works on this one.
-            kept = batch if self._may_fill and not last else NO_BATCH
+                batch = previous
+            # The previous batch is released before the loop works on this one.
+            previous = batch if self._may_fill and not last else NO_BATCH
             self.end = last
             self.share = 0.0 if self.filler else world.size / len(holders) if partial else 1.0
-            self._turn.consumed += self._reads_a_round
+            self._passes.consumed += self._reads_a_round
             yield self._move(batch) if self._move is not None else batch
 
     def _rounds(self, epoch: int, position: Position | None) -> Rounds:
@@ -180,13 +190,13 @@ class FabricLoader:
         if not self._is_even or world.size == 1:
             return local_rounds(batches, rounds, world.rank)
         if isinstance(source, IterableSource) and sharing.split:
-            # Whether the last batch has a row for each rank is seen only when it is read.
+            # Only reading the last batch shows whether it has a row for each rank.
             holders = None
         elif sharing.shard:
             holders = holders_of_last(source, self._given, position, world.size)
         else:
-            alike = all(other == rounds for other in world.all_gather_object(rounds))
-            holders = range(world.size) if alike else None
+            agreed = all(other == rounds for other in world.all_gather_object(rounds))
+            holders = range(world.size) if agreed else None
         if rounds is None or holders is None:
             self._may_fill = True
             return asked_rounds(batches, world)
@@ -199,33 +209,33 @@ class FabricLoader:
 
     @property
     def _reads_a_round(self) -> int:
-        """How many batches of the source a round takes."""
+        """The number of the source's batches in a round."""
         return self._world.size if self._sharing.dispatch and not self._sharing.split else 1
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this loader stands: in a pass, whose consumed batches are counted, or before one."""
-        turn = self._turn
-        if not turn.under_way:
-            return {"epoch": turn.next_epoch, "position": turn.next_position}
+        """Return the position: in a pass, by the number of batches consumed, or before one."""
+        passes = self._passes
+        if not passes.under_way:
+            return {"epoch": passes.next_epoch, "position": passes.next_position}
         length = self._source.len_batches()
-        consumed = turn.consumed if length is None else min(turn.consumed, length)
-        return {"epoch": turn.epoch, "position": self._source.position_after(consumed)}
+        consumed = passes.consumed if length is None else min(passes.consumed, length)
+        return {"epoch": passes.epoch, "position": self._source.position_after(consumed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next pass continue where ``state_dict`` stood.
+        """Make the next pass continue at the position that ``state_dict`` returned.
 
         Raises:
-            CheckpointError: it is no state of a loader.
+            CheckpointError: the state is not that of a loader.
         """
         if not {"epoch", "position"} <= set(state):
-            raise CheckpointError(f"{self._name}: {state!r} is no position of a loader.")
-        self._turn.next_epoch, self._turn.next_position = int(state["epoch"]), state["position"]
+            raise CheckpointError(f"{self._name}: {state!r} is not the position of a loader.")
+        self._passes.next_epoch, self._passes.next_position = int(state["epoch"]), state["position"]
 
 
 class SkippedBatches:
-    """Any other loader without its first batches."""
+    """A loader that was not set up, without its first batches."""
 
     def __init__(self, loader: Any, batches: int) -> None:
         self._loader = loader
@@ -259,16 +269,16 @@ def _source(given: Any, world: DataRanks, seed: int, sharing: Sharing, name: str
 
 
 def _narrowed(given: Any, size: int, name: str) -> Any:
-    """Return a copy of a loader that reads a rank's part of each batch, or None where its batches have to be cut."""
+    """Return a copy of a loader that reads a rank's part of each batch, or None if batches must be read and split."""
     if not is_map_style(given) or type(given.batch_sampler) is not BatchSampler or distributed_samplers(given):
         return None
-    whole = given.batch_sampler
-    if whole.batch_size % size:
+    sampler = given.batch_sampler
+    if sampler.batch_size % size:
         raise ConfigurationError(
-            f"{name} has batch_size={whole.batch_size}, which split_batches shares out over {size} ranks: give a "
+            f"{name} has batch_size={sampler.batch_size}, which split_batches shares out over {size} ranks: give a "
             "multiple of the number of ranks."
         )
     narrow: DataLoader[Any] = copy.copy(given)
-    vars(narrow)["batch_sampler"] = BatchSampler(whole.sampler, whole.batch_size // size, whole.drop_last)
-    vars(narrow)["batch_size"] = whole.batch_size // size
+    vars(narrow)["batch_sampler"] = BatchSampler(sampler.sampler, sampler.batch_size // size, sampler.drop_last)
+    vars(narrow)["batch_size"] = sampler.batch_size // size
     return narrow

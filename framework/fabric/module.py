@@ -20,7 +20,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Calls:
-    """How a module's methods are called: in the precision's context, and through the strategy for gradients."""
+    """Calls a module's methods in the precision's context and through the strategy."""
 
     def __init__(self, engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> None:
         self.engine = engine
@@ -67,20 +67,20 @@ class FabricModule(nn.Module):
     same under the same names, whichever of the two is asked.
     """
 
-    # In a slot, because everything in the dict is the user's.
+    # In a slot, because the instance dict is shared with the user's module.
     __slots__ = ("_calls",)
     _calls: _Calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass as training on many ranks needs it."""
+        """Run the forward pass in the precision's context and through the strategy."""
         return self._calls("__call__", args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass as training on many ranks needs it."""
+        """Run the forward pass in the precision's context and through the strategy."""
         return self._calls("__call__", args, kwargs)
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Have another method that computes a loss or an output called as ``forward`` is.
+        """Let another method that computes a loss or an output be called as ``forward`` is.
 
         Raises:
             ConfigurationError: the module has no such method.
@@ -92,11 +92,11 @@ class FabricModule(nn.Module):
         def call(module: FabricModule, *args: Any, **kwargs: Any) -> Any:
             return module._calls(name, args, kwargs)
 
-        # The class is this object's alone.
+        # `wrap_module` made the class for this object alone.
         setattr(type(self), name, call)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy or a pickle is of the plain module: what wraps it belongs to these ranks.
+        # A copy or a pickle is that of the plain module: its engine belongs to the ranks of this run.
         return _itself, (self._calls.engine.module,)
 
 
@@ -105,7 +105,7 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> Any:
-    """Return the ``FabricModule`` of an engine's module; ``compiled`` is what its forward pass calls."""
+    """Return the ``FabricModule`` of an engine's module. ``compiled`` is the module that its forward pass calls."""
     module = engine.module
     kind = type(module)
     fields = {"__module__": kind.__module__, "__doc__": kind.__doc__}
@@ -117,12 +117,12 @@ def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precisi
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """Return the engine of a set-up module, None of any other."""
+    """Return the engine of a set-up module, None for any other module."""
     return module._calls.engine if isinstance(module, FabricModule) else None
 
 
 def unwrap(module: M) -> M:
-    """Return the user's own module for a set-up or compiled one; any other is returned as it is."""
+    """Return the user's own module behind a set-up or compiled one, or the module itself."""
     engine = engine_of(module)
     if engine is not None:
         return engine.module  # type: ignore[return-value]

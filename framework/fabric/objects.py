@@ -1,6 +1,6 @@
-"""What ``Fabric.setup`` keeps of a module, and the optimizers and schedulers that it gives back, ready for many ranks.
+"""``Engine``, the record of a set-up module, and the optimizers and schedulers that a Fabric returns.
 
-Each behaves like the original and adds what the ranks, the precision and the accumulation window ask for.
+Optimizers and schedulers behave like the originals, and follow accumulation windows and the loss scale.
 """
 
 from __future__ import annotations
@@ -17,8 +17,37 @@ from ..parallel.strategy import Strategy, parameters_of
 from .gradient_window import GradientWindow
 
 
+class Proxy:
+    """Stands for another object: it is an instance of that object's class, and has its attributes.
+
+    Attributes:
+        _original: The object that it stands for.
+    """
+
+    def __init__(self, original: Any) -> None:
+        object.__setattr__(self, "_original", original)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class for ``isinstance``; ``type`` returns the true one."""
+        # Before __init__, as in a copy, there is no original.
+        return type(self.__dict__["_original"]) if "_original" in self.__dict__ else type(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_original" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_original"], name)
+
+
 class Engine:
-    """One set-up module: the strategy that took it over, the updater of its optimizers, its accumulation window."""
+    """A module that was set up: its strategy, the updater of its optimizers and its accumulation window.
+
+    Attributes:
+        module: The user's own module.
+        peers: The engines of all modules that share the loss scaler, this one included.
+        strategy: The clone that took over the module.
+        window: The accumulation window that the module is in, None outside ``accumulate``.
+    """
 
     def __init__(self, module: nn.Module, strategy: Strategy, scaler: LossScaler | None, peers: list[Engine]) -> None:
         self.module = module
@@ -27,61 +56,67 @@ class Engine:
         self.updater = Updater(strategy, scaler)
         self.optimizers: list[FabricOptimizer] = []
         self.window: GradientWindow | None = None
-        self._idle_at: tuple[GradientWindow, int] | None = None
+        self._joined: tuple[GradientWindow, int] | None = None
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether a parameter is one of the module's."""
+        """Return whether a parameter belongs to the module."""
         return any(parameter is own for own in self.module.parameters())
 
     def carry_scale(self, factor: float, stepped: Optimizer) -> None:
-        """Follow a change of the loss scale in all gradients that were computed before it and are yet to be used.
+        """Multiply gradients that other optimizers have not used yet by the change of the loss scale.
 
-        An optimizer that steps between another's backward and step changes the scale under it; a power of two is exact.
+        An optimizer that steps between another's backward and step changes the scale that the other will divide by.
+        Scales are powers of two, so no digit is lost.
         """
         for engine in self.peers:
             for other in engine.optimizers:
                 if other.optimizer is not stepped and engine.updater.holds_scaled(other.optimizer):
                     engine.strategy.scale_gradients(parameters_of(other.optimizer), factor)
 
-    def take_part(self) -> None:
-        """Join the reduction that ends a window, where this rank has called no backward for it. Collective."""
+    def begin_micro_batch(self, window: GradientWindow) -> None:
+        """Enter a window, and reduce gradients over ranks only if the micro-batch ends it."""
+        self.window = window
+        self.strategy.sync_gradients(window.sync)
+
+    def end_micro_batch(self) -> None:
+        """Reduce gradients again in every backward pass. The window stays until the next pass outside it."""
+        self.strategy.sync_gradients(True)
+
+    def leave_closed_window(self) -> None:
+        """Leave a window whose last micro-batch has ended, so that optimizers act in every step again."""
+        if self.window is not None and self.window.is_closed:
+            self.window = None
+
+    def join_reduction(self) -> None:
+        """Join the reduction that ends a window if this rank has called no backward for it. Collective."""
         window = self.window
-        if window is None or not window.waits_for_loss or self._idle_at == (window, window.steps):
+        if window is None or not window.waits_for_loss or self._joined == (window, window.steps):
             return
-        self._idle_at = (window, window.steps)
+        # Several optimizers of the module call this: one pass serves them all.
+        self._joined = (window, window.steps)
         self.strategy.idle_backward()
 
 
-class FabricOptimizer:
+class FabricOptimizer(Proxy):
     """A set-up optimizer. Inside ``accumulate`` it acts at the end of a window only.
-
-    For ``isinstance`` it is of the original's class, and all else is the original's.
 
     Attributes:
         optimizer: The original.
-        applied: How many updates were applied.
-        step_was_skipped: Whether the last update was left out because gradients were not finite or no rank had a loss.
+        applied: The number of updates that were applied.
+        step_was_skipped: Whether the last update was skipped, because gradients were not finite or no rank had a loss.
     """
 
     optimizer: Optimizer
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+        super().__init__(optimizer)
         self.optimizer = optimizer
         self.engine = engine
         self.applied = 0
         self.step_was_skipped = False
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """What ``isinstance`` sees, beside the true class."""
-        return type(self.__dict__["optimizer"]) if "optimizer" in self.__dict__ else FabricOptimizer
-
-    def __getattr__(self, name: str) -> Any:
-        if "optimizer" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["optimizer"], name)
-
     def __setattr__(self, name: str, value: Any) -> None:
+        # What the original reads in its step must be set there.
         if name in ("param_groups", "state", "defaults"):
             setattr(self.optimizer, name, value)
         else:
@@ -91,7 +126,11 @@ class FabricOptimizer:
         return f"Fabric{self.optimizer!r}"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply an update, inside ``accumulate`` at the end of a window; return what a closure does. Collective."""
+        """Apply an update, inside ``accumulate`` at the end of a window only. Collective.
+
+        Returns:
+            What the closure returned; None without one or where the window does not end.
+        """
         if self.waits:
             return None
         optimizer, strategy = self.optimizer, self.engine.strategy
@@ -114,14 +153,18 @@ class FabricOptimizer:
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, unless they wait for the end of an accumulation window."""
+        """Reset gradients, unless they are needed at the end of an accumulation window."""
         window = self.engine.window
-        if window is not None and window.keeps(id(self)):
+        if window is not None and window.retains(id(self)):
             return
         if set_to_none:
             self.engine.strategy.zero_grad(self.optimizer)
         else:
             self.optimizer.zero_grad(set_to_none=False)
+
+    def load_applied(self, count: int) -> None:
+        """Set the number of updates to that of a checkpoint."""
+        self.applied = count
 
     @property
     def waits(self) -> bool:
@@ -129,42 +172,37 @@ class FabricOptimizer:
         return self.engine.window is not None and not self.engine.window.sync
 
     def prepare(self) -> bool:
-        """Make gradients those of the weighted mean, once a window; return whether there is an update. Collective."""
+        """Scale gradients to those of the weighted mean, once for each window. Collective.
+
+        Returns:
+            Whether there is an update: False if no rank had a loss.
+        """
         window = self.engine.window
         if window is None:
             return True
-        self.engine.take_part()
-        factor = window.settle(id(self))
+        self.engine.join_reduction()
+        factor = window.take_factor(id(self))
         if factor is not None and factor not in (0.0, 1.0):
             self.engine.strategy.scale_gradients(parameters_of(self.optimizer), factor)
         return not window.is_empty
 
 
-class FabricScheduler:
-    """A set-up scheduler; all that is not its own is the original's.
+class FabricScheduler(Proxy):
+    """A set-up scheduler.
 
     Attributes:
         scheduler: The original.
     """
 
     def __init__(self, scheduler: Any, optimizers: list[FabricOptimizer], with_optimizer: bool) -> None:
+        super().__init__(scheduler)
         self.scheduler = scheduler
         self._optimizers = optimizers
         self._with_optimizer = with_optimizer
         self._seen = self._applied()
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """What ``isinstance`` sees, beside the true class."""
-        return type(self.__dict__["scheduler"]) if "scheduler" in self.__dict__ else FabricScheduler
-
-    def __getattr__(self, name: str) -> Any:
-        if "scheduler" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["scheduler"], name)
-
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, if an update was applied since the last time; so it is safe to call after every micro-batch."""
+        """Step if an update was applied since the last call, so that it can be called after every micro-batch."""
         if self._with_optimizer:
             now = self._applied()
             if now == self._seen:
@@ -173,7 +211,7 @@ class FabricScheduler:
         self.scheduler.step(*args, **kwargs)
 
     def catch_up(self) -> None:
-        """Take the updates so far as stepped for: the schedule of a checkpoint is put back with its counts."""
+        """Count the updates so far as stepped for. Called after loading, when the scheduler's own state is restored."""
         self._seen = self._applied()
 
     def _applied(self) -> list[int]:

@@ -1,9 +1,8 @@
-"""What a run asks for: devices, ranks, strategy and precision, checked before any process starts."""
+"""``Resources``: the devices, ranks, strategy and precision of a run, checked before any process starts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ _ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
 
 @dataclass
 class Resources:
-    """The resolved request."""
+    """The devices, ranks, strategy and precision of a Trainer or a Fabric."""
 
     device_type: str
     devices: int
@@ -29,26 +28,26 @@ class Resources:
     precision: Precision
     place: Placement
     auto: bool = False
-    """Whether the strategy is left to phalanx: ``strategy`` is then what it starts from, and a fit may take another."""
+    """Whether ``strategy="auto"`` was given: a fit may replace ``strategy`` by one that fits into memory."""
 
     @property
     def world_size(self) -> int:
-        """Ranks over all nodes."""
+        """The number of ranks over all nodes."""
         return self.devices * self.num_nodes
 
     @property
     def data_size(self) -> int:
-        """Parts into which the data is shared out."""
+        """The number of shards of the data."""
         return self.strategy.data_size(self.world_size)
 
     @property
     def must_launch(self) -> bool:
-        """Whether ranks are still to be started: more than one is asked for, and no launcher started this process."""
+        """Whether ranks must be started: there are to be several, and no launcher has started this process."""
         return self.world_size > 1 and self.place.launcher is None and self.place.size == 1
 
-    def use_placement(self, place: Placement) -> None:
-        """Be the process at this place among the ranks: a forked rank is not where its parent is."""
-        self.place = place
+    def update_placement(self) -> None:
+        """Read this process's rank again. Called in a rank that was forked after the placement was first read."""
+        self.place = placement(self.num_nodes)
 
     def connect(self) -> World:
         """Join the process group and take the device. Collective."""
@@ -68,7 +67,7 @@ def resolve_resources(
     num_nodes: int,
     precision: str | int | Precision | None,
 ) -> Resources:
-    """Check and resolve what a Trainer or a Fabric was asked for.
+    """Check and resolve the arguments of a Trainer or a Fabric.
 
     Raises:
         UnknownNameError: accelerator, strategy or precision is not known.
@@ -110,28 +109,30 @@ def _device_type(accelerator: str) -> str:
 
 
 def _devices(devices: int | str | list[int], device_type: str, place: Placement) -> tuple[int, list[int] | None]:
-    """Return how many ranks each node gets, and the devices' indices where they are listed."""
+    """Return the number of ranks on each node, and the CUDA indices of their devices if they were listed."""
     available = torch.cuda.device_count() if device_type == "cuda" else 0
-    given: Any = devices
-    if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
-        devices = int(devices)
-    if devices == "auto" or devices == -1:
-        if place.launcher is not None or place.size > 1:
-            return place.local_size, None
-        return (available if device_type == "cuda" else 1), None
+    if devices in ("auto", "-1", -1):
+        # Under a launcher there are as many ranks as it has started, whatever the machine has.
+        launched = place.launcher is not None or place.size > 1
+        return place.local_size if launched else max(available, 1), None
     if isinstance(devices, list):
-        if device_type != "cuda":
-            raise ConfigurationError(f"devices={given!r} lists CUDA devices, but the accelerator is {device_type!r}.")
-        if not devices or len(set(devices)) != len(devices) or not all(0 <= index < available for index in devices):
-            raise ConfigurationError(f"devices={given!r} must list different indices from 0 to {available - 1}.")
+        _check_indices(devices, device_type, available)
         return len(devices), devices
-    if not is_count(devices, 1):
+    count = int(devices) if isinstance(devices, str) and devices.strip().isdigit() else devices
+    if isinstance(count, str) or not is_count(count, 1):
         raise ConfigurationError(
-            f"devices={given!r} must be 'auto', a number of at least 1, or a list of CUDA indices."
+            f"devices={devices!r} must be 'auto', a number of at least 1, or a list of CUDA indices."
         )
-    if device_type == "cuda" and devices > available:
-        raise ConfigurationError(f"devices={devices} but torch sees {available} CUDA device(s).")
-    return devices, None
+    if device_type == "cuda" and count > available:
+        raise ConfigurationError(f"devices={count} but torch sees {available} CUDA device(s).")
+    return count, None
+
+
+def _check_indices(indices: list[int], device_type: str, available: int) -> None:
+    if device_type != "cuda":
+        raise ConfigurationError(f"devices={indices!r} lists CUDA devices, but the accelerator is {device_type!r}.")
+    if not indices or len(set(indices)) != len(indices) or not all(0 <= index < available for index in indices):
+        raise ConfigurationError(f"devices={indices!r} must list different indices from 0 to {available - 1}.")
 
 
 def _strategy(strategy: str | Strategy, world_size: int) -> Strategy:

@@ -2,62 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from ..core.precision import Precision
-
-
-class Mover(Protocol):
-    """What is asked of a Fabric."""
-
-    precision: Precision
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def to_device(self, obj: Any) -> Any: ...
-
+from ..core.precision import Precision
+from ..fabric.collectives import to_device
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def batch_transfer(
-    fabric: Mover, module: TrainModule, datamodule: DataModule | None
+    device: torch.device, precision: Precision, module: TrainModule, datamodule: DataModule | None
 ) -> Callable[[Any, int], Any] | None:
     """Return the function from ``(batch, dataloader_idx)`` to the batch that a step gets; None for the batch itself.
 
     A hook of the DataModule goes before the module's own of the same name.
     """
     before, move, after = (_overridden(name, module, datamodule) for name in _HOOKS)
-    converts = fabric.precision.converts_batch
-    if move is None and fabric.device.type == "cpu":
+    converts = precision.converts_batch
+    if move is None and device.type == "cpu":
         if before is None and after is None and not converts:
             return None
     elif move is None:
-        move = _to_device(fabric)
+        move = _move
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
         if before is not None:
             batch = before(batch, dataloader_idx)
         if move is not None:
-            batch = move(batch, fabric.device, dataloader_idx)
+            batch = move(batch, device, dataloader_idx)
         if converts:
-            batch = fabric.precision.convert_batch(batch)
+            batch = precision.convert_batch(batch)
         return batch if after is None else after(batch, dataloader_idx)
 
     return transfer
 
 
-def _to_device(fabric: Mover) -> Callable[[Any, Any, int], Any]:
-    return lambda batch, device, dataloader_idx: fabric.to_device(batch)
+def _move(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    return to_device(batch, device)
 
 
 def _overridden(name: str, module: TrainModule, datamodule: DataModule | None) -> Callable[..., Any] | None:

@@ -65,7 +65,8 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
         regroup(run, resumption)
     run.heartbeat.mark_sync_point()
     run.use_optimizers(run.fabric.strategy.setup(module, run.optimizers, training=True), run.schedulers)
-    _attach_step(run, loop, data, settings, batch_transfer(run.fabric, module, request.datamodule))
+    transfer = batch_transfer(run.world.device, run.fabric.precision, module, request.datamodule)
+    _attach_step(run, loop, data, settings, transfer)
     if resumption is not None:
         _restore(loop, resumption, origin)
     elif run.world.data_rank > 0:
@@ -97,7 +98,8 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
         checkpoint = open_on_all_ranks(run.world, found)
         load_model(run, checkpoint)
     plan = evaluation_plan(session, stage, sources)
-    plan.use_transfer(batch_transfer(run.fabric, request.module, request.datamodule))
+    precision = run.fabric.precision
+    plan.use_transfer(batch_transfer(run.world.device, precision, request.module, request.datamodule))
     return run, plan
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..api.train_module import TrainModule
-    from ..core.precision import Precision
     from ..parallel.resources import Resources
     from .session import Session, StageRequest
 
@@ -208,7 +206,7 @@ def _activations(session: Session, request: StageRequest, size: ModelSize, memor
     # The copy, its gradients, and as much again for activations.
     if 3 * size.elements * precision.parameter_dtype.itemsize >= memory.device / 2:
         return measure_with_fake_tensors(module, batch, precision)
-    transfer = batch_transfer(_Mover(world.device, precision), module, request.datamodule)
+    transfer = batch_transfer(world.device, precision, module, request.datamodule)
     return measure_with_data(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
 
 
@@ -242,14 +240,3 @@ def _first_batch(session: Session, request: StageRequest, world: World) -> Any:
             sequential=bool(settings.overfit_batches),
         )
         return next(source.start(0))
-
-
-@dataclass
-class _Mover:
-    """Moves a batch to this process's device, as a Fabric does once ranks have been started."""
-
-    device: torch.device
-    precision: Precision
-
-    def to_device(self, obj: Any) -> Any:
-        return apply_to_collection(obj, Tensor, lambda tensor: tensor.to(self.device))

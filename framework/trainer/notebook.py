@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..distributed.world import placement
 from ..launch import launch_function
 from .stages import run_stage
 
@@ -19,7 +18,7 @@ def run_in_function(session: Session, stage: str, request: StageRequest) -> Any:
 
     What hooks and steps set on the module or the DataModule stays in the ranks.
     """
-    resources = session.fabric.resources
+    resources = session.resources
     session.begin(stage, request)
     result, outcome = launch_function(_in_rank, (session, stage, request), resources.world_size)
     # The ranks have built these layers in their copies of the module, and trained in this dtype.
@@ -31,7 +30,7 @@ def run_in_function(session: Session, stage: str, request: StageRequest) -> Any:
 
 
 def _in_rank(session: Session, stage: str, request: StageRequest) -> tuple[Any, dict[str, Any]]:
-    session.fabric.resources.use_placement(placement())
+    session.resources.update_placement()
     result = run_stage(session, stage, request)
     weights = {
         name: value.cpu() if isinstance(value, Tensor) else value for name, value in request.module.state_dict().items()

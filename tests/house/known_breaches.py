@@ -41,7 +41,6 @@ BRANCHING_FUNCTIONS = {
     "framework.loop.automatic_step": "AutomaticStep.__call__",
     "framework.loop.fit_loop": "FitLoop._batches",
     "framework.metrics.metric_log": "MetricLog.log",
-    "framework.parallel.resources": "_devices",
     "framework.resume.resume_point": "claim_directory",
     "framework.trainer.plugins": "resolve_callbacks",
     "framework.trainer.settings": "resolve_settings",
@@ -61,10 +60,6 @@ FOREIGN_WRITES = {
     "framework.data.evaluation_source": "self._sampler.first self._sampler.step self._sampler.stop",
     "framework.data.training_source": "self._sampler.epoch self._sampler.start",
     "framework.diagnostics.nonfinite_guard": "updater.guarded updater.unexplained",
-    "framework.fabric.checkpoints": "one.applied",
-    "framework.fabric.fabric": "fabric.resources.place",
-    "framework.fabric.setup": "self._reading.joined",
-    "framework.fabric.training": "each.window engine.window",
     "framework.loop.automatic_step": "guard.in_a_row run.fabric.updater.settles_later self.log.batches "
     "self.progress.global_step self.run.in_window",
     "framework.loop.evaluation_loop": "log.batch log.batches log.items run.evaluating",
@@ -88,7 +83,7 @@ FOREIGN_WRITES = {
     "strategy.routes_losses trainer.callbacks trainer.seed validation.limits "
     "validation.sources",
     "framework.trainer.notebook": "trainer.datamodule trainer.directory.claimed trainer.directory.version "
-    "trainer.fabric.resources.place trainer.last_metrics trainer.last_module "
+    "trainer.last_metrics trainer.last_module "
     "trainer.last_progress trainer.state",
     "framework.trainer.stages": "request.datamodule.trainer trainer.datamodule trainer.last_metrics "
     "trainer.last_module trainer.last_progress trainer.loop trainer.run "
@@ -144,7 +139,6 @@ LONG_CHAINS = {
     "framework.resume.restore": "run.fabric.scaler.load_state_dict",
     "framework.trainer.assembly": "run.fabric.strategy.building run.fabric.strategy.place "
     "run.fabric.strategy.setup run.world.device.type",
-    "framework.trainer.notebook": "trainer.fabric.resources.place",
     "framework.trainer.stages": "run.fabric.strategy.teardown trainer.fabric.resources.place "
     "trainer.run.fabric.strategy.restore",
     "framework.trainer.trainer": "self.run.triggers.raised.pop",

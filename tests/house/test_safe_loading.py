@@ -36,7 +36,9 @@ LOAD_PATH = (
     ),
     *(
         "framework/fabric/checkpoints.py",
-        "framework/fabric/state.py",
+        "framework/fabric/contents.py",
+        "framework/fabric/loading.py",
+        "framework/fabric/weight_files.py",
         "framework/distributed/seed.py",
         "framework/system/atomic_files.py",
     ),

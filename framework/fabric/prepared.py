@@ -1,0 +1,96 @@
+"""``Prepared``: the objects that a Fabric has set up, and how its parts find them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.errors import ConfigurationError
+from ..core.loss_scaler import LossScaler
+from ..parallel.strategy import Strategy, parameters_of
+from .loaders import FabricLoader, Reading
+from .module import engine_of
+from .objects import Engine, FabricOptimizer, FabricScheduler
+
+
+class Prepared:
+    """The state that the parts of a Fabric share.
+
+    Attributes:
+        strategy: The prototype: each module is set up by a clone of it.
+        scaler: The loss scaler of all modules; None if losses are not scaled, or if the strategy scales them.
+        strategy_scales_losses: Whether the strategy scales losses itself, with one scale for each module.
+        engines: One for each module that is set up.
+        schedulers: All schedulers that are set up.
+        loaders: All loaders that are set up.
+        reading: The loaders that the user's loop is iterating over.
+        seed: The seed of the order of loaders, the same on all ranks. None until it is given or agreed on.
+    """
+
+    def __init__(self, strategy: Strategy, scaler: LossScaler | None, strategy_scales_losses: bool) -> None:
+        self.strategy = strategy
+        self.scaler = scaler
+        self.strategy_scales_losses = strategy_scales_losses
+        self.engines: list[Engine] = []
+        self.schedulers: list[FabricScheduler] = []
+        self.loaders: list[FabricLoader] = []
+        self.reading = Reading()
+        self.seed: int | None = None
+
+    def take_seed(self, seed: int) -> int:
+        """Set the seed of loaders that are set up later, and return it."""
+        self.seed = seed
+        return seed
+
+    def clear(self) -> None:
+        """Release everything that was set up."""
+        for engine in self.engines:
+            engine.strategy.teardown()
+        self.engines.clear()
+        self.schedulers.clear()
+        self.loaders.clear()
+
+    @property
+    def optimizers(self) -> list[FabricOptimizer]:
+        """All optimizers that are set up."""
+        return [optimizer for engine in self.engines for optimizer in engine.optimizers]
+
+    @property
+    def updates(self) -> int:
+        """The largest number of updates that an optimizer has applied."""
+        return max((one.applied for one in self.optimizers), default=0)
+
+    def optimizers_of(self, parameters: Any) -> list[FabricOptimizer]:
+        """Return the optimizers that update a module's parameters, or any of the parameters given."""
+        if isinstance(parameters, nn.Module):
+            parameters = parameters.parameters()
+        wanted = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        found = [one for one in self.optimizers if any(id(each) in wanted for each in parameters_of(one.optimizer))]
+        if not found:
+            raise ConfigurationError("these are no parameters of an optimizer that is set up; call setup with it.")
+        return found
+
+    def engine_for(self, module: nn.Module, verb: str) -> Engine:
+        """Return the engine of a module that was given to ``verb``."""
+        engine = engine_of(module)
+        if engine is None:
+            engine = next((each for each in self.engines if each.module is module), None)
+        if engine is None or engine not in self.engines:
+            raise ConfigurationError(
+                f"{verb} was given a {type(module).__name__} that is not set up; call setup with it and use what that "
+                "returns."
+            )
+        return engine
+
+    def engine_for_backward(self, model: nn.Module | None) -> Engine | None:
+        """Return the engine that a loss belongs to, None if it may be of several."""
+        if model is not None:
+            return self.engine_for(model, "backward")
+        if len(self.engines) == 1:
+            return self.engines[0]
+        if len(self.engines) > 1 and self.strategy_scales_losses:
+            raise ConfigurationError(
+                f"strategy={self.strategy.name!r} with several modules: call backward(loss, model=...) to say which."
+            )
+        return None

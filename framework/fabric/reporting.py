@@ -1,0 +1,100 @@
+"""``Reporting``: the part of a Fabric that calls callbacks, writes to loggers and profiles."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigurationError
+from ..core.registry import CALLBACKS, LOGGERS, Registry
+from ..metrics.logger import Logger
+from ..parallel.resources import Resources
+
+
+class Reporting:
+    """Callbacks and loggers of a user's own loop.
+
+    Attributes:
+        callbacks: Objects with hooks of any name.
+        loggers: The loggers that metrics are sent to.
+        updates: Returns the number of updates so far, the default step of metrics.
+    """
+
+    def __init__(self, resources: Resources, callbacks: Any, loggers: Any, updates: Callable[[], int]) -> None:
+        self.callbacks: list[Any] = _resolved(callbacks, CALLBACKS)
+        self.loggers: list[Logger] = _resolved(loggers, LOGGERS)
+        self.updates = updates
+        self._resources = resources
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a hook of all callbacks that have it, in order, with those keyword arguments that each one accepts."""
+        for callback in self.callbacks:
+            hook = getattr(callback, hook_name, None)
+            if callable(hook):
+                hook(*args, **_accepted(hook, kwargs))
+
+    @property
+    def logger(self) -> Logger:
+        """The first logger.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if not self.loggers:
+            raise ConfigurationError("this Fabric has no logger: pass loggers=... to it.")
+        return self.loggers[0]
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Send a metric to all loggers, from rank 0."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Send metrics to all loggers, from rank 0. ``step`` defaults to the number of updates so far."""
+        if self._resources.place.rank != 0 or not self.loggers:
+            return
+        if step is None:
+            step = self.updates()
+        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        for logger in self.loggers:
+            logger.log_metrics(numbers, step)
+
+    def end_training(self) -> None:
+        """Close the loggers. Call it after the loop."""
+        if self._resources.place.rank == 0:
+            for logger in self.loggers:
+                logger.finalize("success")
+
+    @contextmanager
+    def profile(self, /, trace_dir: str | Path | None = None, **options: Any) -> Generator[Any, None, None]:
+        """Profile a block with ``torch.profiler.profile(**options)``.
+
+        Args:
+            trace_dir: a directory in which each rank writes its trace as ``rank_<n>.json``.
+            options: those of ``torch.profiler.profile``.
+        """
+        with torch.profiler.profile(**options) as profiler:
+            yield profiler
+        if trace_dir is not None:
+            directory = Path(trace_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(directory / f"rank_{self._resources.place.rank}.json"))
+
+
+def _resolved(given: Any, registry: Registry) -> list[Any]:
+    """Return a list of objects for None, a name, an object, or a list of names and objects."""
+    listed = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
+    return [registry.load(one)() if isinstance(one, str) else one for one in listed]
+
+
+def _accepted(hook: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(hook).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return arguments
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in arguments.items() if name in names}

@@ -1,0 +1,67 @@
+"""The verbs of a Fabric: methods of its parts, under their own names and Accelerate's, all of them documented."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import phalanx
+from phalanx import Fabric
+from phalanx.framework.fabric.checkpoints import Checkpoints
+from phalanx.framework.fabric.collectives import Collectives
+from phalanx.framework.fabric.training import Training
+
+PAGE = Path(phalanx.__file__).parent / "docs" / "fabric.md"
+# Attributes that the Trainer uses, and use_strategy, which replaces the strategy before a fit.
+INTERNAL = {
+    *("accumulation", "forward_context", "resources", "scaler", "strategy_scales_losses", "updater", "use_strategy"),
+    *("callbacks", "loggers", "precision", "strategy", "world"),
+}
+
+
+def documented() -> set[str]:
+    """Return the names in the tables of verbs."""
+    tables = PAGE.read_text().partition("## All verbs")[2]
+    return set(re.findall(r"`(\w+)`", "\n".join(line for line in tables.splitlines() if line.startswith("|"))))
+
+
+def test_every_public_name_is_documented_and_every_documented_name_exists() -> None:
+    public = {name for name in dir(Fabric(accelerator="cpu", devices=1)) if not name.startswith("_")}
+    assert public - INTERNAL == documented()
+
+
+def test_a_verb_has_the_signature_and_the_docstring_of_the_method_of_its_part() -> None:
+    for verb, method in (
+        (Fabric.all_gather, Collectives.all_gather),
+        (Fabric.backward, Training.backward),
+        (Fabric.save, Checkpoints.save),
+    ):
+        assert inspect.signature(verb) == inspect.signature(method)
+        assert inspect.getdoc(verb) == inspect.getdoc(method)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    assert list(inspect.signature(fabric.save).parameters) == ["path", "state", "filter"]
+
+
+def test_every_public_member_has_a_docstring() -> None:
+    members = {name: value for name, value in vars(Fabric).items() if not name.startswith("_")}
+    assert [name for name, value in members.items() if not inspect.getdoc(value)] == []
+
+
+def test_a_verb_can_be_overridden_and_called_through_super() -> None:
+    class Doubling(Fabric):
+        def all_reduce(self, data, op="mean", *, reduce_op=None):  # type: ignore[no-untyped-def]
+            return 2 * super().all_reduce(data, op, reduce_op=reduce_op)
+
+    assert Doubling(accelerator="cpu", devices=1).all_reduce(3, "sum").item() == 6
+
+
+def test_accelerates_names_stand_for_the_same() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    assert vars(Fabric)["wait_for_everyone"] is vars(Fabric)["barrier"]
+    assert (fabric.num_processes, fabric.process_index, fabric.local_process_index) == (1, 0, 0)
+    assert fabric.is_main_process
+    assert fabric.is_local_main_process
+    assert fabric.is_last_process
+    with fabric.main_process_first(1.0), fabric.local_main_process_first(timeout=1.0):
+        fabric.wait_for_everyone()
