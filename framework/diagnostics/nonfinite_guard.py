@@ -83,7 +83,7 @@ class NonFiniteGuard:
         sees_gradients = not owned and (policy == "skip" or (policy == "raise" and on_host))
         updater = run.fabric.updater
         updater.guarded = run.fabric.scaler is not None or (policy == "skip" and not owned)
-        updater.unexplained = self.heed_gradients if sees_gradients else None
+        updater.on_nonfinite_gradients = self.heed_gradients if sees_gradients else None
 
     def see(self, loss: float, batch: Any, index: int) -> None:
         """Take note of a loss of this rank that is not finite. In one process ``raise`` acts at once."""

@@ -49,7 +49,7 @@ class Engine:
         if window is None or not window.waits_for_loss or self._idle_at == (window, window.steps):
             return
         self._idle_at = (window, window.steps)
-        self.strategy.idle_backward()
+        self.strategy.zero_backward()
 
 
 class FabricOptimizer:

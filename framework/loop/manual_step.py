@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError
 from ..diagnostics.nonfinite_guard import NonFiniteGuard
 from ..parallel.strategy import Traits, parameters_of
+from ..parallel.zero_backward import zero_loss
 from ..run.overrides import needs_closure
 from ..run.run import Run
 from .step_base import TrainingStep
@@ -87,7 +87,7 @@ class ManualOptimizer:
             strategy, parameters = self._run.fabric.strategy, parameters_of(self.optimizer)
             if self._closes:
                 strategy.sync_gradients(True)
-                strategy.backward(_zero_loss(parameters))
+                strategy.backward(zero_loss(parameters))
             else:
                 strategy.reduce_gradients(parameters)
             self.reduced = True
@@ -134,12 +134,6 @@ def closes_windows(traits: Traits) -> bool:
     return traits.reduces_in_backward and not traits.lockstep_forward
 
 
-def _zero_loss(parameters: list[Tensor]) -> Tensor:
-    """Return a loss of zero that every trainable parameter feeds, through one of its elements."""
-    parts = [parameter.flatten()[:1].sum() for parameter in parameters if parameter.requires_grad]
-    return torch.stack([part.float() for part in parts]).nan_to_num().sum() * 0.0
-
-
 class ManualStep(TrainingStep):
     """Calls ``training_step`` for each batch; a batch in which any optimizer stepped is one optimizer step."""
 
@@ -153,7 +147,7 @@ class ManualStep(TrainingStep):
         self.stepped = False
         run.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
         run.manual_backward = self.manual_backward
-        run.fabric.updater.settles_later = True
+        run.fabric.updater.defers_scale = True
 
     def _note(self) -> None:
         self.stepped = True
@@ -184,21 +178,21 @@ class ManualStep(TrainingStep):
         self.refused = False
         if batches:
             batches = [self.start_batch(batches[0], index)]
-        if self.world_size > 1:
+        if self.several:
             used = 0 if self.refused else len(batches)
             self.triggers.launch(self.progress.attempts, float(used), used)
             agreement = self.triggers.read()
             if self.triggers.fired:
                 self.run.heed_triggers()
             # Optimizers communicate in the user's step, so a batch counts only where every rank has one.
-            if agreement.ranks_with_data < self.world_size:
+            if agreement.ranks_with_data < self.run.world.size:
                 return False
         elif self.refused:
             return False
         for batch in batches:
             self.stepped = False
             output = self.forward(batch, index)
-            self.run.fabric.updater.settle()
+            self.run.fabric.updater.finish()
             self.advance(consumed)
             self.progress.global_step += self.stepped
             if self.stepped and self.averages is not None:

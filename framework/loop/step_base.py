@@ -27,7 +27,7 @@ class TrainingStep:
         self.triggers = run.triggers
         self.strategy = run.fabric.strategy
         self.phase = run.heartbeat.phase
-        self.world_size = run.world.size
+        self.several = run.world.size > 1
         self.transfer = transfer
         self.batch_start = run.hooks("on_train_batch_start")
         self.batch_end = run.hooks("on_train_batch_end")
@@ -66,13 +66,13 @@ class TrainingStep:
 
     def report(self, number: float, step: int) -> None:
         """Stop all ranks for a loss that a device told late: at once in one process, through a trigger with several."""
-        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
+        where = f" on rank {self.run.world.rank}" if self.several else ""
         message = (
             f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
             f"batch {self.progress.batch_in_epoch}){where}. Lower the learning rate or clip gradients; "
             "Trainer(nonfinite='skip') leaves such updates out, 'ignore' goes on."
         )
-        if self.world_size == 1:
+        if not self.several:
             raise NonFiniteError(message)
         self.triggers.set("nonfinite", message)
 
@@ -98,7 +98,7 @@ class TrainingStep:
 
     def tell_spike(self, number: float, step: int) -> None:
         """Have rank 0 note a loss of this rank that is far above those before it."""
-        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
+        where = f" on rank {self.run.world.rank}" if self.several else ""
         self.triggers.set(
             NOTE,
             f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self.progress.epoch}){where}; it had been "
@@ -114,7 +114,7 @@ class TrainingStep:
         self.progress.batch_in_epoch += consumed
         self.progress.global_batch += consumed
         self.progress.attempts += 1
-        if self.world_size > 1:
+        if self.several:
             self.pace.updated()
 
     def start_batch(self, batch: Any, index: int) -> Any:

@@ -26,6 +26,7 @@ from ..core.precision import Precision
 from ..distributed.world import World
 from .meta_device import fill_from_rank_zero
 from .parameter_names import state_tensors
+from .step_flags import StepFlags
 
 StepFunction = Callable[..., Any]
 Slots = Mapping[str, Any]
@@ -53,9 +54,6 @@ class Traits:
     """The weights that updates are applied to lie on a disk: canonical state is a copy of them, made when asked for."""
     gathers_loaded: bool = False
     """``load_model_state`` shows all ranks what one of them was given, by a collective."""
-    carries_flags: bool = False
-    """What is reduced anyway tells all ranks whether any had a loss, and whether one was not finite: ``contributed``
-    and ``met_nonfinite`` are asked. Else ranks exchange that in a message of their own in every update."""
     supports_several_optimizers: bool = True
     clips_by_value: bool = True
 
@@ -79,9 +77,12 @@ class Strategy(ABC):
 
     world: World
     precision: Precision
+    flags: StepFlags | None = None
+    """How ranks agree on the flags of a step, where ``setup`` made this strategy's own reduction carry them. None for a
+    message of its own, which works under every strategy."""
+
     routes_losses: bool = True
-    """Whether what is routed returns losses. Set before ``setup``; if not, it returns anything and ``contributed`` is
-    not asked."""
+    """Whether what is routed returns losses. Set before ``setup``; if not, it returns anything."""
 
     routes_backward: bool = False
     """Whether backward passes, updates and further forward passes run inside what is routed. Set before ``setup``."""
@@ -154,19 +155,8 @@ class Strategy(ABC):
         return False
 
     @abstractmethod
-    def idle_backward(self) -> None:
+    def zero_backward(self) -> None:
         """Take part in the reduction of an optimizer step with a gradient of zero. Collective."""
-
-    def contributed(self) -> bool:
-        """Whether any rank's loss took part since the last update. Asked of ``carries_flags``, by those without one."""
-        return False
-
-    def mark_nonfinite(self) -> None:
-        """Have all ranks know that the loss of this rank's coming backward is not finite. Only of ``carries_flags``."""
-
-    def met_nonfinite(self) -> bool:
-        """Whether any rank marked a loss since the last update. Only of ``carries_flags``."""
-        return False
 
     @abstractmethod
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -225,9 +215,6 @@ class Strategy(ABC):
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop the gradients of an optimizer's parameters before a window's first backward."""
         optimizer.zero_grad()
-
-    def forget_losses(self) -> None:
-        """Start a window in which no rank has had a loss yet."""
 
     def step(self, optimizer: Optimizer) -> bool:
         """Apply the update; return whether it was applied. Collective."""

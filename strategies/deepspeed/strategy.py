@@ -308,7 +308,7 @@ class DeepSpeedStrategy(Strategy):
                 )
         return False
 
-    def idle_backward(self) -> None:
+    def zero_backward(self) -> None:
         """There is no backward without a forward here.
 
         Raises:

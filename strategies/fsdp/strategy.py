@@ -242,7 +242,7 @@ class FSDPStrategy(Strategy):
                 self._sharded.root.unshard()
         return False
 
-    def idle_backward(self) -> None:
+    def zero_backward(self) -> None:
         """Refuse: a backward pass has to be run, by every rank alike."""
         raise LoopError(
             f"strategy={self.name!r} reduces gradients in the backward pass itself, which every rank has to run: give "

@@ -57,6 +57,8 @@ class Lockstep(DDPStrategy):
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         ready = super().setup(module, optimizers, training)
+        # As under strategies whose own reduction carries nothing but gradients.
+        self.flags = None
         layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
         self.handles = [
             layer.register_forward_hook(partial(self._meet, number)) for number, layer in enumerate(layers, 2)
@@ -77,11 +79,8 @@ class Lockstep(DDPStrategy):
 
         return meeting
 
-    def idle_backward(self) -> None:
-        raise AssertionError("a rank must run a stand-in")
-
-    def contributed(self) -> bool:
-        raise AssertionError("nothing here tells")
+    def zero_backward(self) -> None:
+        raise AssertionError("a rank must run a filler batch")
 
     def teardown(self) -> None:
         for handle in self.handles:
