@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx.framework.core.precision import PRECISIONS
+from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.memory.formulas import LAYOUTS, Footprint, Ranks, footprint
 from phalanx.framework.memory.measure import size_of
 
@@ -42,7 +42,7 @@ def memory(rounds: int, quick: bool) -> None:
             for name, layout in LAYOUTS.items():
                 ranks = Ranks(1 if name == "single" else RANKS)
                 held = _measured(name, precision, window, shape, ranks.world_size)
-                needs = footprint(layout, size, ranks, PRECISIONS[precision], accumulates=window > 1)
+                needs = footprint(layout, size, ranks, resolve_precision(precision), accumulates=window > 1)
                 rows.append([name, *_cells(held, needs)])
             held_by = f"Held by each of {RANKS} ranks, {size.elements / 1e6:.1f} M parameters"
             show(f"{held_by}, {precision}, windows of {window}", _HEAD, rows)

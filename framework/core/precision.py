@@ -1,54 +1,94 @@
-"""Precision as data: which dtype parameters are stored in, computed in and reduced in, plus the loss scaler."""
+"""The ``Precision`` contract: the dtypes of parameters, computation and reduction, and the loss scale.
+
+A precision is a class in ``precisions/`` and one line in the registry. The rest of phalanx reads its attributes and
+never asks for its name or class, so a precision that a user wrote works wherever a built-in one does.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
-from .errors import ConfigurationError, unknown
+from .errors import ConfigurationError
+from .loss_scaler import LossScaler
+from .registry import PRECISIONS
 
 
-@dataclass(frozen=True)
 class Precision:
-    """What a precision name stands for. ``scaled`` says that losses are scaled so that small gradients survive."""
+    """Dtypes of a run as data, and the four places where they take effect.
+
+    The defaults follow from the dtypes: a subclass that only sets them is complete. Every method is called at set-up
+    except ``convert_batch``, which is called for each batch if ``converts_batch`` is true.
+
+    Attributes:
+        name: How checkpoints, reports and messages name it.
+        parameter_dtype: The dtype of parameters, of their gradients and of the optimizer's state.
+    """
 
     name: str
-    storage: torch.dtype
-    compute: torch.dtype
-    reduction: torch.dtype
-    scaled: bool = False
+    parameter_dtype: torch.dtype = torch.float32
 
     @property
-    def autocasts(self) -> bool:
-        """Whether operations choose their dtype themselves, parameters staying as they are stored."""
-        return self.compute != self.storage
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products: ``parameter_dtype``, unless the precision is mixed."""
+        return self.parameter_dtype
 
     @property
-    def converts_inputs(self) -> bool:
-        """Whether floating-point inputs are cast to the storage dtype before a step."""
-        return self.storage != torch.float32
+    def reduction_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are averaged over ranks, where the strategy can choose it: at least fp32.
 
-    def context(self, device_type: str) -> AbstractContextManager[Any] | None:
-        """Return the re-enterable context that a step runs in, or None where it needs none."""
-        if self.autocasts:
-            return torch.autocast(device_type, dtype=self.compute)
-        return DefaultDtype(self.storage) if self.storage != torch.float32 else None
+        ``fsdp`` follows it. ``ddp`` reduces gradients in the dtype they have.
+        """
+        return torch.promote_types(self.parameter_dtype, torch.float32)
 
-    def convert_inputs(self, batch: Any) -> Any:
-        """Return ``batch`` with its floating-point tensors in the storage dtype."""
-        return apply_to_collection(batch, Tensor, self._convert)
+    @property
+    def is_mixed(self) -> bool:
+        """Whether operations compute in another dtype than parameters are stored in."""
+        return self.compute_dtype != self.parameter_dtype
 
-    def _convert(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.storage) if tensor.is_floating_point() else tensor
+    def forward_context(self, device_type: str) -> AbstractContextManager[Any] | None:
+        """Return the context of forward passes, or None if they need none.
+
+        It is entered and left once for each forward pass, so it must be reusable. By default it is ``torch.autocast``
+        in ``compute_dtype`` if the precision is mixed, and else makes ``parameter_dtype`` the default dtype.
+        """
+        if self.is_mixed:
+            return torch.autocast(device_type, dtype=self.compute_dtype)
+        return DefaultDtype(self.parameter_dtype) if self.parameter_dtype != torch.float32 else None
+
+    def loss_scaler(self) -> LossScaler | None:
+        """Return a new loss scaler, or None if losses are not scaled.
+
+        Strategies that scale fp16 losses themselves (``zero1`` to ``zero3``) take over its initial scale and its growth
+        interval.
+        """
+        return None
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Convert a module in place, before its optimizers are set up. By default to ``parameter_dtype``."""
+        # A fp32 run leaves modules as they are: a user may have made some parameters fp64 on purpose.
+        if self.parameter_dtype != torch.float32:
+            module.to(self.parameter_dtype)
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Return a batch as steps get it. By default floating-point tensors are cast to ``parameter_dtype``."""
+        return apply_to_collection(batch, Tensor, self._cast) if self.parameter_dtype != torch.float32 else batch
+
+    @property
+    def converts_batch(self) -> bool:
+        """Whether ``convert_batch`` has anything to do. If not, batches are not even looked at."""
+        return self.parameter_dtype != torch.float32 or type(self).convert_batch is not Precision.convert_batch
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.parameter_dtype) if tensor.is_floating_point() else tensor
 
 
 class DefaultDtype:
-    """Context in which new floating-point tensors have the given dtype. May be entered again, not nested in itself."""
+    """Context in which new floating-point tensors have the given dtype. Reusable, but must not be nested in itself."""
 
     __slots__ = ("_dtype", "_previous")
 
@@ -64,85 +104,21 @@ class DefaultDtype:
         torch.set_default_dtype(self._previous)
 
 
-_FP32, _FP64, _BF16, _FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+def resolve_precision(given: str | int | Precision | None) -> Precision:
+    """Return the precision for a name, a short form (``32``, ``16``, ``"fp16"``, ``"bf16"``, ``64``) or an object.
 
-PRECISIONS: dict[str, Precision] = {
-    precision.name: precision
-    for precision in (
-        Precision("32-true", _FP32, _FP32, _FP32),
-        Precision("64-true", _FP64, _FP64, _FP64),
-        Precision("bf16-mixed", _FP32, _BF16, _FP32),
-        Precision("16-mixed", _FP32, _FP16, _FP32, scaled=True),
-        Precision("bf16-true", _BF16, _BF16, _BF16),
-        Precision("16-true", _FP16, _FP16, _FP16),
-    )
-}
-_SHORT_FORMS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp16": "16-mixed"}
-
-
-def resolve_precision(given: str | int | None) -> Precision:
-    """Return the precision that a name or a short form (``32``, ``16``, ``"fp16"``, ``"bf16"``, ``64``) stands for.
-
-    For None it is fp32.
+    None stands for ``"32-true"``.
 
     Raises:
         UnknownNameError: the name is not known.
-        ConfigurationError: it is neither a string nor an int.
+        ConfigurationError: the value is of another type.
     """
-    if given is None:
-        return PRECISIONS["32-true"]
-    if isinstance(given, bool) or not isinstance(given, (str, int)):
-        raise ConfigurationError(f"precision={given!r} must be a name such as 'bf16-mixed', or 32, 16 or 64.")
-    name = _SHORT_FORMS.get(str(given), str(given))
-    if name not in PRECISIONS:
-        raise unknown("precision", name, [*PRECISIONS, *_SHORT_FORMS])
-    return PRECISIONS[name]
-
-
-class LossScaler:
-    """Dynamic loss scaling (Micikevicius et al. 2018, "Mixed Precision Training").
-
-    The loss is multiplied by ``scale`` before backward and gradients divided by it before they are used. An update
-    whose gradients are not finite is skipped and the scale halved; after ``growth_interval`` good updates in a row it
-    doubles.
-    The scale is a number on the host: it is part of the factor that every loss is multiplied by anyway, and whether
-    an update was good has to reach the host in any case, since counters and schedulers depend on it.
-    """
-
-    def __init__(
-        self,
-        scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        self.scale = scale
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self._good_updates = 0
-
-    def unscale_(self, gradients: list[Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
-        if gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.scale)
-
-    def update(self, finite: bool) -> None:
-        """Adapt the scale to an update whose gradients, over all ranks, were finite or not."""
-        if not finite:
-            self.scale *= self.backoff_factor
-            self._good_updates = 0
-            return
-        self._good_updates += 1
-        if self._good_updates == self.growth_interval:
-            self.scale *= self.growth_factor
-            self._good_updates = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return scale and counter."""
-        return {"scale": self.scale, "good_updates": self._good_updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over scale and counter."""
-        self.scale = float(state["scale"])
-        self._good_updates = int(state["good_updates"])
+    if isinstance(given, Precision):
+        return given
+    if isinstance(given, bool) or not isinstance(given, (str, int, type(None))):
+        hint = f" Pass an instance: {given.__name__}()." if isinstance(given, type) else ""
+        raise ConfigurationError(
+            f"precision={given!r} must be a name such as 'bf16-mixed', one of 32, 16 and 64, or a Precision.{hint}"
+        )
+    built: Precision = PRECISIONS.load("32-true" if given is None else str(given))()
+    return built

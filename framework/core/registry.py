@@ -1,7 +1,7 @@
 """Names to plug-ins: a table ``name -> "module:attribute"`` whose module loads when the name is first used.
 
-Third-party packages add names through entry points of the groups ``phalanx.strategies``, ``phalanx.loggers`` and
-``phalanx.callbacks``. A name of phalanx's own cannot be taken over by a package.
+Third-party packages add names through entry points of the groups ``phalanx.strategies``, ``phalanx.precisions``,
+``phalanx.loggers`` and ``phalanx.callbacks``. A package cannot take over a name of phalanx's own.
 """
 
 from __future__ import annotations
@@ -93,6 +93,20 @@ STRATEGIES = Registry(
         "deepspeed_stage_3_offload": "zero3-offload",
         "deepspeed_stage_3_offload_nvme": "zero3-nvme",
     },
+)
+
+PRECISIONS = Registry(
+    "precision",
+    "phalanx.precisions",
+    {
+        "32-true": ".precisions.true:Float32True",
+        "64-true": ".precisions.true:Float64True",
+        "bf16-mixed": ".precisions.mixed:BFloat16Mixed",
+        "16-mixed": ".precisions.mixed:Float16Mixed",
+        "bf16-true": ".precisions.true:BFloat16True",
+        "16-true": ".precisions.true:Float16True",
+    },
+    aliases={"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp16": "16-mixed"},
 )
 
 LOGGERS = Registry(

@@ -77,8 +77,8 @@ class NonFiniteGuard:
         """Gives this rank's micro-batch in progress."""
         self._kept = 0
         on_host = run.world.device.type == "cpu"
-        # A strategy that owns the loss scale leaves out by itself what that makes overflow.
-        owned = run.fabric.strategy.traits.owns_loss_scale
+        # A strategy that scales losses itself also skips the updates that its scale makes overflow.
+        owned = run.fabric.strategy_scales_losses
         self.sees_losses = policy != "ignore" and on_host
         sees_gradients = not owned and (policy == "skip" or (policy == "raise" and on_host))
         updater = run.fabric.updater

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError
+from ..core.precision import DefaultDtype, Precision
 from ..core.registry import CALLBACKS, LOGGERS
 from ..distributed.seed import seed_everything
 from ..distributed.world import placement
@@ -51,7 +52,7 @@ class Fabric(CheckpointVerbs):
             more, as no module is known yet that could be too large for them.
         devices: ranks on each node.
         num_nodes: how many nodes.
-        precision: such as ``"bf16-mixed"``.
+        precision: a name such as ``"bf16-mixed"``, or a ``Precision``.
         accumulate: micro-batches for each optimizer step inside ``accumulate``, a number or a schedule.
         callbacks: objects whose hooks ``call`` calls, or names of registered ones.
         loggers: where ``log`` writes: objects or names.
@@ -66,7 +67,7 @@ class Fabric(CheckpointVerbs):
         strategy: str | Strategy = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
-        precision: str | int | None = None,
+        precision: str | int | Precision | None = None,
         accumulate: int | AccumulationSchedule = 1,
         callbacks: Any = None,
         loggers: Any = None,
@@ -115,9 +116,7 @@ class Fabric(CheckpointVerbs):
         with ExitStack() as stack:
             stack.enter_context(self.device)
             stack.enter_context(self.strategy.building())
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(self.precision.storage)
-            stack.callback(torch.set_default_dtype, before)
+            stack.enter_context(DefaultDtype(self.precision.parameter_dtype))
             if empty_init:
                 stack.enter_context(_NoInitialisation())
             yield

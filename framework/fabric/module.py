@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ class _Calls:
     def __init__(self, engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> None:
         self.engine = engine
         self._precision = precision
-        self._context = precision.context(device_type)
+        self._context = precision.forward_context(device_type)
         self._routes: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._compiled = compiled
 
@@ -39,37 +39,24 @@ class _Calls:
         return (train if torch.is_grad_enabled() else evaluate)(*args, **kwargs)
 
     def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        context, precision = self._context, self._precision
-        if context is None:
+        precision = self._precision
+        converts, context = precision.converts_batch, self._context or nullcontext()
+        if not converts and self._context is None:
             return function
-        if not precision.autocasts:
-            return _converting(_within(context, function), precision)
-        return _returning_full(_within(context, function))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if converts:
+                args, kwargs = precision.convert_batch(args), precision.convert_batch(kwargs)
+            with context:
+                output = function(*args, **kwargs)
+            return apply_to_collection(output, Tensor, _at_least_fp32)
+
+        return call
 
 
-def _within(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _converting(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = precision.convert_inputs(args), precision.convert_inputs(kwargs)
-        return _full(function(*args, **kwargs))
-
-    return call
-
-
-def _returning_full(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: _full(function(*args, **kwargs))
-
-
-def _full(output: Any) -> Any:
-    """Return an output whose half-precision tensors are fp32, so that a loss computed from them is exact."""
-    return apply_to_collection(output, Tensor, lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor)
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return a half-precision output in fp32, so that the loss computed from it is exact."""
+    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 class FabricModule(nn.Module):

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
-from ..core.precision import LossScaler, Precision
+from ..core.loss_scaler import LossScaler
+from ..core.precision import Precision
 from ..distributed.gather import gather_rows
 from ..parallel.optimizer_step import Updater
 from ..parallel.resources import Resources
@@ -33,7 +34,7 @@ class SetupVerbs(RankVerbs):
         super().__init__(resources)
         self.strategy: Strategy = resources.strategy
         self.precision: Precision = resources.precision
-        self.scaler = LossScaler() if self.precision.scaled and not self.strategy.traits.owns_loss_scale else None
+        self.scaler = self._new_scaler()
         self.updater = Updater(self.strategy, self.scaler)
         self.accumulation = resolve_accumulation(accumulate)
         self._engines: list[Engine] = []
@@ -48,9 +49,17 @@ class SetupVerbs(RankVerbs):
         """Go on with another strategy, before anything is set up; ranks that have met stay together."""
         guarded = self.updater.guarded and self.scaler is None
         self.resources.strategy = self.strategy = strategy
-        self.scaler = LossScaler() if self.precision.scaled and not strategy.traits.owns_loss_scale else None
+        self.scaler = self._new_scaler()
         self.updater = Updater(strategy, self.scaler, guarded)
         self.leave_world()
+
+    def _new_scaler(self) -> LossScaler | None:
+        return None if self.strategy.traits.owns_loss_scale else self.precision.loss_scaler()
+
+    @property
+    def strategy_scales_losses(self) -> bool:
+        """Whether losses are scaled by the strategy, not by ``scaler``."""
+        return self.scaler is None and self.precision.loss_scaler() is not None
 
     # ---- setting up -----------------------------------------------------------------------------------------------
 
@@ -68,8 +77,7 @@ class SetupVerbs(RankVerbs):
         strategy = self.strategy.another()
         if move_to_device:
             strategy.place(original)
-        if self.precision.converts_inputs:
-            original.to(self.precision.storage)
+        self.precision.convert_module(original)
         strategy.routes_losses = False
         engine = Engine(original, strategy, self.scaler, self._engines)
         # A strategy that builds its own updates gets no optimizer later: without one the module is for evaluation.
@@ -202,7 +210,11 @@ class SetupVerbs(RankVerbs):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's context, for computations outside a set-up module."""
-        return self.precision.context(self.device.type) or nullcontext()
+        return self.forward_context() or nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        """Return the precision's context for forward passes on this rank's device, or None if they need none."""
+        return self.precision.forward_context(self.device.type)
 
     def unwrap_model(self, model: M) -> M:
         """Return the user's own module."""
@@ -238,7 +250,7 @@ class SetupVerbs(RankVerbs):
             return self._engine(model, "backward")
         if len(self._engines) == 1:
             return self._engines[0]
-        if len(self._engines) > 1 and self.strategy.traits.owns_loss_scale:
+        if len(self._engines) > 1 and self.strategy_scales_losses:
             raise ConfigurationError(
                 f"strategy={self.strategy.name!r} with several modules: call backward(loss, model=...) to say which."
             )

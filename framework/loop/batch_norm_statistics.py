@@ -69,7 +69,7 @@ class StatisticsPass:
     def _feed(self, limit: int | None, layers: dict[str, _BatchNorm]) -> int:
         """Run this rank's batches; return how many. Collective where forward passes are."""
         run = self.run
-        context = run.fabric.precision.context(run.world.device.type)
+        context = run.fabric.forward_context()
         step = with_arity(run.module.training_step, ("batch", "batch_idx"))
         step = run.fabric.strategy.route(in_context(step, context), training=False)
         together = run.fabric.strategy.traits.lockstep_forward or any(map(is_collective, layers.values()))

@@ -147,7 +147,7 @@ def _run_loader(
 ) -> None:
     """Run this rank's batches of a loader; a list gets the numbered outputs."""
     names = ("batch", "batch_idx", "dataloader_idx")
-    context = run.fabric.precision.context(run.world.device.type)
+    context = run.fabric.forward_context()
     user_step = with_arity(getattr(run.module, f"{plan.prefix}_step"), names)
     step = run.fabric.strategy.route(in_context(user_step, context), training=False)
     batch_start = [with_arity(hook, names) for hook in run.hooks(f"on_{plan.prefix}_batch_start")]

@@ -52,12 +52,12 @@ class TrainingStep:
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step, in the precision's context, through the strategy."""
-        context = self.run.fabric.precision.context(self.run.world.device.type)
+        context = self.run.fabric.forward_context()
         return self.strategy.route(in_context(self.user_step(), context), training)
 
     def plain(self) -> StepFunction:
         """Return the user's step as an evaluation would run it, in the precision's context."""
-        context = self.run.fabric.precision.context(self.run.world.device.type)
+        context = self.run.fabric.forward_context()
         return self.strategy.route(in_context(TrainingStep.user_step(self), context), False)
 
     def user_step(self) -> StepFunction:

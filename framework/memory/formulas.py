@@ -188,12 +188,14 @@ def shard_of(layout: Layout, ranks: Ranks) -> int:
 def _torch(
     layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, casts: int, accumulates: bool
 ) -> Footprint:
-    width = precision.storage.itemsize
+    width = precision.parameter_dtype.itemsize
     split = shard_of(layout, ranks)
     gradients = size.trainable * width
     state = size.state_bytes if size.state_bytes is not None else round(size.trainable * size.state_slots * width)
     if layout.splits_parameters:
-        buckets = _gathered(size, precision.compute.itemsize) + _largest(size) * precision.reduction.itemsize
+        buckets = (
+            _gathered(size, precision.compute_dtype.itemsize) + _largest(size) * precision.reduction_dtype.itemsize
+        )
     else:
         buckets = casts + (gradients if layout.replicates and ranks.world_size > 1 else 0)
     return Footprint(
@@ -207,7 +209,7 @@ def _torch(
 
 
 def _engine(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precision, accumulates: bool) -> Footprint:
-    width, split = precision.compute.itemsize, shard_of(layout, ranks)
+    width, split = precision.compute_dtype.itemsize, shard_of(layout, ranks)
     share = _part(size.trainable, split)
     whole, parts, staged = _engine_gradients(layout, width, accumulates)
     parameters = _part(size.elements * width, split if layout.splits_parameters else 1)

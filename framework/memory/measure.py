@@ -105,8 +105,7 @@ def optimizer_state(module: TrainModule, precision: Precision) -> tuple[float, i
     Returns:
         Elements of state for each trainable element, its bytes under torch's optimizers, and how many they are.
     """
-    if precision.converts_inputs:
-        module.to(precision.storage)
+    precision.convert_module(module)
     optimizers, _ = resolve_optimizers(module.configure_optimizers())
     trainable = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     slots = [slot for optimizer in optimizers for slot in _slots(optimizer)]
@@ -159,8 +158,7 @@ def run_for_real(module: TrainModule, batch: Any, device: torch.device, precisio
     with device:
         built.configure_model()
     built.to(device).train()
-    if precision.converts_inputs:
-        built.to(precision.storage)
+    precision.convert_module(built)
     if device.type != "cuda":
         return _watched(built, batch, precision, device.type)[0]
     torch.cuda.synchronize(device)
@@ -177,17 +175,12 @@ def run_for_real(module: TrainModule, batch: Any, device: torch.device, precisio
 def run_on_shapes(module: TrainModule, batch: Any, precision: Precision) -> Activations:
     """Run a micro-batch on tensors that have shapes alone; return what its forward would keep."""
 
-    def fake_of(tensor: Tensor) -> Tensor:
-        dtype = precision.storage if tensor.is_floating_point() and precision.converts_inputs else tensor.dtype
-        return torch.empty_like(tensor, dtype=dtype, device="cpu")
-
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        built = copied(module, fake_of)
-        with DefaultDtype(precision.storage):
+        built = copied(module, lambda tensor: torch.empty_like(tensor, device="cpu"))
+        with DefaultDtype(precision.parameter_dtype):
             built.configure_model()
-        built.train()
-        if precision.converts_inputs:
-            batch = precision.convert_inputs(batch)
+        precision.convert_module(built.train())
+        batch = precision.convert_batch(batch)
         faked = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
         return _watched(built, faked, precision, "cpu")[0]
 
@@ -213,7 +206,7 @@ def _watched(module: TrainModule, batch: Any, precision: Precision, device_type:
             stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor))
-        context = precision.context(device_type)
+        context = precision.forward_context(device_type)
         if context is not None:
             stack.enter_context(context)
         output = module.training_step(batch, 0)

@@ -187,4 +187,4 @@ def shown(number: int) -> str:
 
 
 def _casts(size: ModelSize, precision: Precision) -> int:
-    return size.elements * precision.compute.itemsize if precision.autocasts else 0
+    return size.elements * precision.compute_dtype.itemsize if precision.is_mixed else 0

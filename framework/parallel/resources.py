@@ -62,7 +62,7 @@ def resolve_resources(
     strategy: str | Strategy,
     devices: int | str | list[int],
     num_nodes: int,
-    precision: str | int | None,
+    precision: str | int | Precision | None,
 ) -> Resources:
     """Check and resolve what a Trainer or a Fabric was asked for.
 

@@ -34,7 +34,7 @@ def batch_transfer(
     A hook of the DataModule goes before the module's own of the same name.
     """
     before, move, after = (_overridden(name, module, datamodule) for name in _HOOKS)
-    converts = fabric.precision.converts_inputs
+    converts = fabric.precision.converts_batch
     if move is None and fabric.device.type == "cpu":
         if before is None and after is None and not converts:
             return None
@@ -47,7 +47,7 @@ def batch_transfer(
         if move is not None:
             batch = move(batch, fabric.device, dataloader_idx)
         if converts:
-            batch = fabric.precision.convert_inputs(batch)
+            batch = fabric.precision.convert_batch(batch)
         return batch if after is None else after(batch, dataloader_idx)
 
     return transfer

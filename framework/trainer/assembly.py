@@ -188,8 +188,7 @@ def _place_model(trainer: Trainer, run: Run) -> None:
     if trainer.sync_batchnorm and run.world.size > 1:
         run.restore_layers = share_batch_statistics(module, run.world.device.type)
     run.fabric.strategy.place(module)
-    if precision.converts_inputs:
-        module.to(precision.storage)
+    precision.convert_module(module)
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:

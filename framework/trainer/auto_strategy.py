@@ -176,7 +176,7 @@ def _look(trainer: Trainer, request: FitRequest, memory: Memory, activation_byte
         notes.append(f"Optimizer state is counted as Adam's: {_said(error)}")
     activations = None
     if activation_bytes is not None:
-        casts = size.elements * resources.precision.compute.itemsize if resources.precision.autocasts else 0
+        casts = size.elements * resources.precision.compute_dtype.itemsize if resources.precision.is_mixed else 0
         activations = Activations(activation_bytes, casts)
     else:
         try:
@@ -197,16 +197,17 @@ def _measure(trainer: Trainer, request: FitRequest, size: ModelSize, memory: Mem
     With data where that takes at most half of the memory; else on shapes alone.
     """
     fabric, module = trainer.fabric, request.module
+    precision = fabric.precision
     if not module.automatic_optimization:
         raise ConfigurationError("with manual optimization a step updates weights, so it is not run ahead of training.")
     place = fabric.resources.place
     world = World(place, _device(fabric.resources))
     batch = _first_batch(trainer, request, world)
     # The copy, its gradients, and as much again for what it keeps.
-    if 3 * size.elements * fabric.precision.storage.itemsize < memory.device / 2:
+    if 3 * size.elements * precision.parameter_dtype.itemsize < memory.device / 2:
         transfer = batch_transfer(_Here(fabric.resources, world), module, request.datamodule)
-        return run_for_real(module, batch if transfer is None else transfer(batch, 0), world.device, fabric.precision)
-    return run_on_shapes(module, batch, fabric.precision)
+        return run_for_real(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
+    return run_on_shapes(module, batch, precision)
 
 
 def _device(resources: Resources) -> torch.device:

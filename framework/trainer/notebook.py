@@ -25,8 +25,7 @@ def run_in_function(trainer: Trainer, stage: str, request: FitRequest) -> Any:
     result, outcome = launch_function(_in_rank, (trainer, stage, request), resources.world_size)
     # The ranks have built this in their copies; and trained in this dtype.
     request.module.configure_model()
-    if resources.precision.converts_inputs:
-        request.module.to(resources.precision.storage)
+    resources.precision.convert_module(request.module)
     request.module.load_state_dict(outcome["weights"])
     trainer.state, trainer.last_progress, trainer.last_metrics = outcome["trainer"]
     trainer.directory.version, trainer.directory.claimed = outcome["directory"]

@@ -13,6 +13,7 @@ from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, is_count
+from ..core.precision import Precision
 from ..core.progress import Progress
 from ..fabric.fabric import Fabric
 from ..launch.exit_hooks import install_exit_codes
@@ -53,7 +54,7 @@ class Trainer(TrainerView):
         devices: ranks on each node: a number, a list of CUDA indices, or ``"auto"``.
         num_nodes: nodes; more than one needs a launcher such as torchrun.
         precision: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``; for
-            short ``32``, ``64``, ``"bf16"``, ``16`` and ``"fp16"``.
+            short ``32``, ``64``, ``"bf16"``, ``16`` and ``"fp16"``; a registered name, or a ``Precision``.
         logger: a ``Logger``, a name, a list of these; True is TensorBoard, False none.
         callbacks: a ``Callback``, a name, or a list of these.
         fast_dev_run: run this many batches of each loop, without loggers and checkpoints, to see that all works.
@@ -102,7 +103,7 @@ class Trainer(TrainerView):
         strategy: str | Strategy = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
-        precision: str | int | None = None,
+        precision: str | int | Precision | None = None,
         logger: Any = None,
         callbacks: Any = None,
         fast_dev_run: bool | int = False,

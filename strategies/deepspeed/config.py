@@ -9,12 +9,14 @@ the model; DeepSpeed's default. DeepSpeed's defaults suit models of billions of 
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.loss_scaler import LossScaler
 from ...framework.core.precision import Precision
 from .arguments import Offload
 from .arguments import ZeroArguments as ZeroArguments
@@ -28,11 +30,18 @@ def check_precision(precision: Precision, device_type: str) -> None:
     """Refuse a precision that DeepSpeed's engine does not have.
 
     Raises:
-        ConfigurationError: fp64 anywhere, or fp16 on a CPU.
+        ConfigurationError: fp64, fp16 on a CPU, or a loss scale in another dtype than fp16.
     """
-    if precision.storage == torch.float64:
-        raise ConfigurationError("precision='64-true' is not known to DeepSpeed: use '32-true', or strategy='fsdp'.")
-    if device_type == "cpu" and torch.float16 in (precision.compute, precision.storage):
+    if precision.parameter_dtype == torch.float64:
+        raise ConfigurationError(
+            f"precision={precision.name!r} is not known to DeepSpeed: use '32-true', or strategy='fsdp'."
+        )
+    if precision.loss_scaler() is not None and precision.compute_dtype != torch.float16:
+        raise ConfigurationError(
+            f"precision={precision.name!r} scales losses in {precision.compute_dtype}, and DeepSpeed scales them in "
+            "fp16 alone: leave the loss scaler out, or use strategy='fsdp'."
+        )
+    if device_type == "cpu" and torch.float16 in (precision.compute_dtype, precision.parameter_dtype):
         raise ConfigurationError(
             f"precision={precision.name!r} is refused by DeepSpeed on a CPU: use 'bf16-mixed', or strategy='fsdp'."
         )
@@ -40,7 +49,7 @@ def check_precision(precision: Precision, device_type: str) -> None:
 
 def engine_config(
     options: ZeroOptions,
-    precision: Precision,
+    precision: Precision | None,
     world_size: int,
     model_elements: int,
     largest_elements: int | None = None,
@@ -48,14 +57,15 @@ def engine_config(
 ) -> dict[str, Any]:
     """Return the config that ``deepspeed.initialize`` and ``zero.Init`` get.
 
-    ``model_elements`` counts the elements of all parameters, ``largest_elements`` those of the largest one (by default
-    as many); ``swap_folder`` stands in for ``nvme_path``, so that runs do not share files.
+    ``precision=None`` is for an engine that only holds fp32. ``model_elements`` counts the elements of all parameters,
+    ``largest_elements`` those of the largest one (by default as many); ``swap_folder`` replaces ``nvme_path``, so
+    that runs do not share files.
     """
     config = copy.deepcopy(options.config)
     # Micro-batches are counted by phalanx, which tells the engine where a window ends.
     config.update(train_batch_size=world_size, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     config["gradient_clipping"] = 0.0
-    config.update(_precision_blocks(precision))
+    config.update(_precision_blocks(precision) if precision is not None else {})
     config.setdefault("communication_data_type", "fp32")
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
@@ -76,11 +86,13 @@ def engine_config(
 
 
 def _precision_blocks(precision: Precision) -> dict[str, Any]:
-    if precision.compute == torch.bfloat16:
+    if precision.compute_dtype == torch.bfloat16:
         return {"bf16": {"enabled": True}}
-    if precision.compute == torch.float16:
-        # What torch's own loss scaler does: halved at each overflow, doubled after 2000 good updates.
-        return {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}}
+    if precision.compute_dtype == torch.float16:
+        # The engine scales losses in fp16 whatever the precision says: halved at each overflow, doubled after a while.
+        scaler = precision.loss_scaler() or LossScaler()
+        power, window = round(math.log2(scaler.scale)), scaler.growth_interval
+        return {"fp16": {"enabled": True, "initial_scale_power": power, "loss_scale_window": window, "hysteresis": 1}}
     return {}
 
 
@@ -119,7 +131,7 @@ def _even(size: int) -> int:
 def _offload_block(
     zero: dict[str, Any], name: str, device: Offload | None, path: Path | None, sizes: dict[str, int]
 ) -> None:
-    """Say where something lives; sizes are those of the buffers to a disk."""
+    """Set the device of an offload block; ``sizes`` are those of the buffers to a disk."""
     if device is None:
         zero.pop(name, None)
         return

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from torch.optim import Optimizer
 from ...framework.checkpoint.stored_tensor import StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError, LoopError
-from ...framework.core.precision import PRECISIONS, Precision
+from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.parameter_names import state_tensors
@@ -84,6 +83,7 @@ class DeepSpeedStrategy(Strategy):
             shards_optimizer_state=True,
             offloads=options.offloads,
             needs_optimizer_at_setup=True,
+            owns_loss_scale=True,
             lockstep_forward=options.stage == 3,
             lockstep_backward=True,
             reduces_in_backward=True,
@@ -129,8 +129,6 @@ class DeepSpeedStrategy(Strategy):
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group; one process alone gets one too, which the engine asks for. Collective."""
         self.precision = precision
-        if precision.scaled and not self.traits.owns_loss_scale:
-            self.traits = replace(self.traits, owns_loss_scale=True)
         self.world = World.from_environment(device_type, num_nodes, grouped=True)
         return self.world
 
@@ -150,16 +148,15 @@ class DeepSpeedStrategy(Strategy):
     @property
     def _low(self) -> torch.dtype | None:
         """The dtype that the engine computes in, where that is not fp32."""
-        return None if self.precision.compute == torch.float32 else self.precision.compute
+        return None if self.precision.compute_dtype == torch.float32 else self.precision.compute_dtype
 
     def building(self) -> AbstractContextManager[Any]:
         """Return stage 3's context in which every layer is split as soon as it is built, or one that does nothing."""
         if self.options.stage < 3:
             return nullcontext()
         # What is built keeps fp32 until setup has taken its exact values; files on a disk cannot change their dtype.
-        exact = None if self.options.offload_parameters == "nvme" else PRECISIONS["32-true"]
-        config = self._config(0, 0, exact or self.precision)
-        return building(self.world, config, self._ops, self.precision.storage)
+        config = self._config(0, 0, self.precision if self.options.offload_parameters == "nvme" else None)
+        return building(self.world, config, self._ops, self.precision.parameter_dtype)
 
     def place(self, module: nn.Module) -> None:
         """Put a module on its device; stage 3 takes its parameters from where they are, one by one."""
@@ -238,9 +235,9 @@ class DeepSpeedStrategy(Strategy):
 
     def _sized(self, module: nn.Module, training: bool) -> dict[str, Any]:
         sizes = [engine_size(parameter) for parameter in module.parameters()]
-        return self._config(sum(sizes), max(sizes, default=0), self.precision if training else PRECISIONS["32-true"])
+        return self._config(sum(sizes), max(sizes, default=0), self.precision if training else None)
 
-    def _config(self, elements: int, largest: int, precision: Precision) -> dict[str, Any]:
+    def _config(self, elements: int, largest: int, precision: Precision | None) -> dict[str, Any]:
         """Return the engine's config; files on a disk go to a folder of this rank's own."""
         if self.options.uses_nvme and self._swap_folder is None:
             path = self.options.nvme_path

@@ -194,10 +194,10 @@ class FSDPStrategy(Strategy):
 
     def _policy(self) -> MixedPrecisionPolicy:
         precision = self.precision
-        narrow = precision.compute if precision.autocasts else None
-        reduce = self.reduce_dtype or torch.promote_types(precision.storage, torch.float32)
+        narrow = precision.compute_dtype if precision.is_mixed else None
+        reduce = self.reduce_dtype or precision.reduction_dtype
         # Said where it is what it would be anyway, it makes torch keep copies of gradients.
-        reduces_as_computed = reduce == (narrow or precision.storage)
+        reduces_as_computed = reduce == (narrow or precision.parameter_dtype)
         return MixedPrecisionPolicy(
             param_dtype=narrow, reduce_dtype=None if reduces_as_computed else reduce, cast_forward_inputs=False
         )

@@ -137,20 +137,19 @@ LONG_CHAINS = {
     "callbacks.model_checkpoint": "trainer.run.saver.save trainer.run.saver.settle",
     "callbacks.weight_averaging": "trainer.run.averages.add",
     "framework.diagnostics.collective_trace": "self._run.fabric.strategy.traits.lockstep_backward",
-    "framework.diagnostics.nonfinite_guard": "run.fabric.strategy.traits.owns_loss_scale run.world.device.type "
-    "self.run.fabric.strategy.traits",
+    "framework.diagnostics.nonfinite_guard": "run.world.device.type self.run.fabric.strategy.traits",
     "framework.diagnostics.nonfinite_search": "run.fabric.strategy.full_gradient run.fabric.strategy.model_state",
     "framework.launch.signals": "run.trainer.directory.identity",
     "framework.loop.automatic_step": "run.fabric.updater.settles_later self.run.fabric.updater.forget",
-    "framework.loop.batch_norm_statistics": "run.fabric.precision.context run.fabric.strategy.route "
+    "framework.loop.batch_norm_statistics": "run.fabric.strategy.route "
     "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
-    "framework.loop.evaluation_loop": "run.fabric.precision.context run.fabric.strategy.route "
+    "framework.loop.evaluation_loop": "run.fabric.strategy.route "
     "run.fabric.strategy.sync_buffers "
     "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
     "framework.loop.manual_step": "run.fabric.strategy.traits run.fabric.updater.settles_later "
     "self._run.fabric.strategy.name self._run.fabric.strategy.zero_grad "
     "self._run.fabric.updater.forget self.run.fabric.updater.settle",
-    "framework.loop.step_base": "run.world.device.type self.run.fabric.precision.context self.run.world.device.type",
+    "framework.loop.step_base": "run.world.device.type",
     "framework.resume.capture": "run.fabric.precision.name run.fabric.scaler.state_dict "
     "run.fabric.strategy.name run.trainer.directory.identity",
     "framework.resume.checkpoint_saver": "run.fabric.strategy.shapes run.trainer.loop.windows "
@@ -159,7 +158,6 @@ LONG_CHAINS = {
     "framework.resume.restore": "run.fabric.scaler.load_state_dict",
     "framework.trainer.assembly": "run.fabric.strategy.building run.fabric.strategy.place "
     "run.fabric.strategy.setup run.world.device.type",
-    "framework.trainer.auto_strategy": "fabric.precision.storage.itemsize",
     "framework.trainer.notebook": "trainer.fabric.resources.place",
     "framework.trainer.stages": "run.fabric.strategy.teardown trainer.fabric.resources.place "
     "trainer.run.fabric.strategy.restore",

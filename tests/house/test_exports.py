@@ -12,12 +12,20 @@ from types import ModuleType
 import pytest
 
 import phalanx
-from phalanx.framework.core.registry import CALLBACKS, LOGGERS, STRATEGIES, Registry
+from phalanx.framework.core.registry import CALLBACKS, LOGGERS, PRECISIONS, STRATEGIES, Registry
 
 ROOT = Path(phalanx.__file__).parent
-FACES = ("phalanx", "phalanx.checkpoint", "phalanx.strategies", "phalanx.callbacks", "phalanx.loggers")
+FACES = (
+    "phalanx",
+    "phalanx.checkpoint",
+    "phalanx.strategies",
+    "phalanx.precisions",
+    "phalanx.callbacks",
+    "phalanx.loggers",
+)
 KINDS = {
     "strategies": (STRATEGIES, "phalanx.framework.parallel.strategy:Strategy"),
+    "precisions": (PRECISIONS, "phalanx.framework.core.precision:Precision"),
     "callbacks": (CALLBACKS, "phalanx.framework.api.callback:Callback"),
     "loggers": (LOGGERS, "phalanx.framework.metrics.logger:Logger"),
 }

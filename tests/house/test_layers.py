@@ -11,7 +11,7 @@ import pytest
 import phalanx
 
 ROOT = Path(phalanx.__file__).parent
-PLUGINS = ("strategies", "callbacks", "loggers")
+PLUGINS = ("strategies", "precisions", "callbacks", "loggers")
 FOLDERS = ("framework", *PLUGINS, "cli")
 FACES = ("__init__", "checkpoint")
 

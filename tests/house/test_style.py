@@ -12,7 +12,7 @@ import pytest
 import phalanx
 
 ROOT = Path(phalanx.__file__).parent
-FOLDERS = ("framework", "strategies", "callbacks", "loggers", "cli")
+FOLDERS = ("framework", "strategies", "precisions", "callbacks", "loggers", "cli")
 CODE = [
     ROOT / "__init__.py",
     ROOT / "checkpoint.py",

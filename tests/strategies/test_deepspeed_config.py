@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
-from phalanx.framework.core.precision import PRECISIONS
+from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.core.registry import STRATEGIES
 from phalanx.strategies.deepspeed.config import check_precision, engine_config, resolve_options
 from phalanx.strategies.deepspeed.values import check_values
 
-FP32 = PRECISIONS["32-true"]
+FP32 = resolve_precision("32-true")
 MILLION = 1_000_000
 
 # Hugging Face's page on DeepSpeed shows this one, with "auto" throughout.
@@ -243,7 +243,7 @@ def test_the_engine_leaves_the_window_the_clip_and_the_dtype_to_phalanx() -> Non
     assert config["gradient_clipping"] == 0.0
     assert config["data_types"]["grad_accum_dtype"] == config["communication_data_type"] == "fp32"
     assert not {"bf16", "fp16", "optimizer", "scheduler"} & set(config)
-    bf16 = engine_config(resolve_options(), PRECISIONS["bf16-mixed"], 4, MILLION)
+    bf16 = engine_config(resolve_options(), resolve_precision("bf16-mixed"), 4, MILLION)
     assert bf16["bf16"] == {"enabled": True}
     assert bf16["data_types"]["grad_accum_dtype"] == "fp32"
 
@@ -259,7 +259,7 @@ def test_what_goes_to_a_disk_has_buffers_of_the_largest_parameter(tmp_path: Path
 @pytest.mark.parametrize(("precision", "device"), [("16-mixed", "cpu"), ("16-true", "cpu"), ("64-true", "cuda")])
 def test_a_precision_that_the_engine_lacks_is_refused(precision: str, device: str) -> None:
     with pytest.raises(ConfigurationError, match="strategy='fsdp'"):
-        check_precision(PRECISIONS[precision], device)
+        check_precision(resolve_precision(precision), device)
 
 
 @pytest.mark.parametrize(

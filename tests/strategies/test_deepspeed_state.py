@@ -17,7 +17,7 @@ from phalanx import TrainModule
 from phalanx.callbacks import LambdaCallback
 from phalanx.framework.checkpoint.stored_tensor import held
 from phalanx.framework.checkpoint.write_plan import Shard
-from phalanx.framework.core.precision import PRECISIONS
+from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.parallel.strategy import parameters_of
 from phalanx.strategies import DeepSpeedStrategy
 
@@ -27,7 +27,7 @@ NVME = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
 def started(place: dict[str, Any], net: nn.Module, kind: str = "adamw") -> tuple[Any, torch.optim.Optimizer]:
     """Return a strategy that holds a module, and its optimizer."""
     strategy = DeepSpeedStrategy(**place)
-    strategy.connect("cpu", 1, PRECISIONS["32-true"])
+    strategy.connect("cpu", 1, resolve_precision("32-true"))
     strategy.place(net)
     (optimizer,) = strategy.setup(net, [optimizer_of(net, kind)], training=True)
     return strategy, optimizer

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import DataModule, TrainModule
 from phalanx.framework.core.errors import ConfigurationError
-from phalanx.framework.core.precision import PRECISIONS
+from phalanx.framework.core.precision import resolve_precision
 from phalanx.framework.memory import available_memory as there
 from phalanx.framework.memory.available_memory import Memory, host_memory
 from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
@@ -24,7 +24,7 @@ from phalanx.framework.memory.measure import Activations, optimizer_state, run_o
 from phalanx.framework.memory.memory_plan import MemoryPlan, make_plan, shown
 from phalanx.framework.trainer import auto_strategy as planning
 
-FP32, BF16 = PRECISIONS["32-true"], PRECISIONS["bf16-mixed"]
+FP32, BF16 = resolve_precision("32-true"), resolve_precision("bf16-mixed")
 GB = 10**9
 
 
@@ -136,7 +136,7 @@ def held_by_a_rank(name: str, precision: str, window: int) -> tuple[int, int, in
     module.norm = nn.Identity()  # type: ignore[assignment]
     size = size_of(module)
     trainer.fit(module, words(64))
-    needs = footprint(LAYOUTS[name], size, Ranks(2), PRECISIONS[precision], accumulates=window > 1).everywhere
+    needs = footprint(LAYOUTS[name], size, Ranks(2), resolve_precision(precision), accumulates=window > 1).everywhere
     return module.most - before, needs.held, needs.held + needs.buckets
 
 
@@ -206,7 +206,7 @@ def test_activations_on_shapes_alone_are_the_same() -> None:
     for precision in ("32-true", "bf16-mixed"):
         real = silent_trainer(devices=1, precision=precision).plan(module, words()).activations
         assert real is not None
-        on_shapes = run_on_shapes(module, batch, PRECISIONS[precision])
+        on_shapes = run_on_shapes(module, batch, resolve_precision(precision))
         assert on_shapes.casts == real.casts
         # Kernels differ in the dtype in which batch statistics are kept.
         assert on_shapes.kept == pytest.approx(real.kept, rel=0 if precision == "32-true" else 0.1)
@@ -464,6 +464,6 @@ def test_the_documented_bytes_for_each_parameter_are_those_of_the_formulas(preci
     assert set(tables) == set(LAYOUTS)
     for name, cells in tables.items():
         world = Ranks(1 if name == "single" else ranks)
-        needs = footprint(LAYOUTS[name], ModelSize(64_000), world, PRECISIONS[precision])
+        needs = footprint(LAYOUTS[name], ModelSize(64_000), world, resolve_precision(precision))
         told = [eval(cell or "0", {"W": ranks}) for cell in cells]
         assert [round(64_000 * each) for each in told] == [needs.device.held, needs.host.held, needs.disk.held], name
