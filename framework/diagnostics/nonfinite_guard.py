@@ -69,7 +69,7 @@ class NonFiniteGuard:
         self.bad: Seen | None = None
         """This rank's first loss since the last update that is not finite."""
         self.in_a_row = 0
-        """Updates left out since the last that was applied, which sets it to 0."""
+        """Updates left out since the last that was applied."""
         self.skipped = 0
         self.rerun: Callable[[], StepFunction] | None = None
         """Gives the user's step as it can be run once more, without a backward pass after it."""
@@ -82,8 +82,7 @@ class NonFiniteGuard:
         self.sees_losses = policy != "ignore" and on_host
         sees_gradients = not owned and (policy == "skip" or (policy == "raise" and on_host))
         updater = run.fabric.updater
-        updater.guarded = run.fabric.scaler is not None or (policy == "skip" and not owned)
-        updater.on_nonfinite_gradients = self.heed_gradients if sees_gradients else None
+        updater.guard(policy == "skip" and not owned, self.heed_gradients if sees_gradients else None)
 
     def see(self, loss: float, batch: Any, index: int) -> None:
         """Take note of a loss of this rank that is not finite. In one process ``raise`` acts at once."""
@@ -91,6 +90,10 @@ class NonFiniteGuard:
             self.bad = Seen(loss, batch, index)
         if self.policy == "raise" and self.run.world.size == 1:
             self.heed_loss()
+
+    def applied(self) -> None:
+        """Record that an update was applied."""
+        self.in_a_row = 0
 
     def agree(self) -> bool:
         """Whether any rank met a loss that is not finite, where nothing else tells: one small message. Collective."""

@@ -56,7 +56,8 @@ class AutomaticStep(TrainingStep):
     ) -> None:
         super().__init__(run, transfer, nonfinite)
         module = run.module
-        run.fabric.updater.defers_scale = False
+        self.updater = run.fabric.updater
+        self.updater.defer_scale(False)
         self.optimizer = run.optimizers[0]
         self.filler = self._filler(windows)
         self.forward = self.routed()
@@ -242,9 +243,9 @@ class AutomaticStep(TrainingStep):
         if nonfinite:
             # Do not report this to the loss scaler: the overflow is not caused by the scale.
             self.guard.heed_loss()
-            self.run.fabric.updater.forget(self.optimizer)
+            self.updater.forget(self.optimizer)
         elif has_loss and self.apply(index):
-            self.guard.in_a_row = 0
+            self.guard.applied()
             self.progress.global_step += 1
             if self.averages is not None:
                 self.averages.after_step(self.progress.global_step - 1)

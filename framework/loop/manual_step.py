@@ -76,7 +76,7 @@ class ManualOptimizer:
             self._guard.heed_loss()
             fabric.updater.forget(optimizer)
         elif fabric.updater(optimizer, hooks, apply, blind=closure is not None):
-            self._guard.in_a_row = 0
+            self._guard.applied()
             self._applied()
         self.reduced = False
         return result
@@ -147,7 +147,8 @@ class ManualStep(TrainingStep):
         self.stepped = False
         run.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
         run.manual_backward = self.manual_backward
-        run.fabric.updater.defers_scale = True
+        self.updater = run.fabric.updater
+        self.updater.defer_scale(True)
 
     def _note(self) -> None:
         self.stepped = True
@@ -192,7 +193,7 @@ class ManualStep(TrainingStep):
         for batch in batches:
             self.stepped = False
             output = self.forward(batch, index)
-            self.run.fabric.updater.finish()
+            self.updater.finish()
             self.advance(consumed)
             self.progress.global_step += self.stepped
             if self.stepped and self.averages is not None:

@@ -31,6 +31,7 @@ class UserUpdate:
         self._run = run
         self._module = run.module
         self._strategy = run.fabric.strategy
+        self._updater = run.fabric.updater
         self._optimizer = run.optimizers[0]
         self._index = 0
         # A strategy whose gradients or weights are not the parameters' own is asked to step and to drop gradients.
@@ -48,7 +49,7 @@ class UserUpdate:
     def _before_step(
         self, hooks: Sequence[Callable[..., Any]], clipping: tuple[float | None, str]
     ) -> Callable[[], Any] | None:
-        """Return what runs between unscaling and the update, or None for nothing."""
+        """Return the hooks and clipping between unscaling and the update, or None without any."""
         clip = self._clip(*clipping)
         if not hooks:
             return clip
@@ -68,11 +69,11 @@ class UserUpdate:
             value is not None and is_overridden("clip_gradients", module)
         ):
             return partial(module.configure_gradient_clipping, optimizer, value, algorithm)
-        return None if not value else partial(self._run.fabric.updater.clip, optimizer, value, algorithm)
+        return None if not value else partial(self._updater.clip, optimizer, value, algorithm)
 
     def _apply(self, before: Callable[[], Any] | None) -> Callable[[int], bool]:
         step = self._user_step() if is_overridden("optimizer_step", self._module) else None
-        update = self._run.fabric.updater.bound(self._optimizer, before, step)
+        update = self._updater.bound(self._optimizer, before, step)
 
         def apply(index: int) -> bool:
             self._index = index

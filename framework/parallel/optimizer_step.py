@@ -39,6 +39,15 @@ class Updater:
         self._unscaled: set[int] = set()
         self._outcomes: list[bool] = []
 
+    def guard(self, skip_nonfinite: bool, on_nonfinite_gradients: Callable[[Optimizer], None] | None) -> None:
+        """Set what is done about gradients that are not finite: see the attributes."""
+        self.guarded = skip_nonfinite or self.scaler is not None
+        self.on_nonfinite_gradients = on_nonfinite_gradients
+
+    def defer_scale(self, enabled: bool) -> None:
+        """Adapt the loss scale in ``finish`` alone, or after each update."""
+        self.defers_scale = enabled
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, once for each update."""
         if self.scaler is not None and id(optimizer) not in self._unscaled:

@@ -16,7 +16,7 @@ from ..distributed.world import Pending, World
 
 
 class StepFlags(ABC):
-    """How ranks agree on the two flags of an optimizer step. All methods are called once a step, in this order."""
+    """Exchange of the two flags of an optimizer step. All methods are called once a step, in this order."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -73,5 +73,5 @@ class LocalFlags(StepFlags):
         self._flags = has_loss, nonfinite
 
     def read(self, checks_losses: bool) -> tuple[bool, bool]:
-        """Return what was recorded."""
+        """Return this rank's flags."""
         return self._flags

@@ -17,7 +17,6 @@ LONG_FILES = {
     "framework.fabric.checkpoints": "file",
     "framework.fabric.state": "file",
     "framework.launch.supervisor": "file",
-    "framework.loop.automatic_step": "file",
     "framework.loop.fit_loop": "file",
     "framework.metrics.metric_log": "file",
     "framework.parallel.strategy": "file",
@@ -36,7 +35,6 @@ LONG_FILES = {
 # Functions whose body has more than 40 lines of code.
 LONG_FUNCTIONS = {
     "framework.checkpoint.convert.foreign_state": "snapshot_of",
-    "framework.loop.automatic_step": "AutomaticStep.__call__",
     "framework.resume.capture": "capture_run",
     "framework.run.run": "Run.__init__",
     "framework.trainer.settings": "resolve_settings",
@@ -51,7 +49,6 @@ BRANCHING_FUNCTIONS = {
     "framework.distributed.gather": "gather_rows",
     "framework.fabric.state": "snapshot_of",
     "framework.launch.supervisor": "Supervisor._verdict",
-    "framework.loop.automatic_step": "AutomaticStep.__call__",
     "framework.loop.fit_loop": "FitLoop._batches",
     "framework.metrics.metric_log": "MetricLog.log",
     "framework.parallel.resources": "_devices",
@@ -75,18 +72,15 @@ FOREIGN_WRITES = {
     "framework.data.dataloader": "sampler.begun",
     "framework.data.evaluation_source": "self._sampler.first self._sampler.step self._sampler.stop",
     "framework.data.training_source": "self._sampler.epoch self._sampler.start",
-    "framework.diagnostics.nonfinite_guard": "updater.guarded updater.unexplained",
     "framework.fabric.checkpoints": "one.applied",
     "framework.fabric.fabric": "fabric.resources.place",
     "framework.fabric.setup": "self._reading.joined",
     "framework.fabric.training": "each.window engine.window",
-    "framework.loop.automatic_step": "guard.in_a_row run.fabric.updater.settles_later self.log.batches "
-    "self.progress.global_step self.run.in_window",
+    "framework.loop.automatic_step": "self.log.batches self.progress.global_step self.run.in_window",
     "framework.loop.evaluation_loop": "log.batch log.batches log.items run.evaluating",
     "framework.loop.fit_loop": "progress.epoch_ended progress.published run.progress.hooks_started "
     "run.progress.validated_at run.sanity_checking",
-    "framework.loop.manual_step": "run.fabric.updater.settles_later run.manual_backward run.manual_optimizers "
-    "self._guard.in_a_row self.progress.global_step",
+    "framework.loop.manual_step": "run.manual_backward run.manual_optimizers self.progress.global_step",
     "framework.loop.step_base": "log.batch log.batches log.items self.guard.newest self.guard.rerun "
     "self.pace.forward_counts self.progress.attempts "
     "self.progress.batch_in_epoch self.progress.global_batch "
@@ -122,7 +116,6 @@ REWIRED_OBJECTS = {
     "framework.parallel.sync_batch_norm": "layer.__class__ layer.__dict__",
     "framework.trainer.assembly": "request.module.__dict__",
     "framework.trainer.stages": "request.module.__dict__",
-    "strategies.ddp": "self.__dict__ self._adapter.__dict__ self._ddp.__dict__",
     "strategies.deepspeed.engine": "part.__dict__",
     "strategies.deepspeed.optimizer": "copied.__dict__",
     "strategies.deepspeed.setup": "layer.__class__ layer.__dict__ part.__dict__ self.__dict__",
@@ -140,15 +133,14 @@ LONG_CHAINS = {
     "framework.diagnostics.nonfinite_guard": "run.world.device.type self.run.fabric.strategy.traits",
     "framework.diagnostics.nonfinite_search": "run.fabric.strategy.full_gradient run.fabric.strategy.model_state",
     "framework.launch.signals": "run.trainer.directory.identity",
-    "framework.loop.automatic_step": "run.fabric.updater.settles_later self.run.fabric.updater.forget",
     "framework.loop.batch_norm_statistics": "run.fabric.strategy.route "
     "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
     "framework.loop.evaluation_loop": "run.fabric.strategy.route "
     "run.fabric.strategy.sync_buffers "
     "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
-    "framework.loop.manual_step": "run.fabric.strategy.traits run.fabric.updater.settles_later "
+    "framework.loop.manual_step": "run.fabric.strategy.traits "
     "self._run.fabric.strategy.name self._run.fabric.strategy.zero_grad "
-    "self._run.fabric.updater.forget self.run.fabric.updater.settle",
+    "self._run.fabric.updater.forget",
     "framework.loop.step_base": "run.world.device.type",
     "framework.resume.capture": "run.fabric.precision.name run.fabric.scaler.state_dict "
     "run.fabric.strategy.name run.trainer.directory.identity",
