@@ -18,23 +18,23 @@ class DeviceLossWatch:
     copies is full.
     """
 
-    def __init__(self, report: Callable[[float, int], None], look: Callable[[float, int], None]) -> None:
-        """``look`` is shown every number that is finite."""
+    def __init__(self, report: Callable[[float, int], None], look: Callable[[float, int, int], None]) -> None:
+        """``report`` gets a number that is not finite and its step; ``look`` any other, its step and its position."""
         self._report = report
         self._look = look
         self._ring = torch.zeros(_SLOTS, dtype=torch.float32, pin_memory=True)
         self._events = [torch.cuda.Event() for _ in range(_SLOTS)]
-        self._waiting: deque[tuple[int, int]] = deque()
+        self._waiting: deque[tuple[int, int, int]] = deque()
         self._next = 0
 
-    def __call__(self, loss: Tensor, step: int) -> None:
-        """Watch the loss of optimizer step ``step``."""
+    def __call__(self, loss: Tensor, step: int, position: int) -> None:
+        """Watch the loss of optimizer step ``step`` and of the batch at ``position`` in the epoch."""
         self._collect(wait=len(self._waiting) == _SLOTS)
         slot = self._next
         self._next = (slot + 1) % _SLOTS
         self._ring[slot : slot + 1].copy_(loss.detach().reshape(1), non_blocking=True)
         self._events[slot].record()
-        self._waiting.append((slot, step))
+        self._waiting.append((slot, step, position))
 
     def flush(self) -> None:
         """Wait for all copies under way, and report."""
@@ -43,7 +43,7 @@ class DeviceLossWatch:
 
     def _collect(self, wait: bool) -> None:
         while self._waiting:
-            slot, step = self._waiting[0]
+            slot, step, position = self._waiting[0]
             if wait:
                 self._events[slot].synchronize()
                 wait = False
@@ -54,4 +54,4 @@ class DeviceLossWatch:
             if number - number != 0.0:
                 self._report(number, step)
             else:
-                self._look(number, step)
+                self._look(number, step, position)

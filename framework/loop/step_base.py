@@ -83,20 +83,20 @@ class TrainingStep:
             if number - number != 0.0:
                 if self.guard.sees_losses:
                     self.meet_nonfinite(number)
-            elif self.spikes(number):
-                self.tell_spike(number, self.progress.global_step)
+            elif self.spikes(number, self.index):
+                self.report_spike(number, self.progress.global_step)
             self.run.latest_loss = number
         else:
             self.run.latest_loss = loss.detach()
             if self.watch is not None:
-                self.watch(loss, self.progress.global_step)
+                self.watch(loss, self.progress.global_step, self.index)
 
-    def judge(self, number: float, step: int) -> None:
-        """Look at a loss that a device told late."""
-        if self.spikes(number):
-            self.tell_spike(number, step)
+    def judge(self, number: float, step: int, position: int) -> None:
+        """Judge a loss that was copied from a device in the background."""
+        if self.spikes(number, position):
+            self.report_spike(number, step)
 
-    def tell_spike(self, number: float, step: int) -> None:
+    def report_spike(self, number: float, step: int) -> None:
         """Have rank 0 note a loss of this rank that is far above those before it."""
         where = f" on rank {self.run.world.rank}" if self.several else ""
         self.triggers.set(
