@@ -83,7 +83,7 @@ class DDPStrategy(Strategy):
             # Only on a change: assigning an attribute of a module takes a microsecond.
             self._ddp.require_backward_grad_sync = self._syncs = enabled
 
-    def refresh(self, module: nn.Module) -> bool:
+    def trainability_changed(self, module: nn.Module) -> bool:
         """Wrap again where parameters were frozen or unfrozen: DDP reduces those that it saw at first. Collective."""
         if self._ddp is None or self._trainable == [parameter.requires_grad for parameter in module.parameters()]:
             return False

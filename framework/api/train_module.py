@@ -309,7 +309,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         """Let a strategy whose forward passes use other tensors than the optimizers hold know what was toggled."""
         strategy = self._live.fabric.strategy
         if strategy.traits.reduces_in_backward:
-            strategy.refresh(self)
+            strategy.trainability_changed(self)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Generator[None, None, None]:

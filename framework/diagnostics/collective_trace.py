@@ -183,7 +183,7 @@ class CollectiveWatch:
 
     def _reducing(self, real: Callable[..., None]) -> Callable[..., None]:
         def backward(loss: Tensor, **options: Any) -> None:
-            if self._syncs or self._run.fabric.strategy.traits.lockstep_backward:
+            if self._syncs or self._run.fabric.strategy.traits.backward_has_collectives:
                 self._compare("a backward pass that reduces gradients", "", None)
             real(loss, **options)
 

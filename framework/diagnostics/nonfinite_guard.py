@@ -160,7 +160,7 @@ class NonFiniteGuard:
     def _search_gradient(self, seen: Seen) -> bool:
         """Return whether this rank's own gradients are not finite, where a rank can tell by itself. Collective."""
         traits = self.run.fabric.strategy.traits
-        tells = traits.replicates and not traits.lockstep_forward and not traits.lockstep_backward
+        tells = traits.replicates and not traits.forward_has_collectives and not traits.backward_has_collectives
         ready = tells and self.rerun is not None and seen.batch is not None
         if not all(self.run.world.all_gather_object(ready)):
             return False

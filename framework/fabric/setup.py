@@ -74,14 +74,14 @@ class SetupVerbs(RankVerbs):
         self._check_new(module, optimizers)
         original = unwrap(module)
         _ = self.world
-        strategy = self.strategy.another()
+        strategy = self.strategy.clone()
         if move_to_device:
-            strategy.place(original)
+            strategy.to_device(original)
         self.precision.convert_module(original)
         strategy.routes_losses = False
         engine = Engine(original, strategy, self.scaler, self._engines)
         # A strategy that builds its own updates gets no optimizer later: without one the module is for evaluation.
-        training = bool(optimizers) or not strategy.traits.needs_optimizer_at_setup
+        training = bool(optimizers) or not strategy.traits.takes_one_optimizer
         ready = strategy.setup(original, optimizers, training=training)
         self._engines.append(engine)
         compiled = module if module is not original else original
@@ -91,7 +91,7 @@ class SetupVerbs(RankVerbs):
 
     def setup_module(self, module: M, move_to_device: bool = True) -> M:
         """Make a module ready for the ranks. Collective."""
-        if self.strategy.traits.needs_optimizer_at_setup:
+        if self.strategy.traits.takes_one_optimizer:
             raise ConfigurationError(
                 f"strategy={self.strategy.name!r} takes a module and its optimizer together: call "
                 "setup(module, optimizer) instead of setup_module."

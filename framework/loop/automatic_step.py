@@ -269,8 +269,8 @@ class AutomaticStep(TrainingStep):
     def _filler(self, windows: Windows | None) -> LockstepFiller | None:
         """Return the source of filler batches where passes through the model contain collectives."""
         traits = self.strategy.traits
-        forward = traits.lockstep_forward or any(is_collective(part) for part in self.run.module.modules())
-        if not self.several or not (forward or traits.lockstep_backward):
+        forward = traits.forward_has_collectives or any(is_collective(part) for part in self.run.module.modules())
+        if not self.several or not (forward or traits.backward_has_collectives):
             return None
         return LockstepFiller(self.run, self.transfer, windows, forward)
 

@@ -131,7 +131,7 @@ def closes_windows(traits: Traits) -> bool:
     It is not known here which one is the last. But where weights are whole between passes, one more can follow that
     starts from the weights themselves, with a gradient of zero.
     """
-    return traits.reduces_in_backward and not traits.lockstep_forward
+    return traits.reduces_in_backward and not traits.forward_has_collectives
 
 
 class ManualStep(TrainingStep):

@@ -48,7 +48,7 @@ class TrainingStep:
         self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
         self.spikes = LossSpikes()
         self.pace = run.triggers.pace
-        self.pace.forward_counts = not self.strategy.traits.lockstep_forward
+        self.pace.forward_counts = not self.strategy.traits.forward_has_collectives
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step, in the precision's context, through the strategy."""
@@ -134,7 +134,7 @@ class TrainingStep:
 
     def refresh(self) -> None:
         """Look again at what may change between epochs. Collective."""
-        if self.strategy.refresh(self.run.module):
+        if self.strategy.trainability_changed(self.run.module):
             self.forward = self.routed()
 
     def flush(self) -> None:

@@ -36,31 +36,30 @@ put back; numbers and 0-d tensors are themselves."""
 
 @dataclass(frozen=True)
 class Traits:
-    """What a strategy does, as data."""
+    """The properties of a strategy that the rest of phalanx depends on, as data."""
 
-    shards_parameters: bool = False
-    shards_gradients: bool = False
-    shards_optimizer_state: bool = False
-    offloads: bool = False
-    needs_optimizer_at_setup: bool = False
+    shards_state: bool = False
+    """Each rank holds a part of the parameters, gradients or optimizer state, so that every rank writes its part of a
+    checkpoint, and gradients cannot be clipped by value."""
+    takes_one_optimizer: bool = False
+    """``setup`` takes a module together with exactly one optimizer."""
     owns_loss_scale: bool = False
-    lockstep_forward: bool = False
-    """Forward passes hold collectives, so all ranks must run the same number of them, in evaluation too."""
-    lockstep_backward: bool = False
+    """The strategy scales losses in fp16 itself, and leaves out updates that overflow."""
+    forward_has_collectives: bool = False
+    """All ranks must run the same number of forward passes, in evaluation too: parameters are gathered in them."""
+    backward_has_collectives: bool = False
     """Gradients are reduced in the order in which backward passes produce them, so every rank must run real ones."""
     reduces_in_backward: bool = False
     """Gradients leave every backward pass averaged over ranks: there are none of this rank alone to reduce later."""
-    swaps_weights: bool = False
+    weights_on_disk: bool = False
     """The weights that updates are applied to lie on a disk: canonical state is a copy of them, made when asked for."""
-    gathers_loaded: bool = False
+    load_is_collective: bool = False
     """``load_model_state`` shows all ranks what one of them was given, by a collective."""
-    supports_several_optimizers: bool = True
-    clips_by_value: bool = True
 
     @property
     def replicates(self) -> bool:
-        """Whether every rank holds the whole state, so that rank 0 alone can write it."""
-        return not (self.shards_parameters or self.shards_optimizer_state)
+        """Whether every rank holds the full state, so that rank 0 alone can write it."""
+        return not self.shards_state
 
 
 class Strategy(ABC):
@@ -118,15 +117,15 @@ class Strategy(ABC):
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------
 
-    def another(self) -> Strategy:
-        """Return a strategy like this one, of the same ranks, that holds no module. This one must hold none either."""
+    def clone(self) -> Strategy:
+        """Return a strategy with the same settings and ranks that holds no module. This one must hold none either."""
         return copy.copy(self)
 
     def building(self) -> AbstractContextManager[Any]:
         """Return the context to build large layers in."""
         return nullcontext()
 
-    def place(self, module: nn.Module) -> None:
+    def to_device(self, module: nn.Module) -> None:
         """Put a module on its device, as far as that is to happen before ``setup``."""
         fill_from_rank_zero(module, self.world)
         module.to(self.world.device)
@@ -150,8 +149,8 @@ class Strategy(ABC):
         """Compute gradients of a loss that carries its weight already; ``options`` are those of ``Tensor.backward``."""
         loss.backward(**options)
 
-    def refresh(self, module: nn.Module) -> bool:
-        """Take note of parameters frozen or unfrozen since set-up, alike on all ranks; return whether to route anew."""
+    def trainability_changed(self, module: nn.Module) -> bool:
+        """Record parameters frozen or unfrozen since set-up, the same on all ranks; return whether to route again."""
         return False
 
     @abstractmethod
@@ -191,25 +190,13 @@ class Strategy(ABC):
         """Scale gradients so that their norm, given as ``norm``, is at most ``max_norm``."""
         nn.utils.clip_grads_with_norm_(list(parameters), max_norm, norm)
 
-    def check_clipping(self, algorithm: str) -> None:
-        """Refuse a way of clipping that this strategy does not know.
-
-        Raises:
-            ConfigurationError: it is by value, and gradients are split.
-        """
-        if algorithm == "value" and not self.traits.clips_by_value:
-            raise ConfigurationError(
-                f"gradient_clip_algorithm='value' needs whole gradients, and strategy={self.name!r} splits them: use "
-                "'norm', which in a Fabric is clip_gradients(..., max_norm=...)."
-            )
-
     def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Clamp every gradient's elements to ``[-limit, limit]``.
 
         Raises:
             ConfigurationError: gradients are split, and their elements elsewhere.
         """
-        self.check_clipping("value")
+        check_algorithm(self, "value")
         nn.utils.clip_grad_value_(list(parameters), limit)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
@@ -330,3 +317,16 @@ def numbered(optimizer: Optimizer, state: Sequence[Slots], groups: Sequence[Mapp
         for group, kept in zip(groups, optimizer.param_groups, strict=True)
     ]
     return {"state": {number: dict(slots) for number, slots in enumerate(state) if slots}, "param_groups": own}
+
+
+def check_algorithm(strategy: Strategy, algorithm: str) -> None:
+    """Refuse clipping by value where a rank does not hold full gradients.
+
+    Raises:
+        ConfigurationError: the algorithm is ``"value"`` and the strategy shards its state.
+    """
+    if algorithm == "value" and strategy.traits.shards_state:
+        raise ConfigurationError(
+            f"gradient_clip_algorithm='value' needs whole gradients, and strategy={strategy.name!r} splits them: use "
+            "'norm', which in a Fabric is clip_gradients(..., max_norm=...)."
+        )

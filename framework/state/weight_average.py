@@ -83,7 +83,7 @@ class Average:
         self.last_epoch = -1
         self._run = run
         self._strategy = run.fabric.strategy
-        self.is_rebound = self._strategy.traits.swaps_weights
+        self.is_rebound = self._strategy.traits.weights_on_disk
         """Whether every update finds the live tensors anew, as the strategy has their state on a disk."""
         self._entries: dict[str, _Entry] = {}
         self._loaded: set[str] = set()
@@ -203,7 +203,7 @@ class Average:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether giving weights back takes all ranks."""
-        return self._strategy.traits.gathers_loaded and self._run.world.size > 1
+        return self._strategy.traits.load_is_collective and self._run.world.size > 1
 
     def put_in(self, share_buffers: bool = True) -> None:
         """Let the module compute with the averages; the live weights are set aside. Collective.

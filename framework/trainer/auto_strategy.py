@@ -132,9 +132,9 @@ def _refusal(
         strategy.check_module(module)
     except _CANNOT_BE_ASKED as error:
         return str(error)
-    if optimizers > 1 and not strategy.traits.supports_several_optimizers:
+    if optimizers > 1 and strategy.traits.takes_one_optimizer:
         return f"{optimizers} optimizers, and it takes one."
-    if clipping[0] is not None and clipping[1] == "value" and not strategy.traits.clips_by_value:
+    if clipping[0] is not None and clipping[1] == "value" and not strategy.traits.replicates:
         return "It clips by norm alone."
     return None
 

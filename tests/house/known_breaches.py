@@ -61,7 +61,7 @@ BRANCHING_FUNCTIONS = {
 
 # ``Strategy`` with more than 20 public methods, ``Traits`` with more than 8 fields.
 LARGE_CONTRACT = {
-    "framework.parallel.strategy": "Strategy Traits",
+    "framework.parallel.strategy": "Strategy",
 }
 
 # Assignments to an attribute of an object that neither the function nor the module owns.
@@ -129,15 +129,15 @@ LONG_CHAINS = {
     "callbacks.gradient_norm": "trainer.fabric.strategy.gradient_norm",
     "callbacks.model_checkpoint": "trainer.run.saver.save trainer.run.saver.settle",
     "callbacks.weight_averaging": "trainer.run.averages.add",
-    "framework.diagnostics.collective_trace": "self._run.fabric.strategy.traits.lockstep_backward",
+    "framework.diagnostics.collective_trace": "self._run.fabric.strategy.traits.backward_has_collectives",
     "framework.diagnostics.nonfinite_guard": "run.world.device.type self.run.fabric.strategy.traits",
     "framework.diagnostics.nonfinite_search": "run.fabric.strategy.full_gradient run.fabric.strategy.model_state",
     "framework.launch.signals": "run.trainer.directory.identity",
     "framework.loop.batch_norm_statistics": "run.fabric.strategy.route "
-    "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
+    "run.fabric.strategy.traits.forward_has_collectives run.world.device.type",
     "framework.loop.evaluation_loop": "run.fabric.strategy.route "
     "run.fabric.strategy.sync_buffers "
-    "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
+    "run.fabric.strategy.traits.forward_has_collectives run.world.device.type",
     "framework.loop.manual_step": "run.fabric.strategy.traits "
     "self._run.fabric.strategy.name self._run.fabric.strategy.zero_grad "
     "self._run.fabric.updater.forget",
@@ -148,7 +148,7 @@ LONG_CHAINS = {
     "self._run.fabric.strategy.traits.replicates",
     "framework.resume.export": "run.fabric.strategy.traits.replicates",
     "framework.resume.restore": "run.fabric.scaler.load_state_dict",
-    "framework.trainer.assembly": "run.fabric.strategy.building run.fabric.strategy.place "
+    "framework.trainer.assembly": "run.fabric.strategy.building run.fabric.strategy.to_device "
     "run.fabric.strategy.setup run.world.device.type",
     "framework.trainer.notebook": "trainer.fabric.resources.place",
     "framework.trainer.stages": "run.fabric.strategy.teardown trainer.fabric.resources.place "

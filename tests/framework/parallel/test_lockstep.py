@@ -53,7 +53,7 @@ class Lockstep(DDPStrategy):
     """Meets other ranks in every layer, forward and backward, as strategies do that gather weights."""
 
     name = "lockstep"
-    traits = Traits(lockstep_forward=True, lockstep_backward=True)
+    traits = Traits(forward_has_collectives=True, backward_has_collectives=True)
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         ready = super().setup(module, optimizers, training)
@@ -92,7 +92,7 @@ class InBackward(Lockstep):
     """Meets other ranks in the backward pass alone."""
 
     name = "in backward"
-    traits = Traits(lockstep_backward=True)
+    traits = Traits(backward_has_collectives=True)
 
     @staticmethod
     def _meet(number: int, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
