@@ -126,10 +126,10 @@ class ManualOptimizer:
 
 
 def closes_windows(traits: Traits) -> bool:
-    """Whether gradients add up right only where the last backward pass of an update is told.
+    """Whether gradients add up only where the strategy knows the last backward pass of an update.
 
-    It is not known here which one is the last. But where weights are whole between passes, one more can follow that
-    starts from the weights themselves, with a gradient of zero.
+    Under manual optimization the last pass is not known. Where every rank holds full weights between passes,
+    one more pass can follow that starts from the weights themselves, with a gradient of zero.
     """
     return traits.reduces_in_backward and not traits.forward_has_collectives
 
@@ -141,8 +141,8 @@ class ManualStep(TrainingStep):
         super().__init__(run, transfer, nonfinite)
         self.reduced_before = self.strategy.traits.reduces_in_backward
         self.closes = closes_windows(self.strategy.traits)
-        # Else not through the strategy: gradients are reduced when an optimizer steps, which may be many times in a
-        # step.
+        # Elsewhere gradients are reduced when an optimizer steps, which may be many times in a step, and not by the
+        # strategy's own forward and backward.
         self.forward = self.routed(training=self.reduced_before)
         self.stepped = False
         run.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]

@@ -1,4 +1,4 @@
-"""What automatic and manual optimization share of a step: the user's code as it is run, its hooks, its losses."""
+"""The common part of automatic and manual optimization: the user's step, its hooks, and the checks of its losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..run.run import Run
 
 
 class TrainingStep:
-    """Routes the user's step, transfers batches, calls hooks, and watches over losses."""
+    """Routes the user's step, transfers batches, calls hooks, and checks losses."""
 
     def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
         self.run = run
@@ -37,7 +37,7 @@ class TrainingStep:
         self.before_update = run.hooks("on_before_optimizer_step")
         self.averages = run.averages if len(run.averages) else None
         self.forward: StepFunction
-        # Whether a hook wants neither this batch nor what comes after it in the epoch.
+        # Whether a hook has returned -1: it refuses this batch and the rest of the epoch.
         self.refused = False
         self.index = 0
         self.guard = NonFiniteGuard(run, nonfinite)
@@ -65,7 +65,10 @@ class TrainingStep:
         return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
 
     def report(self, number: float, step: int) -> None:
-        """Stop all ranks for a loss that a device told late: at once in one process, through a trigger with several."""
+        """Stop all ranks for a loss that was copied from a device in the background.
+
+        One process stops at once. Several stop through a signal, at the next step boundary.
+        """
         where = f" on rank {self.run.world.rank}" if self.several else ""
         message = (
             f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
@@ -77,8 +80,9 @@ class TrainingStep:
         self.triggers.set("nonfinite", message)
 
     def note_loss(self, loss: Tensor) -> None:
-        """Keep a loss for whoever shows it, and see whether it is finite."""
+        """Record a loss for the progress bar and hooks, and check that it is finite."""
         if self.reads_loss:
+            # The only time that the loss is read in a step. On a GPU it would make the host wait.
             number = loss.item()
             if number - number != 0.0:
                 if self.guard.sees_losses:
@@ -97,7 +101,7 @@ class TrainingStep:
             self.report_spike(number, step)
 
     def report_spike(self, number: float, step: int) -> None:
-        """Have rank 0 note a loss of this rank that is far above those before it."""
+        """Send rank 0 a note of a loss of this rank that is far above those before it."""
         where = f" on rank {self.run.world.rank}" if self.several else ""
         self.triggers.set(
             NOTE,
@@ -106,7 +110,7 @@ class TrainingStep:
         )
 
     def meet_nonfinite(self, number: float) -> None:
-        """Take note of a loss of this rank that is not finite."""
+        """Record a loss of this rank that is not finite."""
         self.guard.see(number, self.log.batch, self.index)
 
     def advance(self, consumed: int) -> None:
@@ -118,7 +122,7 @@ class TrainingStep:
             self.pace.updated()
 
     def start_batch(self, batch: Any, index: int) -> Any:
-        """Transfer a batch, tell the log, call the hooks; return the batch."""
+        """Transfer a batch, give it to the log and call the hooks; return the batch."""
         if self.transfer is not None:
             batch = self.transfer(batch)
         self.index = index
