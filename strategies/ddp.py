@@ -10,7 +10,6 @@ import gc
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from torch.optim import Optimizer
 from ..framework.core.errors import ConfigurationError
 from ..framework.parallel.meta_device import share_buffers
 from ..framework.parallel.parameter_names import state_tensors
-from ..framework.parallel.strategy import StepAdapter, StepFunction, Strategy, Traits
+from ..framework.parallel.step_flags import StepFlags
+from ..framework.parallel.strategy import StepAdapter, StepFunction, Strategy
+from ..framework.parallel.zero_backward import zero_loss
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 
@@ -36,7 +37,6 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
-    traits = Traits(carries_flags=True)
 
     def __init__(self, **ddp_arguments: Any) -> None:
         taken = [name for name in _TAKEN if name in ddp_arguments]
@@ -44,20 +44,20 @@ class DDPStrategy(Strategy):
             raise ConfigurationError(f"DDPStrategy({', '.join(taken)}=...) is set by phalanx itself; leave it out.")
         self._arguments = ddp_arguments
         self._ddp: _Replica | None = None
-        self._adapter: _Adapter | None = None
-        self._flagged: _LossAdapter | None = None
         self._trainable: list[bool] = []
+        self._syncs = True
+        self._awaits_backward = False
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         """Make all ranks start from rank 0's weights; when training, wrap an adapter around the module. Collective."""
         self._trainable = [parameter.requires_grad for parameter in module.parameters()]
         if self.world.size > 1 and training and any(self._trainable):
+            adapter = StepAdapter(module)
             if self.routes_losses:
-                self._adapter = self._flagged = _LossAdapter(module, self.world.device)
-            else:
-                self._adapter = _Adapter(module)
+                adapter = flagged = _FlaggedAdapter(module, self.world.device)
+                self.flags = _GradientFlags(flagged.participation)
             try:
-                self._ddp = _Replica(self._adapter, **self._arguments)
+                self._ddp = _Replica(adapter, **self._arguments)
             except TypeError as error:
                 raise ConfigurationError(f"DDPStrategy: DistributedDataParallel refuses an argument: {error}") from None
         elif self.world.size > 1:
@@ -67,19 +67,28 @@ class DDPStrategy(Strategy):
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return a call of ``step`` through DDP when training; evaluation needs no communication."""
-        return partial(self._ddp, step) if training and self._ddp is not None else step
+        ddp = self._ddp
+        if not training or ddp is None:
+            return step
+
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            self._awaits_backward = True
+            return ddp(step, *args, **kwargs)
+
+        return routed
 
     def sync_gradients(self, enabled: bool) -> None:
-        """What DDP's ``no_sync`` sets, without a generator context in every micro-batch."""
-        if self._ddp is not None:
-            self._ddp.__dict__["require_backward_grad_sync"] = enabled
+        """Set what DDP's ``no_sync`` sets, without entering a context in every micro-batch."""
+        if self._ddp is not None and enabled != self._syncs:
+            # Only on a change: assigning an attribute of a module takes a microsecond.
+            self._ddp.require_backward_grad_sync = self._syncs = enabled
 
-    def refresh(self, module: nn.Module) -> bool:
-        """Wrap anew where parameters were frozen or unfrozen: DDP reduces those that it saw at first. Collective."""
+    def trainability_changed(self, module: nn.Module) -> bool:
+        """Wrap again where parameters were frozen or unfrozen: DDP reduces those that it saw at first. Collective."""
         if self._ddp is None or self._trainable == [parameter.requires_grad for parameter in module.parameters()]:
             return False
         self.teardown()
-        # The old wrapper's hooks go with its last reference, which a circle holds.
+        # The old wrapper's hooks go with its last reference, which a reference cycle holds.
         gc.collect()
         self.setup(module, [], training=True)
         return True
@@ -87,33 +96,19 @@ class DDPStrategy(Strategy):
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients; DDP reduces them as they come."""
         loss.backward(**options)
-        if self._adapter is not None:
-            self._adapter.__dict__["waiting"] = False
+        self._awaits_backward = False
 
-    def idle_backward(self) -> None:
+    def zero_backward(self) -> None:
         """Run DDP's forward and backward on a loss of zero that every parameter feeds. Collective."""
-        if self._ddp is not None and self._adapter is not None:
+        ddp = self._ddp
+        if ddp is not None:
             self.sync_gradients(True)
-            if self._adapter.waiting:
+            if self._awaits_backward:
                 # DDP broadcasts buffers before the first forward of a window. Other ranks run no second one.
-                self._ddp.__dict__["require_forward_param_sync"] = False
-            (loss,) = self._ddp(partial(_zero_loss, self._adapter))
+                ddp.require_forward_param_sync = False
+            # In a list, so that the adapter does not take it for a loss of the user's.
+            (loss,) = ddp(lambda: [zero_loss(ddp.module.parameters())])
             self.backward(loss)
-
-    def contributed(self) -> bool:
-        """Read the reduced gradient of the participation flag: positive when any rank had a loss."""
-        gradient = self._flagged.participation.grad if self._flagged is not None else None
-        return gradient is not None and bool(gradient > 0)
-
-    def mark_nonfinite(self) -> None:
-        """Have the coming backward pass bring a flag of NaN, which the reduction carries to all ranks."""
-        if self._flagged is not None:
-            self._flagged.spoil()
-
-    def met_nonfinite(self) -> bool:
-        """Read whether the flag is NaN."""
-        gradient = self._flagged.participation.grad if self._flagged is not None else None
-        return gradient is not None and math.isnan(gradient.item())
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients in one flat reduction for each dtype. Collective.
@@ -142,17 +137,6 @@ class DDPStrategy(Strategy):
             if exists > 0:
                 parameter.grad = part.view_as(gradient)
 
-    def zero_grad(self, optimizer: Optimizer) -> None:
-        """Drop gradients, the flag's too."""
-        optimizer.zero_grad()
-        self.forget_losses()
-
-    def forget_losses(self) -> None:
-        """Drop the flag's gradient."""
-        if self._flagged is not None:
-            self._flagged.participation.grad = None
-            self._flagged.mend()
-
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers, as DDP does before each forward, unless it was told not to. Collective."""
         if self._arguments.get("broadcast_buffers", True):
@@ -160,12 +144,12 @@ class DDPStrategy(Strategy):
 
     def teardown(self) -> None:
         """Drop the wrapper, which takes its hooks off the parameters."""
-        self._ddp = None
-        self._adapter = self._flagged = None
+        self._ddp = self.flags = None
+        self._syncs, self._awaits_backward = True, False
 
 
 class _Replica(nn.parallel.DistributedDataParallel):
-    """Says what to do about parameters that took no part in a step, where torch counts them."""
+    """Explains torch's error about parameters that took no part in a step."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -184,50 +168,27 @@ class _Replica(nn.parallel.DistributedDataParallel):
             ) from None
 
     def _unused(self, message: str) -> str:
-        """Return the names of the parameters whose numbers torch tells."""
-        told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+        """Return the names of the parameters whose numbers are in torch's message."""
+        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
         names = [name.removeprefix("module.module.") for name, one in self.named_parameters() if one.requires_grad]
-        found = [names[int(number)] for number in told[1].split()] if told else []
+        found = [names[int(number)] for number in match[1].split()] if match else []
         return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "") or "some"
 
 
-class _Adapter(StepAdapter):
-    """Remembers whether a forward pass still waits for its backward."""
+class _FlaggedAdapter(StepAdapter):
+    """Adds to every loss a parameter that is 0 and stays 0, whose reduced gradient carries the flags of a step.
 
-    waiting = False
-
-    def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
-        """Call ``step`` inside DDP's hooks."""
-        self.__dict__["waiting"] = True
-        return step(*args, **kwargs)
-
-
-class _LossAdapter(_Adapter):
-    """Adds to every loss a parameter that is 0 and stays 0: its reduced gradient says whether any rank had a loss.
-
-    Without it, ranks whose steps returned None could not tell "nobody had a loss, so there is no update" from
+    Without it, ranks whose steps returned None could not tell "no rank had a loss, so there is no update" from
     "another rank had one whose gradient is zero" unless they exchanged one more message in every step.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(module)
         self.participation = nn.Parameter(torch.zeros((), device=device))
-        self._spoiling: Any = None
-
-    def spoil(self) -> None:
-        """Make the flag's gradient NaN from here on."""
-        if self._spoiling is None:
-            self._spoiling = self.participation.register_hook(_not_a_number)
-
-    def mend(self) -> None:
-        """Let the flag have its own gradient again."""
-        if self._spoiling is not None:
-            self._spoiling.remove()
-            self._spoiling = None
 
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
-        """Call ``step`` and let the flag feed its loss."""
-        output = super().forward(step, *args, **kwargs)
+        """Call ``step`` and let the parameter feed its loss."""
+        output = step(*args, **kwargs)
         if output.__class__ is Tensor:
             return output + self.participation if output.numel() == 1 else output
         if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
@@ -235,17 +196,38 @@ class _LossAdapter(_Adapter):
         return output
 
 
+class _GradientFlags(StepFlags):
+    """The flags of a step in one gradient: positive where any rank had a loss, NaN where one was not finite."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._has_loss = False
+        self._poison: Any = None
+
+    def reset(self) -> None:
+        """Drop the gradient, and what made it NaN."""
+        self._parameter.grad = None
+        if self._poison is not None:
+            self._poison.remove()
+            self._poison = None
+
+    def send(self, has_loss: bool, nonfinite: bool) -> None:
+        """Let the window's last backward pass, which DDP reduces, bring a gradient of NaN for ``nonfinite``."""
+        self._has_loss = has_loss
+        if nonfinite and self._poison is None:
+            self._poison = self._parameter.register_hook(_not_a_number)
+
+    def read(self, checks_losses: bool) -> tuple[bool, bool]:
+        """Read the reduced gradient, unless this rank's own flag says enough: reading waits for the device."""
+        gradient = self._parameter.grad
+        if gradient is None or (self._has_loss and not checks_losses):
+            return self._has_loss, False
+        value = gradient.item()
+        return self._has_loss or value > 0, math.isnan(value)
+
+
 def _not_a_number(gradient: Tensor) -> Tensor:
     return torch.full_like(gradient, math.nan)
-
-
-def _zero_loss(adapter: nn.Module) -> list[Tensor]:
-    """Return a loss of zero that every parameter feeds, through one of its elements.
-
-    In a list, so that ``_LossAdapter`` does not take it for a loss of the user's.
-    """
-    parts = [parameter.flatten()[:1].sum() for parameter in adapter.parameters() if parameter.requires_grad]
-    return [torch.stack([part.float() for part in parts]).nan_to_num().sum() * 0.0]
 
 
 def find_unused_parameters(**ddp_arguments: Any) -> DDPStrategy:

@@ -32,7 +32,7 @@ class SingleDeviceStrategy(Strategy):
         """Return the user's step itself."""
         return step
 
-    def idle_backward(self) -> None:
+    def zero_backward(self) -> None:
         """Nothing to take part in."""
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:

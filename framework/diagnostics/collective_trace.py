@@ -158,7 +158,7 @@ class CollectiveTrace:
 
     def _before_backward(self, real: Callable[..., None]) -> Callable[..., None]:
         def backward(loss: Tensor, **options: Any) -> None:
-            if self._syncs or self._run.fabric.strategy.traits.lockstep_backward:
+            if self._syncs or self._run.fabric.strategy.traits.backward_has_collectives:
                 self.compare("a backward pass that reduces gradients", "", None)
             real(loss, **options)
 

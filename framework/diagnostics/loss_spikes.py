@@ -1,49 +1,83 @@
-"""Losses that jump: noticed against a running mean and mean deviation, of numbers that are on the host anyway."""
+"""Loss spikes: losses far above a running mean, unless the same batch gave such a loss in the epoch before."""
 
 from __future__ import annotations
 
-WARM_UP = 50
-"""Losses of a fit before any is judged, and after one that was told before the next is."""
+import math
+from array import array
+
+WARM_UP = 200
+"""Losses of a fit before any is judged, so that tiny runs are left alone."""
+REST = 50
+"""Losses after the first note before the next note. Doubles with each note."""
+MAX_NOTES = 5
+"""Notes in a run."""
+# The first losses are averaged evenly: a running mean that starts at a single loss would take long to find its level.
+_EVEN_MEAN = 50
 _RATE = 0.02
 # Of a normal loss 10 mean deviations are 8 standard deviations; of one with an exponential tail they come once in
 # fifty thousand.
 _DEVIATIONS = 10.0
 _LEAST_SHARE = 0.1
-# What counts into the mean and the deviation of one that is far off, so that one spike does not hide the next.
+# An outlier counts into the mean and the deviation as if it were this near, so that one spike does not hide the next.
 _CLIPPED = 3.0
+# Positions of an epoch whose last losses are remembered: 32 KiB. A hard batch that repeats often lies within them.
+_POSITIONS = 4096
 
 
 class LossSpikes:
     """Judges one rank's losses, one after another. A fraction of a microsecond each."""
 
-    __slots__ = ("deviation", "mean", "resting", "seen")
+    __slots__ = ("_before", "_notes", "_resting", "deviation", "mean", "seen")
 
     def __init__(self) -> None:
         self.mean = 0.0
         self.deviation = 0.0
         self.seen = 0
-        self.resting = 0
+        self._notes = 0
+        self._resting = 0
+        # By the batch's position in the epoch, its loss in the epoch before.
+        self._before = array("d", [math.nan]) * _POSITIONS
 
-    def __call__(self, loss: float) -> bool:
-        """Take a finite loss in; return whether it is a spike, judged by ``mean`` and ``deviation`` as they stay."""
+    def __call__(self, loss: float, position: int) -> bool:
+        """Record a finite loss; return whether to report it as a spike.
+
+        Args:
+            loss: a finite loss.
+            position: the index of its batch in the epoch.
+        """
         distance = loss - self.mean
         off = abs(distance)
+        before = math.nan
+        if position < _POSITIONS:
+            before = self._before[position]
+            self._before[position] = loss
         self.seen = seen = self.seen + 1
-        if seen <= WARM_UP:
+        if seen <= _EVEN_MEAN:
             self.mean += distance / seen
             self.deviation += (off - self.deviation) / seen if seen > 1 else 0.0
             return False
-        self.resting -= 1
+        self._resting -= 1
         limit = _CLIPPED * self.deviation
         if off <= limit:
             self.mean += _RATE * distance
             self.deviation += _RATE * (off - self.deviation)
             return False
-        if distance > _DEVIATIONS * self.deviation and distance > _LEAST_SHARE * abs(self.mean):
-            told, self.resting = self.resting <= 0, WARM_UP
-            self.mean += _RATE * limit
-            self.deviation += _RATE * (limit - self.deviation)
-            return told
+        is_far = distance > _DEVIATIONS * self.deviation and distance > _LEAST_SHARE * abs(self.mean)
+        if is_far:
+            # Judged and reported by the values before this loss counts into them.
+            is_far = self._is_news(distance, loss - before)
         self.mean += _RATE * (limit if distance > 0 else -limit)
         self.deviation += _RATE * (limit - self.deviation)
-        return False
+        return is_far
+
+    def _is_news(self, distance: float, rise: float) -> bool:
+        """Whether to report an outlier, given its distance from the mean and its rise over the epoch before."""
+        # A batch that was hard in the epoch before is hard again: the run goes well. NaN: no such epoch.
+        if rise <= 0.5 * distance:
+            return False
+        rests = self._resting > 0
+        self._resting = REST << self._notes
+        if rests or self.seen <= WARM_UP or self._notes == MAX_NOTES:
+            return False
+        self._notes += 1
+        return True

@@ -84,8 +84,7 @@ class NonFiniteGuard:
         self.sees_losses = policy != "ignore" and on_host
         sees_gradients = not owned and (policy == "skip" or (policy == "raise" and on_host))
         updater = run.fabric.updater
-        updater.guarded = run.fabric.scaler is not None or (policy == "skip" and not owned)
-        updater.unexplained = self.heed_gradients if sees_gradients else None
+        updater.guard(policy == "skip" and not owned, self.heed_gradients if sees_gradients else None)
 
     def see(self, loss: float, batch: Any, index: int) -> None:
         """Record a non-finite loss of this rank. In one process, ``raise`` raises immediately."""
@@ -93,6 +92,10 @@ class NonFiniteGuard:
             self.bad = Seen(loss, batch, index)
         if self.policy == "raise" and self.run.world.size == 1:
             self.heed_loss()
+
+    def applied(self) -> None:
+        """Record that an update was applied."""
+        self.in_a_row = 0
 
     def agree(self) -> bool:
         """Whether any rank had a non-finite loss, for steps without another message that reports it. Collective."""
@@ -165,7 +168,7 @@ class NonFiniteGuard:
         Return False where the ranks' gradients cannot be distinguished, or the step cannot be run again.
         """
         traits = self.run.fabric.strategy.traits
-        tells = traits.replicates and not traits.lockstep_forward and not traits.lockstep_backward
+        tells = traits.replicates and not traits.forward_has_collectives and not traits.backward_has_collectives
         ready = tells and self.rerun is not None and seen.batch is not None
         if not all(self.run.world.all_gather_object(ready)):
             return False

@@ -94,7 +94,7 @@ class Engine:
             return
         # Several optimizers of the module call this: one pass serves them all.
         self._joined = (window, window.steps)
-        self.strategy.idle_backward()
+        self.strategy.zero_backward()
 
 
 class FabricOptimizer(Proxy):

@@ -46,14 +46,14 @@ class Setup:
         self._check_new(module, optimizers)
         original = unwrap(module)
         world = self._ranks.world
-        strategy = self._prepared.strategy.another()
+        strategy = self._prepared.strategy.clone()
         if move_to_device:
-            strategy.place(original)
+            strategy.to_device(original)
         self._precision.convert_module(original)
         strategy.routes_losses = False
         engine = Engine(original, strategy, self._prepared.scaler, self._prepared.engines)
-        # A strategy that needs the optimizer at set-up gets none later: a module without one is for evaluation.
-        training = bool(optimizers) or not strategy.traits.needs_optimizer_at_setup
+        # A strategy that builds its own updates gets no optimizer later: without one the module is for evaluation.
+        training = bool(optimizers) or not strategy.traits.takes_one_optimizer
         ready = strategy.setup(original, optimizers, training=training)
         self._prepared.engines.append(engine)
         # Forward passes call the module as given, which may be a compiled one around the original that is trained.
@@ -67,7 +67,7 @@ class Setup:
         Raises:
             ConfigurationError: it was set up before, or the strategy needs its optimizer at the same time.
         """
-        if self._prepared.strategy.traits.needs_optimizer_at_setup:
+        if self._prepared.strategy.traits.takes_one_optimizer:
             raise ConfigurationError(
                 f"strategy={self._prepared.strategy.name!r} takes a module and its optimizer together: call "
                 "setup(module, optimizer) instead of setup_module."

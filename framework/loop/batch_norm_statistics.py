@@ -70,7 +70,7 @@ class StatisticsPass:
         context = run.fabric.forward_context()
         step = with_arity(run.module.training_step, ("batch", "batch_idx"))
         step = run.fabric.strategy.route(in_context(step, context), training=False)
-        together = run.fabric.strategy.traits.lockstep_forward or any(map(is_collective, layers.values()))
+        together = run.fabric.strategy.traits.forward_has_collectives or any(map(is_collective, layers.values()))
         batches: Iterator[Any] = (batch for _, batch in self.source.start(limit=limit))
         count = 0
         while True:

@@ -171,7 +171,7 @@ def _run_loader(
     figures = sink if isinstance(sink, _StepFigures) else None
     outputs = sink if isinstance(sink, list) else None
     numbered = source.start(limit=plan.limits[index])
-    if run.world.size > 1 and run.fabric.strategy.traits.lockstep_forward:
+    if run.world.size > 1 and run.fabric.strategy.traits.forward_has_collectives:
         numbered = in_rounds(
             numbered, _certain_count(source, plan.limits[index]), run.world, _idle_step(run, plan, step, index)
         )

@@ -1,9 +1,9 @@
-"""Stand-ins: what a rank runs that has nothing of its own to run, where ranks go through the model in step.
+"""Filler batches for ranks without data or without a loss, where passes through the model contain collectives.
 
 Some strategies gather weights in every forward pass, or reduce gradients as backward passes produce them; some layers
-exchange statistics. There all ranks must run the same number of passes. A rank whose data has run out, or whose step
-returned None, runs a batch that gave a loss before, with weight 0: hooks, logs, metrics, buffers and random generators
-do not see it.
+exchange statistics. There all ranks must run the same number of passes, or the job hangs. A rank whose data has run
+out, or whose step returned None, runs a filler batch: one that gave a loss before, with weight 0. Hooks, logs, metrics,
+buffers and random generators do not see it.
 """
 
 from __future__ import annotations
@@ -21,66 +21,88 @@ from ..data.accumulation_window import Windows
 from ..diagnostics.isolated_step import fresh, isolated
 from ..distributed.control import Agreement
 from ..parallel.strategy import StepFunction
-from ..parallel.zero_backward import Calls, CallWatch
+from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
 from ..run.run import Run
 
-STAND_IN: Any = object()
-"""The batch that asks for a stand-in."""
-_MOST_TRIED = 16
+FILLER: Any = object()
+"""A micro-batch of weight 0 that is no data of the user's."""
+# A batch that follows may give no loss either. Looking ahead holds the batches in memory, so it has an end.
+_MAX_LOOKAHEAD = 16
 _OTHER_INDICES = 4
 
 
-class StandIns:
-    """The user's training step, with a stand-in where it gives no loss.
+class LockstepFiller:
+    """Routes the user's training step so that every micro-batch of every rank runs one forward and one backward pass.
 
-    ``meets_in_forward`` says whether forward passes hold collectives; else backward passes alone do, and a forward pass
-    more or less does no harm.
+    Args:
+        run: the fit.
+        transfer: moves a batch to the device; None where it is there already.
+        windows: the rank's data, to look ahead for a batch with a loss.
+        forward_has_collectives: whether forward passes contain collectives. If not, backward passes alone do, and one
+            forward pass more or less does no harm.
     """
 
     def __init__(
-        self, run: Run, transfer: Callable[[Any], Any] | None, windows: Windows | None, meets_in_forward: bool
+        self, run: Run, transfer: Callable[[Any], Any] | None, windows: Windows | None, forward_has_collectives: bool
     ) -> None:
         self._run = run
         self._transfer = transfer
         self._windows = windows
-        self._watch = CallWatch(run.module) if meets_in_forward else None
+        self._watch = CallWatch(run.module) if forward_has_collectives else None
         self._step: StepFunction
-        self._kept: tuple[Any, int] | None = None
+        self._last_good: tuple[Any, int] | None = None
         self._window: list[Any] = []
         self._first = self._next = 0
-        self._stood_in = False
+        self._filled = False
         self.began = False
-        """Whether a window was run, after which each rank has a batch to stand in with."""
+        """Whether a window was run. After it each rank has a batch to fill in with."""
         self._loss: Tensor | None = None
 
+    # ---- what the training step uses -------------------------------------------------------------------------------
+
     def wrap(self, step: StepFunction) -> StepFunction:
-        """Return what is to be routed in the place of the user's step."""
+        """Return the step that the strategy routes instead of the user's."""
         self._step = step
         return self._routed
 
-    def telling(self, routed: StepFunction) -> StepFunction:
-        """Return a call of the routed step that returns None for a stand-in, and keeps its loss for ``take_loss``."""
+    def hide_loss(self, routed: StepFunction) -> StepFunction:
+        """Return the routed step with None for the output of a filler, whose loss is retained for ``backward``."""
 
         def forward(batch: Any, index: int) -> Any:
             output = routed(batch, index)
-            if not self._stood_in:
+            if not self._filled:
                 return output
             self._loss = output
             return None
 
         return forward
 
-    def take_loss(self) -> Tensor:
-        """Return the loss of the stand-in that was run just now, as the strategy returned it."""
-        loss, self._loss = self._loss, None
+    def backward(self, backward: Callable[[Tensor], None], loss: Tensor | None) -> None:
+        """Run the backward pass of a micro-batch that adds nothing, with gradients of exactly zero. Collective.
+
+        Args:
+            backward: the strategy's backward pass.
+            loss: a loss of weight 0, or None for that of the filler that was run last.
+        """
+        if loss is None:
+            # As the strategy returned it: DDP and FSDP add to the graph of what leaves their forward pass.
+            loss, self._loss = self._loss, None
         assert loss is not None
-        return loss
+        with zero_gradients(loss) as zero:
+            backward(zero)
+
+    def missing(self, batches: list[Any], agreement: Agreement, count: int) -> int:
+        """Return how many fillers make this rank's window as long as that of the others. Collective."""
+        if not self.began:
+            self._share(batches, agreement)
+        # Where all ranks have the same number, the window is short for all of them: the epoch ends with it.
+        return 0 if agreement.batches is not None else count - len(batches)
 
     def begin(self, batches: list[Any], first: int, consumed: int) -> None:
-        """Take note of the window in progress: this rank's batches, the index of the first, and how many it counts."""
+        """Record the window in progress: this rank's batches, the index of the first, and how many it counts."""
         self._window, self._first, self._next = batches, first, first + consumed
 
-    def share(self, batches: list[Any], agreement: Agreement) -> None:
+    def _share(self, batches: list[Any], agreement: Agreement) -> None:
         """Give ranks without a batch one of the lowest rank that has any. Collective, once, at the first window."""
         self.began = True
         world = self._run.world
@@ -89,29 +111,30 @@ class StandIns:
         source = world.all_gather_object(bool(batches)).index(True)
         batch = world.broadcast_object(batches[0] if world.rank == source else None, source)
         if not batches:
-            self._kept = (batch, self._run.progress.batch_in_epoch)
+            self._last_good = (batch, self._run.progress.batch_in_epoch)
 
     def release(self) -> None:
-        """Take what was put on the module off again."""
+        """Remove the hooks from the module."""
         if self._watch is not None:
             self._watch.remove()
 
     # ---- inside what the strategy wraps ---------------------------------------------------------------------------
 
     def _routed(self, batch: Any, index: int) -> Any:
-        self._stood_in = batch is STAND_IN
-        if self._stood_in:
-            return self._stand_in(None, index)
-        # Before the step, which may take the batch apart.
+        self._filled = batch is FILLER
+        if self._filled:
+            return self._fill(None, index)
+        # Copied before the step, which may take the batch apart.
         own = fresh(self._window[index - self._first])
         output, loss, calls = self._run_step(batch, index)
         if loss is not None:
-            self._kept = (own, index)
+            self._last_good = (own, index)
             return output
-        self._stood_in = True
+        self._filled = True
         if self._watch is not None and calls:
+            # The forward pass ran with its collectives and a second one would be one too many: use its outputs.
             return self._watch.idle_loss(calls)
-        return self._stand_in(own, index)
+        return self._fill(own, index)
 
     def _run_step(self, batch: Any, index: int) -> tuple[Any, Tensor | None, Calls]:
         """Run the user's step; return its output, its loss, and the calls of modules it made."""
@@ -127,35 +150,36 @@ class StandIns:
             watch.learn(calls)
         return output, loss, calls
 
-    def _stand_in(self, own: Any, index: int) -> Tensor:
-        """Return the loss of a batch that has one; ``own`` is this rank's batch without a loss, if it has any."""
+    def _fill(self, own: Any, index: int) -> Tensor:
+        """Return the loss of a filler batch; ``own`` is this rank's batch without a loss, if it has any."""
         with isolated(self._run.module), closing(self._candidates(own, index)) as candidates:
             for batch, place in candidates:
                 given = fresh(batch) if self._transfer is None else self._transfer(fresh(batch))
                 _, loss, calls = self._run_step(given, place)
                 if loss is not None:
-                    self._kept = (batch, place)
+                    self._last_good = (batch, place)
                     return loss
                 if self._watch is not None and calls:
                     return self._watch.idle_loss(calls)
         raise LoopError(
-            f"training_step returned None on rank {self._run.world.rank} for every batch that could stand in for one "
+            f"training_step returned None on rank {self._run.world.rank} for every batch that could fill in for one "
             "without a loss, but this strategy or model makes all ranks run the same passes: let training_step return "
             "a loss on every rank, and give batches that are not to count a batch_weight of 0."
         )
 
     def _candidates(self, own: Any, index: int) -> Generator[tuple[Any, int], None, None]:
-        """Yield batches and their indices: the one that gave a loss last, then those that come next.
+        """Yield batches to fill in with and their indices.
 
-        In the end come other indices, by which a step may decide.
+        First the one that gave a loss last, then those that come next, and in the end known batches with other indices:
+        a step may decide by the index whether it returns a loss.
         """
-        known = [] if self._kept is None else [self._kept]
+        known = [] if self._last_good is None else [self._last_good]
         yield from known
         for place, batch in enumerate(self._window, self._first):
             if place > index:
                 yield batch, place
         if self._windows is not None:
             with closing(self._windows.coming(self._next)) as coming:
-                yield from islice(coming, _MOST_TRIED)
+                yield from islice(coming, _MAX_LOOKAHEAD)
         for batch, place in [*known, *([] if own is None else [(own, index)])]:
             yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))

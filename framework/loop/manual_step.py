@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError
 from ..diagnostics.nonfinite_guard import NonFiniteGuard
 from ..parallel.strategy import Traits, parameters_of
+from ..parallel.zero_backward import zero_loss
 from ..run.overrides import needs_closure
 from ..run.run import Run
 from .step_base import TrainingStep
@@ -76,7 +76,7 @@ class ManualOptimizer:
             self._guard.heed_loss()
             fabric.updater.forget(optimizer)
         elif fabric.updater(optimizer, hooks, apply, blind=closure is not None):
-            self._guard.in_a_row = 0
+            self._guard.applied()
             self._applied()
         self.reduced = False
         return result
@@ -94,7 +94,7 @@ class ManualOptimizer:
             strategy, parameters = self._run.fabric.strategy, parameters_of(self.optimizer)
             if self._closes:
                 strategy.sync_gradients(True)
-                strategy.backward(_zero_loss(parameters))
+                strategy.backward(zero_loss(parameters))
             else:
                 strategy.reduce_gradients(parameters)
             self.reduced = True
@@ -133,18 +133,12 @@ class ManualOptimizer:
 
 
 def closes_windows(traits: Traits) -> bool:
-    """Whether gradients add up right only where the last backward pass of an update is told.
+    """Whether gradients add up only where the strategy knows the last backward pass of an update.
 
-    It is not known here which one is the last. But where weights are whole between passes, one more can follow that
-    starts from the weights themselves, with a gradient of zero.
+    Under manual optimization the last pass is not known. Where every rank holds full weights between passes,
+    one more pass can follow that starts from the weights themselves, with a gradient of zero.
     """
-    return traits.reduces_in_backward and not traits.lockstep_forward
-
-
-def _zero_loss(parameters: list[Tensor]) -> Tensor:
-    """Return a loss of zero that every trainable parameter feeds, through one of its elements."""
-    parts = [parameter.flatten()[:1].sum() for parameter in parameters if parameter.requires_grad]
-    return torch.stack([part.float() for part in parts]).nan_to_num().sum() * 0.0
+    return traits.reduces_in_backward and not traits.forward_has_collectives
 
 
 class ManualStep(TrainingStep):
@@ -154,13 +148,14 @@ class ManualStep(TrainingStep):
         super().__init__(run, transfer, nonfinite)
         self.reduced_before = self.strategy.traits.reduces_in_backward
         self.closes = closes_windows(self.strategy.traits)
-        # Else not through the strategy: gradients are reduced when an optimizer steps, which may be many times in a
-        # step.
+        # Elsewhere gradients are reduced when an optimizer steps, which may be many times in a step, and not by the
+        # strategy's own forward and backward.
         self.forward = self.routed(training=self.reduced_before)
         self.stepped = False
         self.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
         run.use_manual(self.manual_optimizers, self.manual_backward)
-        run.fabric.updater.settles_later = True
+        self.updater = run.fabric.updater
+        self.updater.defer_scale(True)
 
     def _note(self) -> None:
         self.stepped = True
@@ -190,21 +185,21 @@ class ManualStep(TrainingStep):
         self.refused = False
         if batches:
             batches = [self.start_batch(batches[0], index)]
-        if self.world_size > 1:
+        if self.several:
             used = 0 if self.refused else len(batches)
             self.triggers.launch(self.progress.attempts, float(used), used)
             agreement = self.triggers.read()
             if self.triggers.fired:
                 self.run.triggers.handle()
             # Optimizers communicate in the user's step, so a batch counts only where every rank has one.
-            if agreement.ranks_with_data < self.world_size:
+            if agreement.ranks_with_data < self.run.world.size:
                 return False
         elif self.refused:
             return False
         for batch in batches:
             self.stepped = False
             output = self.forward(batch, index)
-            self.run.fabric.updater.settle()
+            self.updater.finish()
             self.advance(consumed)
             self.progress.global_step += self.stepped
             if self.stepped and self.averages is not None:

@@ -1,4 +1,4 @@
-"""What automatic and manual optimization share of a step: the user's code as it is run, its hooks, its losses."""
+"""The common part of automatic and manual optimization: the user's step, its hooks, and the checks of its losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..run.run import Run
 
 
 class TrainingStep:
-    """Routes the user's step, transfers batches, calls hooks, and watches over losses."""
+    """Routes the user's step, transfers batches, calls hooks, and checks losses."""
 
     def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
         self.run = run
@@ -27,7 +27,7 @@ class TrainingStep:
         self.triggers = run.triggers
         self.strategy = run.fabric.strategy
         self.phase = run.heartbeat.phase
-        self.world_size = run.world.size
+        self.several = run.world.size > 1
         self.transfer = transfer
         self.batch_start = run.hooks("on_train_batch_start")
         self.batch_end = run.hooks("on_train_batch_end")
@@ -37,7 +37,7 @@ class TrainingStep:
         self.before_update = run.hooks("on_before_optimizer_step")
         self.averages = run.averages if len(run.averages) else None
         self.forward: StepFunction
-        # Whether a hook wants neither this batch nor what comes after it in the epoch.
+        # Whether a hook has returned -1: it refuses this batch and the rest of the epoch.
         self.refused = False
         self.index = 0
         self.guard = NonFiniteGuard(run, nonfinite)
@@ -48,7 +48,7 @@ class TrainingStep:
         self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
         self.spikes = LossSpikes()
         self.pace = run.triggers.pace
-        self.pace.forward_counts = not self.strategy.traits.lockstep_forward
+        self.pace.forward_counts = not self.strategy.traits.forward_has_collectives
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step, in the precision's context, through the strategy."""
@@ -65,40 +65,44 @@ class TrainingStep:
         return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
 
     def report(self, number: float, step: int) -> None:
-        """Stop all ranks for a loss that a device told late: at once in one process, through a trigger with several."""
-        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
+        """Stop all ranks for a loss that was copied from a device in the background.
+
+        One process stops at once. Several stop through a signal, at the next step boundary.
+        """
+        where = f" on rank {self.run.world.rank}" if self.several else ""
         message = (
             f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
             f"batch {self.progress.batch_in_epoch}){where}. Lower the learning rate or clip gradients; "
             "Trainer(nonfinite='skip') leaves such updates out, 'ignore' goes on."
         )
-        if self.world_size == 1:
+        if not self.several:
             raise NonFiniteError(message)
         self.triggers.set(Signal.NONFINITE, message)
 
     def note_loss(self, loss: Tensor) -> None:
-        """Keep a loss for whoever shows it, and see whether it is finite."""
+        """Record a loss for the progress bar and hooks, and check that it is finite."""
         if self.reads_loss:
+            # The only time that the loss is read in a step. On a GPU it would make the host wait.
             number = loss.item()
             if number - number != 0.0:
                 if self.guard.sees_losses:
                     self.meet_nonfinite(number)
-            elif self.spikes(number):
-                self.tell_spike(number, self.progress.global_step)
+            elif self.spikes(number, self.index):
+                self.report_spike(number, self.progress.global_step)
             self.run.latest_loss = number
         else:
             self.run.latest_loss = loss.detach()
             if self.watch is not None:
-                self.watch(loss, self.progress.global_step)
+                self.watch(loss, self.progress.global_step, self.index)
 
-    def judge(self, number: float, step: int) -> None:
-        """Look at a loss that a device told late."""
-        if self.spikes(number):
-            self.tell_spike(number, step)
+    def judge(self, number: float, step: int, position: int) -> None:
+        """Judge a loss that was copied from a device in the background."""
+        if self.spikes(number, position):
+            self.report_spike(number, step)
 
-    def tell_spike(self, number: float, step: int) -> None:
-        """Have rank 0 note a loss of this rank that is far above those before it."""
-        where = f" on rank {self.run.world.rank}" if self.world_size > 1 else ""
+    def report_spike(self, number: float, step: int) -> None:
+        """Send rank 0 a note of a loss of this rank that is far above those before it."""
+        where = f" on rank {self.run.world.rank}" if self.several else ""
         self.triggers.set(
             Signal.NOTE,
             f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self.progress.epoch}){where}; it had been "
@@ -106,7 +110,7 @@ class TrainingStep:
         )
 
     def meet_nonfinite(self, number: float) -> None:
-        """Take note of a loss of this rank that is not finite."""
+        """Record a loss of this rank that is not finite."""
         self.guard.see(number, self.log.batch, self.index)
 
     def advance(self, consumed: int) -> None:
@@ -114,11 +118,11 @@ class TrainingStep:
         self.progress.batch_in_epoch += consumed
         self.progress.global_batch += consumed
         self.progress.attempts += 1
-        if self.world_size > 1:
+        if self.several:
             self.pace.updated()
 
     def start_batch(self, batch: Any, index: int) -> Any:
-        """Transfer a batch, tell the log, call the hooks; return the batch."""
+        """Transfer a batch, give it to the log and call the hooks; return the batch."""
         if self.transfer is not None:
             batch = self.transfer(batch)
         self.index = index
@@ -134,7 +138,7 @@ class TrainingStep:
 
     def refresh(self) -> None:
         """Look again at what may change between epochs. Collective."""
-        if self.strategy.refresh(self.run.module):
+        if self.strategy.trainability_changed(self.run.module):
             self.forward = self.routed()
 
     def flush(self) -> None:

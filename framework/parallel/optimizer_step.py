@@ -1,8 +1,10 @@
-"""One update of the weights: unscale, clip, agree on finite, step. The one home of what happens to gradients."""
+"""One update of the weights: unscale, check that gradients are finite, clip, step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,27 +14,39 @@ from ..core.loss_scaler import LossScaler
 from .strategy import Strategy, gradients_of, parameters_of
 
 CLIP_ALGORITHMS = ("norm", "value")
-# Below it a loss is made smaller than it is, and its gradients overflow by themselves.
 _LEAST_SCALE = 1.0
 
 
 class Updater:
     """Applies updates for one strategy and one loss scaler.
 
-    ``skip_nonfinite`` leaves out an update whose gradients are not finite; with a scaler that is always so. Whether
-    they are is the same on all ranks under every strategy.
+    Args:
+        strategy: applies the update.
+        scaler: unscales gradients and adapts the scale; None without a loss scale.
+        skip_nonfinite: leave out an update whose gradients are not finite. With a scaler that is always so. Whether
+            they are finite is the same on all ranks under every strategy.
     """
 
     def __init__(self, strategy: Strategy, scaler: LossScaler | None, skip_nonfinite: bool = False) -> None:
         self.strategy = strategy
         self.scaler = scaler
         self.guarded = skip_nonfinite or scaler is not None
-        self.unexplained: Callable[[Optimizer], None] | None = None
-        """Told of gradients that are not finite, and that no loss scale explains: alike on all ranks. May raise."""
-        self.settles_later = False
-        """Several optimizers share one loss scale: it may change only when none of them holds scaled gradients."""
+        self.on_nonfinite_gradients: Callable[[Optimizer], None] | None = None
+        """Called with gradients that are not finite and that no loss scale explains, on all ranks. May raise."""
+        self.defers_scale = False
+        """Whether ``finish`` adapts the loss scale, not each update. Several optimizers share one scale, which may
+        change only when none of them holds scaled gradients."""
         self._unscaled: set[int] = set()
         self._outcomes: list[bool] = []
+
+    def guard(self, skip_nonfinite: bool, on_nonfinite_gradients: Callable[[Optimizer], None] | None) -> None:
+        """Set what is done about gradients that are not finite: see the attributes."""
+        self.guarded = skip_nonfinite or self.scaler is not None
+        self.on_nonfinite_gradients = on_nonfinite_gradients
+
+    def defer_scale(self, enabled: bool) -> None:
+        """Adapt the loss scale in ``finish`` alone, or after each update."""
+        self.defers_scale = enabled
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, once for each update."""
@@ -41,11 +55,11 @@ class Updater:
             self._unscaled.add(id(optimizer))
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Take note that the gradients of an optimizer were dropped."""
+        """Record that the gradients of an optimizer were dropped."""
         self._unscaled.discard(id(optimizer))
 
-    def settle(self) -> None:
-        """Adapt the scale to all updates since the last call, where ``settles_later`` puts that off."""
+    def finish(self) -> None:
+        """Adapt the scale to all updates since the last call, where ``defers_scale`` puts that off."""
         if self.scaler is not None and self._outcomes:
             self.scaler.update(all(self._outcomes))
         self._outcomes.clear()
@@ -57,7 +71,11 @@ class Updater:
     def clip(
         self, optimizer: Optimizer, value: float, algorithm: str = "norm", norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip an optimizer's gradients; return their norm before, a 0-d tensor, when clipping by norm. Collective."""
+        """Clip an optimizer's gradients. Collective.
+
+        Returns:
+            Their norm before, a 0-d tensor, when clipping by norm; else None.
+        """
         parameters = parameters_of(optimizer)
         self.unscale(optimizer)
         if algorithm == "value":
@@ -67,40 +85,65 @@ class Updater:
         self.strategy.clip_by_norm(parameters, value, norm)
         return norm
 
+    def bound(
+        self, optimizer: Optimizer, before: Callable[[], Any] | None, step: Callable[[], bool] | None
+    ) -> Callable[[], bool]:
+        """Return a call of this updater with these arguments, by the shortest way that its settings allow."""
+        if self.guarded or self.on_nonfinite_gradients is not None:
+            return partial(self, optimizer, before, step)
+        apply = partial(self.strategy.step, optimizer) if step is None else step
+        if before is None:
+            return apply
+
+        def update() -> bool:
+            before()
+            return apply()
+
+        return update
+
     def __call__(
         self,
         optimizer: Optimizer,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], Any] | None = None,
         step: Callable[[], bool] | None = None,
         blind: bool = False,
     ) -> bool:
         """Update the weights; return whether that was applied. Collective.
 
-        ``before`` runs on unscaled gradients (hooks, clipping); ``step`` replaces the strategy's. With ``blind`` there
-        are no gradients to look at before it.
+        Args:
+            optimizer: holds the parameters to update.
+            before: runs on unscaled gradients: hooks, clipping.
+            step: applies the update instead of the strategy.
+            blind: the gradients are computed inside ``step``, so there are none to look at before it.
         """
-        if not self.guarded and (blind or self.unexplained is None):
-            if before is not None:
-                before()
-            return step() if step is not None else self.strategy.step(optimizer)
-        self.unscale(optimizer)
-        # Before clipping: that would hide an infinity by clamping it.
-        finite = self.strategy.gradients_are_finite(parameters_of(optimizer))
-        if not finite and self.unexplained is not None and not self._scale_explains():
-            self.unexplained(optimizer)
-        if finite:
-            if before is not None:
-                before()
-            applied = step() if step is not None else self.strategy.step(optimizer)
-        self._unscaled.discard(id(optimizer))
-        self._outcomes.append(finite)
-        if not self.settles_later:
-            self.settle()
-        return finite and applied
+        looks = self.guarded or (self.on_nonfinite_gradients is not None and not blind)
+        if looks:
+            if self.scaler is not None:
+                self.unscale(optimizer)
+            # Before clipping, which would hide an infinity by clamping it.
+            if not self.strategy.gradients_are_finite(parameters_of(optimizer)):
+                self._leave_out(optimizer)
+                return False
+        if before is not None:
+            before()
+        applied = self.strategy.step(optimizer) if step is None else step()
+        if looks and self.scaler is not None:
+            self._record(optimizer, True)
+        return applied
 
-    def _scale_explains(self) -> bool:
-        """Whether smaller losses could have finite gradients."""
-        return self.scaler is not None and self.scaler.scale > _LEAST_SCALE
+    def _leave_out(self, optimizer: Optimizer) -> None:
+        # Below a scale of 1 losses are made smaller than they are, so the overflow is the gradients' own.
+        explained = self.scaler is not None and self.scaler.scale > _LEAST_SCALE
+        if self.on_nonfinite_gradients is not None and not explained:
+            self.on_nonfinite_gradients(optimizer)
+        self._record(optimizer, False)
+
+    def _record(self, optimizer: Optimizer, finite: bool) -> None:
+        """Record an update for the loss scale, which grows after finite ones and shrinks after others."""
+        self.forget(optimizer)
+        self._outcomes.append(finite)
+        if not self.defers_scale:
+            self.finish()
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> tuple[float | None, str]:

@@ -26,6 +26,7 @@ from ..core.precision import Precision
 from ..distributed.world import World
 from .meta_device import fill_from_rank_zero
 from .parameter_names import state_tensors
+from .step_flags import StepFlags
 
 StepFunction = Callable[..., Any]
 Slots = Mapping[str, Any]
@@ -35,34 +36,30 @@ put back; numbers and 0-d tensors are themselves."""
 
 @dataclass(frozen=True)
 class Traits:
-    """What a strategy does, as data."""
+    """The properties of a strategy that the rest of phalanx depends on, as data."""
 
-    shards_parameters: bool = False
-    shards_gradients: bool = False
-    shards_optimizer_state: bool = False
-    offloads: bool = False
-    needs_optimizer_at_setup: bool = False
+    shards_state: bool = False
+    """Each rank holds a part of the parameters, gradients or optimizer state, so that every rank writes its part of a
+    checkpoint, and gradients cannot be clipped by value."""
+    takes_one_optimizer: bool = False
+    """``setup`` takes a module together with exactly one optimizer."""
     owns_loss_scale: bool = False
-    lockstep_forward: bool = False
-    """Forward passes hold collectives, so all ranks must run the same number of them, in evaluation too."""
-    lockstep_backward: bool = False
+    """The strategy scales losses in fp16 itself, and leaves out updates that overflow."""
+    forward_has_collectives: bool = False
+    """All ranks must run the same number of forward passes, in evaluation too: parameters are gathered in them."""
+    backward_has_collectives: bool = False
     """Gradients are reduced in the order in which backward passes produce them, so every rank must run real ones."""
     reduces_in_backward: bool = False
     """Gradients leave every backward pass averaged over ranks: there are none of this rank alone to reduce later."""
-    swaps_weights: bool = False
+    weights_on_disk: bool = False
     """The weights that updates are applied to lie on a disk: canonical state is a copy of them, made when asked for."""
-    gathers_loaded: bool = False
+    load_is_collective: bool = False
     """``load_model_state`` shows all ranks what one of them was given, by a collective."""
-    carries_flags: bool = False
-    """What is reduced anyway tells all ranks whether any had a loss, and whether one was not finite: ``contributed``
-    and ``met_nonfinite`` are asked. Else ranks exchange that in a message of their own in every update."""
-    supports_several_optimizers: bool = True
-    clips_by_value: bool = True
 
     @property
     def replicates(self) -> bool:
-        """Whether every rank holds the whole state, so that rank 0 alone can write it."""
-        return not (self.shards_parameters or self.shards_optimizer_state)
+        """Whether every rank holds the full state, so that rank 0 alone can write it."""
+        return not self.shards_state
 
 
 class Strategy(ABC):
@@ -79,9 +76,12 @@ class Strategy(ABC):
 
     world: World
     precision: Precision
+    flags: StepFlags | None = None
+    """How ranks agree on the flags of a step, where ``setup`` made this strategy's own reduction carry them. None for a
+    message of its own, which works under every strategy."""
+
     routes_losses: bool = True
-    """Whether what is routed returns losses. Set before ``setup``; if not, it returns anything and ``contributed`` is
-    not asked."""
+    """Whether what is routed returns losses. Set before ``setup``; if not, it returns anything."""
 
     routes_backward: bool = False
     """Whether backward passes, updates and further forward passes run inside what is routed. Set before ``setup``."""
@@ -117,15 +117,15 @@ class Strategy(ABC):
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------
 
-    def another(self) -> Strategy:
-        """Return a strategy like this one, of the same ranks, that holds no module. This one must hold none either."""
+    def clone(self) -> Strategy:
+        """Return a strategy with the same settings and ranks that holds no module. This one must hold none either."""
         return copy.copy(self)
 
     def building(self) -> AbstractContextManager[Any]:
         """Return the context to build large layers in."""
         return nullcontext()
 
-    def place(self, module: nn.Module) -> None:
+    def to_device(self, module: nn.Module) -> None:
         """Put a module on its device, as far as that is to happen before ``setup``."""
         fill_from_rank_zero(module, self.world)
         module.to(self.world.device)
@@ -149,24 +149,13 @@ class Strategy(ABC):
         """Compute gradients of a loss that carries its weight already; ``options`` are those of ``Tensor.backward``."""
         loss.backward(**options)
 
-    def refresh(self, module: nn.Module) -> bool:
-        """Take note of parameters frozen or unfrozen since set-up, alike on all ranks; return whether to route anew."""
+    def trainability_changed(self, module: nn.Module) -> bool:
+        """Record parameters frozen or unfrozen since set-up, the same on all ranks; return whether to route again."""
         return False
 
     @abstractmethod
-    def idle_backward(self) -> None:
+    def zero_backward(self) -> None:
         """Take part in the reduction of an optimizer step with a gradient of zero. Collective."""
-
-    def contributed(self) -> bool:
-        """Whether any rank's loss took part since the last update. Asked of ``carries_flags``, by those without one."""
-        return False
-
-    def mark_nonfinite(self) -> None:
-        """Have all ranks know that the loss of this rank's coming backward is not finite. Only of ``carries_flags``."""
-
-    def met_nonfinite(self) -> bool:
-        """Whether any rank marked a loss since the last update. Only of ``carries_flags``."""
-        return False
 
     @abstractmethod
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -201,33 +190,18 @@ class Strategy(ABC):
         """Scale gradients so that their norm, given as ``norm``, is at most ``max_norm``."""
         nn.utils.clip_grads_with_norm_(list(parameters), max_norm, norm)
 
-    def check_clipping(self, algorithm: str) -> None:
-        """Refuse a way of clipping that this strategy does not know.
-
-        Raises:
-            ConfigurationError: it is by value, and gradients are split.
-        """
-        if algorithm == "value" and not self.traits.clips_by_value:
-            raise ConfigurationError(
-                f"gradient_clip_algorithm='value' needs whole gradients, and strategy={self.name!r} splits them: use "
-                "'norm', which in a Fabric is clip_gradients(..., max_norm=...)."
-            )
-
     def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Clamp every gradient's elements to ``[-limit, limit]``.
 
         Raises:
             ConfigurationError: gradients are split, and their elements elsewhere.
         """
-        self.check_clipping("value")
+        check_algorithm(self, "value")
         nn.utils.clip_grad_value_(list(parameters), limit)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop the gradients of an optimizer's parameters before a window's first backward."""
         optimizer.zero_grad()
-
-    def forget_losses(self) -> None:
-        """Start a window in which no rank has had a loss yet."""
 
     def step(self, optimizer: Optimizer) -> bool:
         """Apply the update; return whether it was applied. Collective."""
@@ -343,3 +317,16 @@ def numbered(optimizer: Optimizer, state: Sequence[Slots], groups: Sequence[Mapp
         for group, kept in zip(groups, optimizer.param_groups, strict=True)
     ]
     return {"state": {number: dict(slots) for number, slots in enumerate(state) if slots}, "param_groups": own}
+
+
+def check_algorithm(strategy: Strategy, algorithm: str) -> None:
+    """Refuse clipping by value where a rank does not hold full gradients.
+
+    Raises:
+        ConfigurationError: the algorithm is ``"value"`` and the strategy shards its state.
+    """
+    if algorithm == "value" and strategy.traits.shards_state:
+        raise ConfigurationError(
+            f"gradient_clip_algorithm='value' needs whole gradients, and strategy={strategy.name!r} splits them: use "
+            "'norm', which in a Fabric is clip_gradients(..., max_norm=...)."
+        )

@@ -212,7 +212,7 @@ class Run:
         """Report frozen parameters to a strategy whose forward passes use other tensors than the optimizers hold."""
         strategy = self.fabric.strategy
         if strategy.traits.reduces_in_backward:
-            strategy.refresh(self.module)
+            strategy.trainability_changed(self.module)
 
     def add_average(self, settings: AverageSettings) -> Average:
         """Maintain an average of the weights from now on.

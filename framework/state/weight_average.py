@@ -91,7 +91,7 @@ class Average:
         self._strategy = strategy
         self._world = world
         self._toggled = toggled
-        self.is_rebound = self._strategy.traits.swaps_weights
+        self.is_rebound = self._strategy.traits.weights_on_disk
         """Whether every update rebinds to the live tensors, as the strategy keeps their state on a disk."""
         self._entries: dict[str, _Entry] = {}
         self._loaded: set[str] = set()
@@ -210,7 +210,7 @@ class Average:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether giving weights back takes all ranks."""
-        return self._strategy.traits.gathers_loaded and self._world.size > 1
+        return self._strategy.traits.load_is_collective and self._world.size > 1
 
     def swap_in(self, share_buffers: bool = True) -> None:
         """Let the module compute with the averages; the live weights are set aside. Collective.

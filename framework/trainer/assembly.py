@@ -183,14 +183,14 @@ def _place_model(session: Session, run: Run) -> None:
         module.configure_model()
     if session.settings.given.sync_batchnorm and run.world.size > 1:
         run.restore_after(share_batch_statistics(module, run.world.device.type))
-    run.fabric.strategy.place(module)
+    run.fabric.strategy.to_device(module)
     precision.convert_module(module)
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:
     run.use_optimizers(*resolve_optimizers(run.module.configure_optimizers(), run.module))
     strategy = run.fabric.strategy
-    if len(run.optimizers) > 1 and not strategy.traits.supports_several_optimizers:
+    if len(run.optimizers) > 1 and strategy.traits.takes_one_optimizer:
         raise ConfigurationError(
             f"configure_optimizers returned {len(run.optimizers)} optimizers, but strategy={strategy.name!r} takes "
             "one: return one with several parameter groups, or use strategy='fsdp', which takes several."

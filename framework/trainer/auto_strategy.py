@@ -134,9 +134,9 @@ def _refusal(
         strategy.check_module(module)
     except _REFUSALS as error:
         return str(error)
-    if optimizers > 1 and not strategy.traits.supports_several_optimizers:
+    if optimizers > 1 and strategy.traits.takes_one_optimizer:
         return f"It supports one optimizer, and there are {optimizers} optimizers."
-    if clipping[0] is not None and clipping[1] == "value" and not strategy.traits.clips_by_value:
+    if clipping[0] is not None and clipping[1] == "value" and not strategy.traits.replicates:
         return "It clips only by norm."
     return None
 

@@ -12,6 +12,8 @@ from ..api.callback import Callback
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
+from ..parallel.resources import Resources
+from ..parallel.strategy import check_algorithm
 from ..run.overrides import is_overridden, with_arity
 from .data_sources import check_given
 
@@ -76,7 +78,7 @@ def check_fit(
     value, algorithm = settings.clipping
     shard = settings.shards_data
     if value is not None:
-        resources.strategy.check_clipping(algorithm)
+        check_algorithm(resources.strategy, algorithm)
     check_given("train", given, module, datamodule, resources.data_size, shard, required=True)
     if is_overridden("validation_step", module):
         check_given("validate", given, module, datamodule, resources.data_size, shard, required=False)

@@ -80,19 +80,14 @@ class DeepSpeedStrategy(Strategy):
         options = self.options
         self.name = f"zero{options.stage}" + ("-nvme" if options.uses_nvme else "-offload" if options.offloads else "")
         self.traits = Traits(
-            shards_parameters=options.stage == 3,
-            shards_gradients=options.stage >= 2,
-            shards_optimizer_state=True,
-            offloads=options.offloads,
-            needs_optimizer_at_setup=True,
+            shards_state=True,
+            takes_one_optimizer=True,
             owns_loss_scale=True,
-            lockstep_forward=options.stage == 3,
-            lockstep_backward=True,
+            forward_has_collectives=options.stage == 3,
+            backward_has_collectives=True,
             reduces_in_backward=True,
-            swaps_weights=options.offload_optimizer == "nvme",
-            gathers_loaded=options.stage < 3,
-            supports_several_optimizers=False,
-            clips_by_value=False,
+            weights_on_disk=options.offload_optimizer == "nvme",
+            load_is_collective=options.stage < 3,
         )
         self._forget()
 
@@ -136,7 +131,7 @@ class DeepSpeedStrategy(Strategy):
 
     # ---- a module and its optimizer -------------------------------------------------------------------------------
 
-    def another(self) -> Strategy:
+    def clone(self) -> Strategy:
         """Return a strategy like this one that holds no module."""
         other = copy.copy(self)
         other._forget()
@@ -160,10 +155,10 @@ class DeepSpeedStrategy(Strategy):
         config = self._config(0, 0, self.precision if self.options.offload_parameters == "nvme" else None)
         return building(self.world, config, self._ops, self.precision.parameter_dtype)
 
-    def place(self, module: nn.Module) -> None:
+    def to_device(self, module: nn.Module) -> None:
         """Put a module on its device; stage 3 takes its parameters from where they are, one by one."""
         if self.options.stage < 3:
-            super().place(module)
+            super().to_device(module)
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         """Start the engine around an adapter. Collective.
@@ -290,7 +285,7 @@ class DeepSpeedStrategy(Strategy):
             raise LoopError(f"strategy={self.name!r} holds no module that is being trained: call setup with one first.")
         return self._update
 
-    def refresh(self, module: nn.Module) -> bool:
+    def trainability_changed(self, module: nn.Module) -> bool:
         """Refuse parameters that were frozen or unfrozen since set-up: the engine's flat tensors hold what it trains.
 
         Raises:
@@ -307,7 +302,7 @@ class DeepSpeedStrategy(Strategy):
                 )
         return False
 
-    def idle_backward(self) -> None:
+    def zero_backward(self) -> None:
         """There is no backward without a forward here.
 
         Raises:

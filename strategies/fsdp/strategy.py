@@ -109,14 +109,10 @@ class FSDPStrategy(Strategy):
         self.reduce_dtype = reduce_dtype
         self.gather_weights = gather_weights
         self.traits = Traits(
-            shards_parameters=True,
-            shards_gradients=True,
-            shards_optimizer_state=True,
-            offloads=cpu_offload,
-            lockstep_forward=True,
-            lockstep_backward=True,
+            shards_state=True,
+            forward_has_collectives=True,
+            backward_has_collectives=True,
             reduces_in_backward=True,
-            clips_by_value=False,
         )
         self._layout: Layout
         self._mesh: DeviceMesh
@@ -157,7 +153,7 @@ class FSDPStrategy(Strategy):
         """Return the context in which parameters get no data until ``setup`` gives each rank its part."""
         return self._deferred.recording()
 
-    def place(self, module: nn.Module) -> None:
+    def to_device(self, module: nn.Module) -> None:
         """Put the buffers on the device; parameters get there in ``setup``, each rank's part alone."""
         for part in module.modules():
             for name, buffer in part._buffers.items():
@@ -232,7 +228,7 @@ class FSDPStrategy(Strategy):
         else:
             self._sharded.backward(loss, options)
 
-    def refresh(self, module: nn.Module) -> bool:
+    def trainability_changed(self, module: nn.Module) -> bool:
         """Take note of parameters frozen or unfrozen since set-up."""
         if self._sharded is not None:
             self._sharded.reshard()
@@ -242,7 +238,7 @@ class FSDPStrategy(Strategy):
                 self._sharded.root.unshard()
         return False
 
-    def idle_backward(self) -> None:
+    def zero_backward(self) -> None:
         """Refuse: a backward pass has to be run, by every rank alike."""
         raise LoopError(
             f"strategy={self.name!r} reduces gradients in the backward pass itself, which every rank has to run: give "

@@ -48,7 +48,7 @@ BRANCHING_FUNCTIONS = {
 
 # ``Strategy`` with more than 20 public methods, ``Traits`` with more than 8 fields.
 LARGE_CONTRACT = {
-    "framework.parallel.strategy": "Strategy Traits",
+    "framework.parallel.strategy": "Strategy",
 }
 
 # Assignments to an attribute of an object that neither the function nor the module owns.
@@ -65,8 +65,7 @@ FOREIGN_WRITES = {
     "framework.loop.evaluation_loop": "log.batch log.batches log.items run.evaluating",
     "framework.loop.fit_loop": "progress.epoch_ended progress.published run.progress.hooks_started "
     "run.progress.validated_at run.sanity_checking",
-    "framework.loop.manual_step": "run.fabric.updater.settles_later run.manual_backward run.manual_optimizers "
-    "self._guard.in_a_row self.progress.global_step",
+    "framework.loop.manual_step": "run.manual_backward run.manual_optimizers self.progress.global_step",
     "framework.loop.step_base": "log.batch log.batches log.items self.guard.newest self.guard.rerun "
     "self.pace.forward_counts self.progress.attempts "
     "self.progress.batch_in_epoch self.progress.global_batch "
@@ -117,19 +116,18 @@ LONG_CHAINS = {
     "callbacks.gradient_norm": "trainer.fabric.strategy.gradient_norm",
     "callbacks.model_checkpoint": "trainer.run.saver.save trainer.run.saver.settle",
     "callbacks.weight_averaging": "trainer.run.averages.add",
-    "framework.diagnostics.collective_trace": "self._run.fabric.strategy.traits.lockstep_backward",
+    "framework.diagnostics.collective_trace": "self._run.fabric.strategy.traits.backward_has_collectives",
     "framework.diagnostics.nonfinite_guard": "run.world.device.type self.run.fabric.strategy.traits",
     "framework.diagnostics.nonfinite_search": "run.fabric.strategy.full_gradient run.fabric.strategy.model_state",
     "framework.launch.signals": "run.trainer.directory.identity",
-    "framework.loop.automatic_step": "run.fabric.updater.settles_later self.run.fabric.updater.forget",
     "framework.loop.batch_norm_statistics": "run.fabric.strategy.route "
-    "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
+    "run.fabric.strategy.traits.forward_has_collectives run.world.device.type",
     "framework.loop.evaluation_loop": "run.fabric.strategy.route "
     "run.fabric.strategy.sync_buffers "
-    "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
-    "framework.loop.manual_step": "run.fabric.strategy.traits run.fabric.updater.settles_later "
+    "run.fabric.strategy.traits.forward_has_collectives run.world.device.type",
+    "framework.loop.manual_step": "run.fabric.strategy.traits "
     "self._run.fabric.strategy.name self._run.fabric.strategy.zero_grad "
-    "self._run.fabric.updater.forget self.run.fabric.updater.settle",
+    "self._run.fabric.updater.forget",
     "framework.loop.step_base": "run.world.device.type",
     "framework.resume.capture": "run.fabric.precision.name run.fabric.scaler.state_dict "
     "run.fabric.strategy.name run.trainer.directory.identity",
@@ -137,7 +135,7 @@ LONG_CHAINS = {
     "self._run.fabric.strategy.traits.replicates",
     "framework.resume.export": "run.fabric.strategy.traits.replicates",
     "framework.resume.restore": "run.fabric.scaler.load_state_dict",
-    "framework.trainer.assembly": "run.fabric.strategy.building run.fabric.strategy.place "
+    "framework.trainer.assembly": "run.fabric.strategy.building run.fabric.strategy.to_device "
     "run.fabric.strategy.setup run.world.device.type",
     "framework.trainer.stages": "run.fabric.strategy.teardown trainer.fabric.resources.place "
     "trainer.run.fabric.strategy.restore",

@@ -28,7 +28,7 @@ def started(place: dict[str, Any], net: nn.Module, kind: str = "adamw") -> tuple
     """Return a strategy that holds a module, and its optimizer."""
     strategy = DeepSpeedStrategy(**place)
     strategy.connect("cpu", 1, resolve_precision("32-true"))
-    strategy.place(net)
+    strategy.to_device(net)
     (optimizer,) = strategy.setup(net, [optimizer_of(net, kind)], training=True)
     return strategy, optimizer
 

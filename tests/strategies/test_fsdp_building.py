@@ -171,7 +171,7 @@ def only_on_rank_zero() -> list[bool]:
     if strategy.world.rank:
         to_meta(module)
         torch.manual_seed(99)
-    strategy.place(module)
+    strategy.to_device(module)
     strategy.setup(module, [], training=False)
     expected = dict(plain.named_parameters())
     return [torch.equal(whole(tensor), expected[name].detach()) for name, tensor in module.named_parameters()]

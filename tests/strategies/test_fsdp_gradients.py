@@ -184,7 +184,7 @@ def thawed() -> list[float]:
     for step in range(6):
         if step == 3:
             gpt.blocks[1].requires_grad_(True)
-            assert not strategy.refresh(gpt)
+            assert not strategy.trainability_changed(gpt)
         strategy.zero_grad(optimizer)
         losses.append(passed(strategy, gpt))
         strategy.step(optimizer)

@@ -12,7 +12,7 @@ from ranks import run_on_ranks
 from small_fits import capturing
 
 from phalanx.framework.core.errors import DesyncError
-from phalanx.framework.diagnostics.loss_spikes import WARM_UP, LossSpikes
+from phalanx.framework.diagnostics.loss_spikes import MAX_NOTES, WARM_UP, LossSpikes
 from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.straggler import LASTING, Pace
 from phalanx.framework.distributed.world import World
@@ -116,7 +116,7 @@ def test_ranks_exchange_their_times_only_where_they_differ_for_long(times: list[
 
 def judged(losses: list[float]) -> list[int]:
     spikes = LossSpikes()
-    return [number for number, loss in enumerate(losses) if spikes(loss)]
+    return [number for number, loss in enumerate(losses) if spikes(loss, number)]
 
 
 def test_a_spike_is_seen_and_noise_and_trends_are_not() -> None:
@@ -136,6 +136,27 @@ def test_a_new_level_is_reported_once_or_twice_and_then_is_normal() -> None:
     told = judged(losses)
     assert told[0] == 500
     assert len(told) <= 3
+
+
+def test_a_hard_batch_that_repeats_is_no_news() -> None:
+    """A loader of few batches, one of them hard, in a run that goes well."""
+    draw = random.Random(0)
+    spikes = LossSpikes()
+    losses = [0.99**epoch * (0.5 if batch == 40 else 0.01) for epoch in range(60) for batch in range(64)]
+    told = [step for step, loss in enumerate(losses) if spikes(loss + draw.gauss(0.0, 0.001), step % 64)]
+    assert told == []
+    # A batch that was easy until now is news.
+    assert spikes(0.5, 41)
+
+
+def test_a_run_is_told_of_a_handful_of_spikes_at_most() -> None:
+    draw = random.Random(0)
+    losses = [(9.0 if step % 500 == 499 else 1.0) + draw.gauss(0.0, 0.1) for step in range(40_000)]
+    assert 2 <= len(judged(losses)) <= MAX_NOTES
+
+
+def test_tiny_runs_are_not_judged() -> None:
+    assert judged([1.0 + step % 3 * 0.1 for step in range(100)] + [100.0] + [1.0] * 50) == []
 
 
 class Jumps(Regressor):

@@ -53,10 +53,12 @@ class Lockstep(DDPStrategy):
     """Meets other ranks in every layer, forward and backward, as strategies do that gather weights."""
 
     name = "lockstep"
-    traits = Traits(lockstep_forward=True, lockstep_backward=True)
+    traits = Traits(forward_has_collectives=True, backward_has_collectives=True)
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         ready = super().setup(module, optimizers, training)
+        # As under strategies whose own reduction carries nothing but gradients.
+        self.flags = None
         layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
         self.handles = [
             layer.register_forward_hook(partial(self._meet, number)) for number, layer in enumerate(layers, 2)
@@ -77,11 +79,8 @@ class Lockstep(DDPStrategy):
 
         return meeting
 
-    def idle_backward(self) -> None:
-        raise AssertionError("a rank must run a stand-in")
-
-    def contributed(self) -> bool:
-        raise AssertionError("nothing here tells")
+    def zero_backward(self) -> None:
+        raise AssertionError("a rank must run a filler batch")
 
     def teardown(self) -> None:
         for handle in self.handles:
@@ -93,7 +92,7 @@ class InBackward(Lockstep):
     """Meets other ranks in the backward pass alone."""
 
     name = "in backward"
-    traits = Traits(lockstep_backward=True)
+    traits = Traits(backward_has_collectives=True)
 
     @staticmethod
     def _meet(number: int, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:

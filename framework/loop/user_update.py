@@ -1,0 +1,91 @@
+"""The update of automatic optimization as the user's hooks change it, resolved once per fit.
+
+What is not overridden costs nothing: without hooks an update is the strategy's own, and clipping is the updater's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ..run.overrides import StrategyOptimizer, is_overridden
+from ..run.run import Run
+
+
+class UserUpdate:
+    """Binds ``zero_grad`` and ``apply`` to the shortest way that the module's overridden hooks allow.
+
+    Args:
+        run: the fit.
+        hooks: the hooks ``on_before_optimizer_step``, called with the optimizer on unscaled gradients.
+        clipping: the Trainer's clip value, None for no clipping, and algorithm.
+    """
+
+    zero_grad: Callable[[], None]
+    """Drops the gradients of the update before."""
+    apply: Callable[[int], bool]
+    """Applies the update after the batch of an index; returns whether it was applied. Collective."""
+
+    def __init__(self, run: Run, hooks: Sequence[Callable[..., Any]], clipping: tuple[float | None, str]) -> None:
+        self._run = run
+        self._module = run.module
+        self._strategy = run.fabric.strategy
+        self._updater = run.fabric.updater
+        self._optimizer = run.optimizers[0]
+        self._index = 0
+        # A strategy whose gradients or weights are not the parameters' own is asked to step and to drop gradients.
+        reduces = self._strategy.traits.reduces_in_backward
+        self._for_user: Any = StrategyOptimizer(self._optimizer, self._strategy) if reduces else self._optimizer
+        self.zero_grad = self._zero_grad()
+        self.apply = self._apply(self._before_step(hooks, clipping))
+
+    def _zero_grad(self) -> Callable[[], None]:
+        if not is_overridden("optimizer_zero_grad", self._module):
+            return partial(self._strategy.zero_grad, self._optimizer)
+        module, progress, optimizer = self._module, self._run.progress, self._for_user
+        return lambda: module.optimizer_zero_grad(progress.epoch, progress.batch_in_epoch, optimizer)
+
+    def _before_step(
+        self, hooks: Sequence[Callable[..., Any]], clipping: tuple[float | None, str]
+    ) -> Callable[[], Any] | None:
+        """Return the hooks and clipping between unscaling and the update, or None without any."""
+        clip = self._clip(*clipping)
+        if not hooks:
+            return clip
+        optimizer = self._optimizer
+
+        def before() -> None:
+            for hook in hooks:
+                hook(optimizer)
+            if clip is not None:
+                clip()
+
+        return before
+
+    def _clip(self, value: float | None, algorithm: str) -> Callable[[], Any] | None:
+        module, optimizer = self._module, self._optimizer
+        if is_overridden("configure_gradient_clipping", module) or (
+            value is not None and is_overridden("clip_gradients", module)
+        ):
+            return partial(module.configure_gradient_clipping, optimizer, value, algorithm)
+        return None if not value else partial(self._updater.clip, optimizer, value, algorithm)
+
+    def _apply(self, before: Callable[[], Any] | None) -> Callable[[int], bool]:
+        step = self._user_step() if is_overridden("optimizer_step", self._module) else None
+        update = self._updater.bound(self._optimizer, before, step)
+
+        def apply(index: int) -> bool:
+            self._index = index
+            return update()
+
+        return apply if step is not None else lambda _: update()
+
+    def _user_step(self) -> Callable[[], bool]:
+        run, module, optimizer = self._run, self._module, self._for_user
+
+        def step() -> bool:
+            module.optimizer_step(run.progress.epoch, self._index, optimizer, lambda: run.latest_loss)
+            return optimizer.take_applied() if isinstance(optimizer, StrategyOptimizer) else True
+
+        return step
