@@ -22,7 +22,7 @@ from phalanx.framework.checkpoint.codec import encode_inline
 from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord, dump, parse
 from phalanx.framework.checkpoint.reader import parts_in_box
 from phalanx.framework.checkpoint.safetensors_header import FileRecord, byte_size, header_of
-from phalanx.framework.checkpoint.write_plan import Agreed, Box, Piece, Plan, assign
+from phalanx.framework.checkpoint.write_plan import Assignment, Box, Piece, Plan, assign
 from phalanx.framework.data.samplers import EvaluationSampler, NaturalOrder, TrainingSampler
 from phalanx.framework.distributed.seed import capture
 from phalanx.framework.distributed.world import World
@@ -95,7 +95,7 @@ def rows_of(shape: tuple[int, ...], rank: int, size: int) -> Box:
     return (start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:])
 
 
-def manifest_of(plans: list[Plan], agreed: Agreed, document: Any) -> Manifest:
+def manifest_of(plans: list[Plan], agreed: Assignment, document: Any) -> Manifest:
     """Return the manifest of a save in which all ranks have written their assigned pieces, with dummy checksums."""
     files: dict[str, FileRecord] = {}
     starts: dict[str, dict[str, int]] = {}
@@ -117,7 +117,7 @@ def manifest_of(plans: list[Plan], agreed: Agreed, document: Any) -> Manifest:
     return Manifest(sections, files, {}, [document] * len(plans), sharded=True, world_size=len(plans))
 
 
-def _writers(agreed: Agreed) -> Any:
+def _writers(agreed: Assignment) -> Any:
     for section, tensors in agreed.items():
         for name, writers in tensors.items():
             for rank, box in () if isinstance(writers, str) else writers:

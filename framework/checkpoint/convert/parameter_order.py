@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -155,18 +156,19 @@ def _names_of(
 ) -> dict[Any, str]:
     """Return the parameter's name for each position: by the module, by names in the file, or by shapes."""
     groups = [list(group["params"]) for group in state["param_groups"]]
-    positions = [position for group in groups for position in group]
+    positions = list(chain.from_iterable(groups))
     if order is not None:
-        if [len(group) for group in order.groups] != [len(group) for group in groups]:
+        sizes, own = [len(group) for group in groups], [len(group) for group in order.groups]
+        if own != sizes:
             raise CheckpointError(
-                f"the foreign optimizer has groups of {[len(group) for group in groups]} parameters, the module's "
-                f"{[len(group) for group in order.groups]}: pass optimizers= with the same groups."
+                f"the foreign optimizer has groups of {sizes} parameters, the module's {own}: pass optimizers= with "
+                "the same groups."
             )
-        return dict(zip(positions, [name for group in order.groups for name in group], strict=True))
+        return dict(zip(positions, chain.from_iterable(order.groups), strict=True))
     if all(isinstance(position, str) for position in positions):
         return {position: position for position in positions}
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in state["param_groups"]):
-        given = [name for group in state["param_groups"] for name in group["param_names"]]
+        given = chain.from_iterable(group["param_names"] for group in state["param_groups"])
         return dict(zip(positions, given, strict=True))
     names = _inferred(state, positions, weights, ordered, len(groups), num_optimizers)
     notes.append(

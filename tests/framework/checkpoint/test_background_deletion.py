@@ -23,6 +23,7 @@ from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.checkpoint.writer import save
 from phalanx.framework.core.errors import StorageError
 from phalanx.framework.distributed.world import World
+from phalanx.framework.system import atomic_directories
 
 TOKEN = "0123456789abcdef"
 
@@ -44,7 +45,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.begun = threading.Event(), threading.Event()
-        delete = background_deletion.delete_hidden
+        delete = atomic_directories.delete_hidden
 
         def gated(*args: Any) -> None:
             self.begun.set()
@@ -100,7 +101,7 @@ def test_what_cannot_be_deleted_is_reported_and_does_not_stop_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stubborn, other = hidden(tmp_path, 0), hidden(tmp_path, 1)
-    delete = background_deletion.delete_hidden
+    delete = atomic_directories.delete_hidden
 
     def failing(path: Path, stopped: Any) -> None:
         if path == stubborn:
@@ -186,6 +187,7 @@ from phalanx.framework.checkpoint.whole_checkpoint import hide
 from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.checkpoint.writer import save
 from phalanx.framework.distributed.world import World
+from phalanx.framework.system import atomic_directories
 value, deletion, before = 0, BackgroundDeletion(), None
 while True:
     value += 1
