@@ -92,7 +92,7 @@ def _short(value: float) -> str:
 def _ranks(count: int, operations: int, layers: int, **variables: str) -> list[dict[str, Any]]:
     """Start ranks; return the measurements of each. Without ``operations`` they only create their process groups."""
     arguments = str(count), str(time.monotonic()), str(operations), str(layers)
-    found: list[list[dict[str, Any]]] = results("benchmarks.growth_rank", *arguments, **variables)
+    found: list[list[dict[str, Any]]] = results("benchmarks.growth_rank", *arguments, variables=variables)
     return found[0] if found else []
 
 

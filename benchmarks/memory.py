@@ -77,5 +77,5 @@ def _measured(name: str, precision: str, window: int, shape: tuple[int, int, int
             "MALLOC_MMAP_THRESHOLD_": "65536",
         }
         arguments = name, precision, str(window), json.dumps(shape)
-        found = results("benchmarks.memory_rank", *arguments, ranks=ranks, **variables)
+        found = results("benchmarks.memory_rank", *arguments, ranks=ranks, variables=variables)
     return max((Held(**rank) for rank in found), key=lambda rank: rank.tensors, default=None)

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
-def results(module: str, *arguments: str, ranks: int = 0, seconds: float = 300, **variables: str) -> list[Any]:
+def results(
+    module: str, *arguments: str, ranks: int = 0, seconds: float = 300, variables: Mapping[str, str] | None = None
+) -> list[Any]:
     """Run a module; return the JSON of each line that it prints after ``RESULT``. A failure prints the end of stderr.
 
     Args:
@@ -26,7 +29,7 @@ def results(module: str, *arguments: str, ranks: int = 0, seconds: float = 300, 
         timeout=seconds,
         check=False,
         cwd=Path(__file__).parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
     )
     found = [
         json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")
