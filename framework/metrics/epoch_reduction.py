@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.errors import MetricError, did_you_mean
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
-from .metric_entry import Entry, Part, combine
+from .metric_entry import Entry, Flags, Part, combine
 from .torchmetrics_state import compute_over_ranks, packed_states
 
 
@@ -74,7 +74,7 @@ def _stand_in(key: str, gathered: list[Contribution]) -> Entry:
     """Return an entry for a name that this rank did not log, having had no data."""
     kind = next(part.kinds[key] for part in gathered if key in part.kinds)
     fx, prog_bar, logger, on_step, rank_zero_only, loader, suffix = kind
-    flags = (prog_bar, logger, on_step, True, fx, rank_zero_only)
+    flags = Flags(prog_bar, logger, on_step, True, fx, rank_zero_only)
     return Entry(_name(key, kind), flags, fx, on_step, True, loader, suffix)
 
 

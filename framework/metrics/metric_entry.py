@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,18 @@ from .exact_sum import partials_of, total_of
 _COMPACT_AT = 1024
 _PARK_AT = 256
 
-Flags = tuple[bool, bool, bool | None, bool | None, Any, bool]
-"""The arguments of ``log`` that must stay the same: prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only."""
+
+class Flags(NamedTuple):
+    """The arguments of ``log`` that must stay the same for a name during an epoch, as the user gave them."""
+
+    prog_bar: bool
+    logger: bool
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: Any
+    rank_zero_only: bool
+
+
 Part = tuple[str, list[float], list[float]]
 """What one rank has of a name: the reduction, numbers, and for a mean numbers that add up to its weight."""
 
@@ -55,17 +65,17 @@ class Entry:
     @property
     def prog_bar(self) -> bool:
         """Whether the progress bar shows it."""
-        return self.flags[0]
+        return self.flags.prog_bar
 
     @property
     def logger(self) -> bool:
         """Whether loggers get it."""
-        return self.flags[1] is not False
+        return self.flags.logger is not False
 
     @property
     def rank_zero_only(self) -> bool:
         """Whether rank 0 alone logs it."""
-        return self.flags[5]
+        return self.flags.rank_zero_only
 
     @property
     def plain_name(self) -> str:
