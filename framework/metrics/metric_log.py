@@ -1,4 +1,4 @@
-"""What ``self.log`` does: values stay on their device, or become floats where that is free, until somebody reads them.
+"""``MetricLog``: the values that ``self.log`` records. They stay on their device until they are read.
 
 A value logged for each step keeps only its newest. A value logged for each epoch adds to an exact weighted sum; at the
 epoch's end the sums of all names travel in one exchange, torchmetrics states included, and every rank has the same
@@ -19,7 +19,7 @@ from ..core.errors import ConfigurationError, MetricError, did_you_mean
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
 from .epoch_reduction import exchange
-from .metric_entry import Entry, Flags, settle
+from .metric_entry import Entry, Flags, read_devices
 from .torchmetrics_state import is_collection, is_metric, load_metric_states, metric_states
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
@@ -73,7 +73,7 @@ class MetricLog:
     @in_step.setter
     def in_step(self, value: bool) -> None:
         self._entries = self._scopes[value]
-        # A value of the epoch weighs the same on every rank, whatever the last batch was, which is let go here.
+        # Values of the epoch weigh the same on every rank, so the last batch must not count; this also releases it.
         self.batch = None
         self.items = None
 
@@ -106,7 +106,7 @@ class MetricLog:
         sync_dist_group: Any = None,
         metric_attribute: str | None = None,
     ) -> None:
-        """Keep a value: what ``TrainModule.log`` is while a run is under way, with its arguments.
+        """Record a value; ``TrainModule.log`` is this method while a run is in progress, with the same arguments.
 
         The first call of a name fixes how it is reduced and where it goes.
         """
@@ -160,7 +160,7 @@ class MetricLog:
             entry.add_on_device(value, batch_size)
 
     def _number(self, entry: Entry, value: Any) -> float | None:
-        """Return a value that is no float as one; None for a metric, which keeps itself."""
+        """Return a value of another type as a float; None for a metric, which holds its own state."""
         if is_metric(value):
             entry.metric = value
             if entry.on_step:
@@ -246,13 +246,13 @@ class MetricLog:
     def reduce(self, more: bool = False) -> tuple[dict[Entry, Tensor], bool]:
         """Return the epoch's values of what was logged since the last call, and whether any rank has ``more`` to log.
 
-        Entries start anew; ``finish`` resets the metrics. Collective, one exchange for all names.
+        Entries start again; ``finish`` resets the metrics. Collective: one exchange for all names.
 
         Raises:
             MetricError: ranks that had data logged different names, or a metric has no single value.
         """
         entries = {entry.epoch_name: entry for entry in self if entry.on_epoch}
-        settle(entries.values())
+        read_devices(entries.values())
         self._used_metrics += [entry.metric for entry in entries.values() if entry.metric is not None]
         for scope in self._scopes.values():
             scope.clear()
@@ -273,8 +273,8 @@ class MetricLog:
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has gathered in the epoch so far, the metrics of the module included."""
-        settle(self)
+        """Return what this rank has recorded in the epoch so far, the metrics of the module included."""
+        read_devices(self)
         places = {id(part): name for name, part in self._module.named_modules()} if self._module is not None else {}
         return {
             "batches": self.batches,
@@ -290,7 +290,7 @@ class MetricLog:
                 }
                 for in_step, scope in self._scopes.items()
                 for entry in scope.values()
-                # A metric that is no part of the module holds what nobody else knows of.
+                # A metric outside the module has no name by which it could be found again.
                 if entry.metric is None or id(entry.metric) in places
             ],
             "metrics": metric_states(self._module) if self._module is not None else {},
@@ -321,7 +321,7 @@ class MetricLog:
 
 
 class NoLog:
-    """Stands where a ``MetricLog`` would, in hooks where nothing can be logged."""
+    """Takes the place of a ``MetricLog`` in hooks where logging is an error."""
 
     def __init__(self, where: str, instead: str) -> None:
         self._where = where
