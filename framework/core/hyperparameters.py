@@ -1,4 +1,4 @@
-"""Hyperparameters: the arguments an object was built with, kept so that it can be rebuilt."""
+"""Hyperparameters: the arguments that an object was built with, recorded so that it can be rebuilt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HyperparametersMixin:
             args: names of the arguments to keep (default: all), or one mapping or ``Namespace`` to keep as it is.
             ignore: names to leave out.
             frame: the frame of ``__init__``, where it is not the caller's.
-            logger: whether loggers are told.
+            logger: whether they are sent to the loggers.
 
         Raises:
             ConfigurationError: a name is not an argument of ``__init__``.
@@ -72,7 +72,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> AttributeDict:
-        """The kept hyperparameters; empty before ``save_hyperparameters``."""
+        """The recorded hyperparameters; empty before ``save_hyperparameters``."""
         if "_hparams" not in self.__dict__:
             self.__dict__["_hparams"] = AttributeDict()
         kept: AttributeDict = self.__dict__["_hparams"]
@@ -80,7 +80,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_to_log(self) -> dict[str, Any]:
-        """What loggers are told of the hyperparameters."""
+        """The hyperparameters that are sent to the loggers."""
         return dict(self.hparams) if self.__dict__.get("_log_hparams", False) else {}
 
 

@@ -1,4 +1,4 @@
-"""The end of an epoch for what was logged: one exchange of all names between the ranks, the same result on each."""
+"""Reduction of logged values at the end of an epoch: one exchange of all names, the same result on every rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from ..core.errors import MetricError, did_you_mean
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
-from .metric_entry import Entry, Part, combine
+from .metric_entry import Entry, Flags, Part, combine
 from .torchmetrics_state import compute_over_ranks, packed_states
 
 
 @dataclass
 class Contribution:
-    """What one rank brings to the exchange. Fields are short and shared: it should fit into one message."""
+    """The part of one rank in the exchange. Its fields are short and shared, so that it fits into one message."""
 
     fed: set[int | None]
     """The loaders that this rank had data of (None: any): what others logged in them it must have logged too."""
@@ -48,7 +48,7 @@ def exchange(
     gathered = world.all_gather_object(mine, size)
     _check(stage, gathered)
     names = dict.fromkeys(name for part in gathered for name in part.kinds)
-    known = {name: entries.get(name) or _stand_in(name, gathered) for name in names}
+    known = {name: entries.get(name) or _placeholder(name, gathered) for name in names}
     for name, entry in known.items():
         entry.loader = _first_loader(name, gathered)
     values = {name: _number(_parts_of(name, gathered)) for name in names if not _is_metric(name, gathered)}
@@ -70,11 +70,11 @@ def _kind(entry: Entry) -> tuple[Any, ...]:
     return fx, entry.prog_bar, entry.logger, entry.on_step, entry.rank_zero_only, entry.loader, entry.suffix
 
 
-def _stand_in(key: str, gathered: list[Contribution]) -> Entry:
+def _placeholder(key: str, gathered: list[Contribution]) -> Entry:
     """Return an entry for a name that this rank did not log, having had no data."""
     kind = next(part.kinds[key] for part in gathered if key in part.kinds)
     fx, prog_bar, logger, on_step, rank_zero_only, loader, suffix = kind
-    flags = (prog_bar, logger, on_step, True, fx, rank_zero_only)
+    flags = Flags(prog_bar, logger, on_step, True, fx, rank_zero_only)
     return Entry(_name(key, kind), flags, fx, on_step, True, loader, suffix)
 
 
@@ -92,7 +92,7 @@ def _first_loader(name: str, gathered: list[Contribution]) -> int | None:
 
 
 def _check(stage: str, gathered: list[Contribution]) -> None:
-    """Compare what ranks logged that had data of the same loader; a name for rank 0 alone is nobody else's."""
+    """Compare what ranks logged that had data of the same loader; names for rank 0 alone are left out."""
     expected: dict[str, int] = {}
     for rank, part in enumerate(gathered):
         if None in part.fed:
@@ -109,7 +109,7 @@ def _check(stage: str, gathered: list[Contribution]) -> None:
             if part.kinds[name][0] != fx:
                 raise MetricError(
                     f"rank {rank} logged {_name(name, kind)!r} in {stage} as {part.kinds[name][0]!r}, rank {other} "
-                    f"as {fx!r}; every rank must reduce a name alike."
+                    f"as {fx!r}; every rank must reduce a name in the same way."
                 )
 
 
@@ -145,16 +145,16 @@ def _metric_values(
     """Compute metrics over the states of all ranks, on each rank that has them; a rank without gets the values sent."""
     sources = {name: next(r for r, part in enumerate(gathered) if name in part.metrics) for name in names}
     everywhere = all(name in part.metrics for part in gathered for name in names)
-    told: dict[str, Tensor | MetricError] = {}
+    computed: dict[str, Tensor | MetricError] = {}
     for name in names:
         if everywhere or sources[name] == world.rank:
             states = [part.metrics[name] for part in gathered if name in part.metrics]
-            told[name] = _computed(name, entries[name], states)
+            computed[name] = _computed(name, entries[name], states)
     if not everywhere:
         for source in sorted(set(sources.values())):
-            told |= world.broadcast_object(dict(told) if source == world.rank else {}, src=source)
+            computed |= world.broadcast_object(dict(computed) if source == world.rank else {}, src=source)
     values: dict[str, Tensor] = {}
-    for name, value in told.items():
+    for name, value in computed.items():
         if isinstance(value, MetricError):
             raise value
         values[name] = value

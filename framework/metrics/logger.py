@@ -1,4 +1,4 @@
-"""``Logger``: where figures go. Rank 0 alone calls a logger's methods."""
+"""``Logger``: the contract of destinations for metrics. Only rank 0 calls a logger's methods."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Logger(ABC):
     """Base class of loggers.
 
-    The directory of a run is one for all its loggers: ``attach`` tells it before anything is written, unless the user
-    fixed ``save_dir``. Nothing is opened or created before the first figure arrives.
+    All loggers of a run share its directory: ``attach`` passes it before anything is written, unless the user set
+    ``save_dir``. A logger opens and creates nothing before the first metric arrives.
     """
 
     @property
@@ -44,11 +44,11 @@ class Logger(ABC):
         return None
 
     def attach(self, root: Path, name: str, version: int) -> None:
-        """Learn the run's directory, ``root/name/version_<version>``."""
+        """Set the run's directory, ``root/name/version_<version>``."""
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record figures at an optimizer step."""
+        """Record metrics at an optimizer step."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Record hyperparameters."""
@@ -64,14 +64,17 @@ class Logger(ABC):
         self.save()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the figures stand, in JSON values, for a checkpoint: after all that came so far."""
+        """Return the position after everything recorded so far, in JSON values, for a checkpoint."""
         return {}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Called before the first figure of a run that goes on from a checkpoint in the directory it was saved from.
+        """Drop what was recorded after a checkpoint, since the resumed run records it again.
 
-        What was recorded after the checkpoint is dropped, for it is about to come again. ``step`` is the checkpoint's
-        number of optimizer steps, ``state`` what ``state_dict`` returned then, empty where that is not known.
+        Called before the first metric of a run that resumes in the directory of the checkpoint.
+
+        Args:
+            step: the checkpoint's number of optimizer steps.
+            state: what ``state_dict`` returned when it was saved; empty if that is not known.
         """
 
     def after_save_checkpoint(self, callback: Any) -> None:

@@ -1,4 +1,4 @@
-"""``LoggerFanout``: what is logged goes to every logger, and none of them can end or slow the training."""
+"""``LoggerFanout``: passes metrics to every logger, in threads, so that no logger can end or slow the training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .logger import Logger
 if TYPE_CHECKING:
     from torch import nn
 
-# How often a writer looks for figures. It is not woken for each of them: waking a thread costs more than logging.
+# How often a writer looks for new calls, in seconds. Waking a thread for each call costs more than logging.
 _PERIOD_SECONDS = 0.25
 # Beyond this many waiting calls a logger is so slow that keeping more would only fill the memory.
 _CAPACITY = 100_000
@@ -27,7 +27,7 @@ _FLUSH_SECONDS = 2.0
 
 
 class LoggerFanout:
-    """Pass figures on to several loggers.
+    """Passes metrics on to several loggers.
 
     Each logger is written by a thread of its own, which starts with the first figure and ends with ``finalize``. The
     training thread only appends to a queue (below a microsecond): a logger that waits for a network or a stuck disk
@@ -38,7 +38,7 @@ class LoggerFanout:
     that calls these methods.
 
     Args:
-        loggers: where figures go, in order.
+        loggers: the destinations, in order.
         note: called with one sentence for the person at the screen.
     """
 
@@ -52,7 +52,7 @@ class LoggerFanout:
         return [writer.logger for writer in self._writers]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record figures, plain numbers by now, at an optimizer step."""
+        """Record metrics, which are plain numbers here, at an optimizer step."""
         self._send("log_metrics", dict(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -86,9 +86,9 @@ class LoggerFanout:
 
     def resume(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
         """Have loggers drop what they recorded after a checkpoint, whose ``state_dicts`` these are."""
-        alike = [writer.name for writer in self._writers] == [state["kind"] for state in states]
+        same = [writer.name for writer in self._writers] == [state["kind"] for state in states]
         for number, writer in enumerate(self._writers):
-            state = states[number]["state"] if alike else {}
+            state = states[number]["state"] if same else {}
             writer.call(partial(writer.logger.resume, step, state))
         self._leave_out_failed()
 
@@ -149,7 +149,7 @@ class _Writer:
         self.lost = 0
         self._calls: deque[Callable[[], Any]] = deque()
         self._finishing = False
-        # Set where somebody waits for the thread, which else looks only now and then.
+        # Set when another thread waits for this one, which otherwise looks only now and then.
         self._wanted = Event()
         self._written: Event | None = None
         self._keeps_up = True

@@ -1,9 +1,9 @@
-"""What gathers under one logged name: numbers on the host, and tensors that wait on their device to be read."""
+"""``Entry``: the values of one logged name. Tensors stay on their device until their values are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,24 @@ from .exact_sum import partials_of, total_of
 _COMPACT_AT = 1024
 _PARK_AT = 256
 
-Flags = tuple[bool, bool, bool | None, bool | None, Any, bool]
-"""The arguments of ``log`` that must stay the same: prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only."""
+
+class Flags(NamedTuple):
+    """The arguments of ``log`` that must stay the same for a name during an epoch, as the user gave them."""
+
+    prog_bar: bool
+    logger: bool
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: Any
+    rank_zero_only: bool
+
+
 Part = tuple[str, list[float], list[float]]
 """What one rank has of a name: the reduction, numbers, and for a mean numbers that add up to its weight."""
 
 
 class Entry:
-    """One logged name: how it is reduced, where it goes, its newest value and what has gathered so far."""
+    """One logged name: its reduction, its destinations, its newest value, and the sums of the epoch so far."""
 
     __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "last", "loader", "metric", "name", "on_epoch",
                  "on_step", "suffix", "values", "weights")  # fmt: skip
@@ -55,17 +65,17 @@ class Entry:
     @property
     def prog_bar(self) -> bool:
         """Whether the progress bar shows it."""
-        return self.flags[0]
+        return self.flags.prog_bar
 
     @property
     def logger(self) -> bool:
         """Whether loggers get it."""
-        return self.flags[1] is not False
+        return self.flags.logger is not False
 
     @property
     def rank_zero_only(self) -> bool:
         """Whether rank 0 alone logs it."""
-        return self.flags[5]
+        return self.flags.rank_zero_only
 
     @property
     def plain_name(self) -> str:
@@ -85,7 +95,7 @@ class Entry:
     # ---- gathering ------------------------------------------------------------------------------------------------
 
     def add(self, value: float, weight: float) -> None:
-        """Gather a number; one of weight 0 changes nothing, be it NaN."""
+        """Add a number; a weight of 0 changes nothing, even if the number is NaN."""
         if self.fx == "mean":
             if weight:
                 self.values.append(value * weight)
@@ -105,7 +115,7 @@ class Entry:
         self.weights = partials_of(self.weights)
 
     def add_on_device(self, value: Tensor | float, weight: Tensor | float) -> None:
-        """Gather a number that is not on the host yet, without waiting for its device."""
+        """Add a number that is not on the host yet, without waiting for its device."""
         self._waiting.append((value, weight))
         if len(self._waiting) >= _PARK_AT:
             while self._parked and self._parked[0].is_on_host():
@@ -121,7 +131,7 @@ class Entry:
             self.add(value, weight)
 
     def local(self) -> Part:
-        """Return this rank's part; ``settle`` comes before."""
+        """Return this rank's part. ``read_devices`` must have been called before."""
         if self.fx in ("mean", "sum"):
             self._compact()
             return self.fx, self.values, self.weights
@@ -136,8 +146,8 @@ class Entry:
                 self.add(value, 1.0)
 
 
-def settle(entries: Iterable[Entry]) -> None:
-    """Bring what waits on a device to the host, for all entries in one synchronisation: somebody reads."""
+def read_devices(entries: Iterable[Entry]) -> None:
+    """Copy the values of all entries that are on a device to the host, in one synchronisation."""
     taken = [(entry, entry._take()) for entry in entries]
     pairs = [pair for _, waiting in taken for pair in waiting]
     numbers = iter(_Parked(pairs).read() if pairs else ())

@@ -1,7 +1,7 @@
 """torchmetrics without its own communication: the states of all metrics travel in the epoch's one exchange.
 
 The states of all ranks are put together as torchmetrics would, but for lists (``cat`` states): a rank's k-th update
-stands where one process would have made it, so that a metric over the whole list sees the list of one process.
+is placed where one process would have made it, so that a metric over the full list sees the list of one process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOTHING = object()
 
 
 def is_metric(value: Any) -> bool:
-    """Whether ``value`` is a torchmetrics ``Metric``; looks at torchmetrics only where somebody has imported it."""
+    """Whether ``value`` is a torchmetrics ``Metric``; it is only looked for if torchmetrics has been imported."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
@@ -202,7 +202,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def load_metric_states(module: nn.Module, *saved: Mapping[str, Any]) -> None:
-    """Put back what ``metric_states`` returned, on one rank or put together over several; others start anew."""
+    """Put back what ``metric_states`` returned, on one rank or put together over several; others are reset."""
     for name, part in module.named_modules():
         if not is_metric(part):
             continue
