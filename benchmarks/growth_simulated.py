@@ -28,8 +28,8 @@ from phalanx.framework.distributed.seed import capture
 from phalanx.framework.distributed.world import World
 from phalanx.framework.metrics.epoch_reduction import exchange
 from phalanx.framework.metrics.metric_entry import Entry
-from phalanx.framework.watchdog.heartbeat import LEARNED, SECTIONS, Beat
-from phalanx.framework.watchdog.stall_detector import StallWatch
+from phalanx.framework.watchdog.heartbeat import LEARNED, SECTIONS, HeartbeatRecord
+from phalanx.framework.watchdog.silence import SilenceTracker
 
 from .gpt import GPT
 
@@ -201,12 +201,12 @@ _FLAGS = (False, True, False, True, "mean", False)
 def watching(size: int) -> Found:
     """Look at the heartbeats of as many ranks, each of which has gone on since the last look."""
     limits = (LEARNED,) * len(SECTIONS)
-    watch, looks = StallWatch(), []
+    watch, looks = SilenceTracker(), []
     for number in range(1, 12):
-        beats: dict[int, Beat | None] = {
-            rank: Beat(rank, rank, 0, limits, number, 3, 0, number, 0, number) for rank in range(size)
+        beats: dict[int, HeartbeatRecord | None] = {
+            rank: HeartbeatRecord(rank, rank, 0, limits, number, 3, 0, number, 0, number) for rank in range(size)
         }
-        looks.append(timed(lambda beats=beats: watch.look(beats))[0])  # type: ignore[misc]
+        looks.append(timed(lambda beats=beats: watch.update(beats))[0])  # type: ignore[misc]
     return {"seconds": statistics.median(looks)}
 
 

@@ -1,4 +1,4 @@
-"""Disturb training runs at random instants in every way a machine knows, and see that each ends as if nothing was.
+"""Disturb training runs with every kind of fault at random instants, and check that each ends like an undisturbed run.
 
     python tests/chaos.py
     python tests/chaos.py --trials 20 --strategies ddp,fsdp,zero2 --faults stop,full --seed 7
@@ -7,14 +7,14 @@ The training command is ``kill_run.py``: it saves after every optimizer step and
 
     kill-rank, kill-all, kill-launcher   SIGKILL to one rank, to all processes, to the process that was started
     term-rank, term-all, term-launcher   SIGTERM to these: the run saves and ends with 75, and nothing is computed again
-    stop                                 SIGSTOP to one rank, and SIGCONT a while later: the run goes on
+    stop                                 SIGSTOP to one rank, and SIGCONT a while later: the run continues
     stop-kill                            SIGSTOP to one rank, and SIGKILL a while later
     full                                 the disk is full until the run has ended
     damage                               SIGKILL to all, and a bit of the newest checkpoint is flipped
 
 After a fault no process may be left, and all must be gone within ``--seconds`` of it. The command is started again, and
 disturbed again, until it gets to its end: every row of ``metrics.csv``, the metrics, the weights and the moments must
-be those of the run that nobody disturbed, bit for bit. Batches that were computed again are counted. A fault that came
+be those of an undisturbed run, bit for bit. Batches that were computed again are counted. A fault that came
 when the fit was over, while the script ran on, is no trial.
 """
 
@@ -67,7 +67,7 @@ _KILLED, _PREEMPTED, _STORAGE = 128 + signal.SIGKILL, 75, 74
 
 @dataclass
 class Tally:
-    """What came of one fault under one strategy."""
+    """The results of one fault under one strategy."""
 
     trials: int = 0
     identical: int = 0
@@ -110,7 +110,7 @@ class Chaos:
 
     def _come_to_an_instant(self, launch: Training, start_seconds: float) -> bool:
         if self.fault != "full" and self.choice.random() < 1 / 6:
-            # There may be no rank to choose from by then.
+            # There may be no rank to choose from at that time.
             return launch.wait(self.choice.uniform(0.0, start_seconds)) and self._has_ranks(launch)
         return launch.wait_until_training() and launch.wait(self.choice.uniform(0.0, TRAINING_SECONDS))
 
@@ -142,7 +142,7 @@ class Chaos:
             kind, _, whom = self.fault.partition("-")
             victims = {"rank": one, "all": everyone, "launcher": [launch.process.pid]}.get(whom, everyone)
             launch.send(signal.SIGTERM if kind == "term" else signal.SIGKILL, victims)
-        # Whatever the machine is busy with, the launcher ends well before this.
+        # Even on a loaded machine the launcher ends well before this.
         with contextlib.suppress(subprocess.TimeoutExpired):
             launch.process.wait(END_SECONDS)
         took = time.monotonic() - began
@@ -158,7 +158,7 @@ class Chaos:
     def _judge(self, launch: Training, code: int, took: float) -> None:
         expected = self._expected()
         if code == 0 or (self.root / OVER).exists():
-            # Signals end the rest of the script as they end any other.
+            # After the fit a signal ends the script as it ends any other.
             expected |= {0} | ({-signal.SIGTERM, 143} if self.fault.startswith("term") else set())
         else:
             self.tally.trials += 1
@@ -174,7 +174,7 @@ class Chaos:
 
     def _expected(self) -> set[int]:
         if self.fault.startswith("term"):
-            # A process by itself has no handlers before its fit begins.
+            # A single process has no handlers before its fit begins.
             return {_PREEMPTED} if self.setting.ranks > 1 else {_PREEMPTED, -signal.SIGTERM}
         return {"kill-rank": {_KILLED}, "stop-kill": {_KILLED, -signal.SIGKILL}, "full": {_STORAGE}}.get(
             self.fault, {-signal.SIGKILL}
@@ -198,7 +198,7 @@ class Chaos:
     def _compare(self, expected: dict[str, Any]) -> None:
         result = result_of(self.root)
         if self.damaged or self.fault.startswith("term"):
-            # What is kept beside the last one may differ: a damaged one stays, and so does what a signal had saved.
+            # Other checkpoints than the last one may differ: a damaged one stays, and so does one that a signal saved.
             result["checkpoints"] = expected["checkpoints"]
         steps = (self.root / STEPS).read_text().split()
         self.tally.again += (again := len(steps) - len(set(steps)))
@@ -213,7 +213,7 @@ class Chaos:
 
 @contextlib.contextmanager
 def disk(place: Path) -> Iterator[Path | None]:
-    """Yield a small disk of its own, or None where none may be mounted."""
+    """Yield the folder of a small disk, or None where mounting is not permitted."""
     place.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(place)]
     mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -227,7 +227,7 @@ def disk(place: Path) -> Iterator[Path | None]:
 def run_fault(
     folder: Path, setting: Setting, fault: str, trials: int, expected: tuple[dict[str, Any], float], **options: Any
 ) -> Tally | None:
-    """Run the trials of one fault, several to a run; None where this machine does not permit them."""
+    """Run the trials of one fault, several in each run; None where this machine does not permit them."""
     total = Tally()
     in_a_row, seed, seconds = options["in_a_row"], options["seed"], options["seconds"]
     number = 0
@@ -282,7 +282,7 @@ HEADER = (
 def row(strategy: str, fault: str, tally: Tally) -> str:
     """Return a line of the table."""
     times = sorted(tally.seconds) or [math.nan]
-    took = f"{times[len(times) // 2]:.2f}, {times[-1]:.2f}" if tally.seconds else "it goes on"
+    took = f"{times[len(times) // 2]:.2f}, {times[-1]:.2f}" if tally.seconds else "continues"
     codes = ", ".join(f"{count} x {code}" for code, count in sorted(tally.codes.items()))
     return (
         f"{strategy:8}  {fault:13}  {tally.trials:6}  {f'{tally.identical} of {tally.trials}':>13}  {tally.orphans:7}  "

@@ -1,7 +1,7 @@
 """The run in which ``fault_trials.py`` plants exceptions: ``fault_run.py ROOT STRATEGY SITE``.
 
-At its site one rank notes the time and raises, on a line marked as planted. A callback notes that ``on_exception`` ran,
-a logger how it was closed.
+At its site one rank records the time and raises, on a line marked as planted. A callback records that
+``on_exception`` ran, a logger how it was closed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLANTED, CAUGHT, CLOSED = "planted", "caught", "closed"
 
 
 def plant(where: str, rank: int) -> None:
-    """Raise where it is wanted; in what comes with every batch from the second time on, when a run is under way."""
+    """Raise at the chosen site; at sites that are passed with every batch only from the second time on."""
     if f"{where}:{rank}" != SITE:
         return
     seen = ROOT / f"seen-{where}"
@@ -87,7 +87,7 @@ for _name in HOOKS:
 
 
 class Watching(Callback):
-    """Notes that a run failed; raises on one rank alone."""
+    """Records that a run failed; raises on one rank alone."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         plant("callback_setup", trainer.global_rank)
@@ -107,7 +107,7 @@ class Watching(Callback):
 
 
 class Noting(Logger):
-    """Notes how it was closed; fails with its first figure where that is wanted."""
+    """Records how it was closed; fails with its first metric where that is the site."""
 
     name = "noting"
     version = 0
@@ -120,7 +120,7 @@ class Noting(Logger):
 
 
 def fail_to_write(path: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand for a write of a checkpoint that fails with what nobody expects."""
+    """Fail to write a checkpoint with an unexpected error."""
     plant("save", placement().rank)
     return WRITE(path, *args, **kwargs)
 

@@ -1,11 +1,11 @@
-"""Plant an exception on one rank at every place where a run may fail, and see that the run ends as it should.
+"""Raise an exception on one rank at every place where a run may fail, and check how the run ends.
 
     python tests/fault_trials.py
     python tests/fault_trials.py --strategies fsdp,zero2 --sites training_step,worker
 
 A run must end with exit code 1 within 2 s of the exception (``--seconds`` for a loaded machine), leave no process, name
 the planted line among the last 15 it prints, at most 40 in all; ``on_exception`` must have run, and the loggers must be
-closed as failed. A logger that fails is left out instead, and the run goes on to its end.
+closed as failed. A logger that fails is dropped instead, and the run continues to its end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LIMIT_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended in which an exception was planted."""
+    """The end of a run in which an exception was planted."""
 
     seconds: float
     """From the exception to the end of the process that was started."""
@@ -97,7 +97,7 @@ def _problems_of_logger(launch: Launch) -> Iterable[str]:
     if launch.process.returncode != 0:
         yield f"exit code {launch.process.returncode}; it printed:\n{launch.printed()}"
     if "a fault in logger" not in launch.printed():
-        yield "nobody was told of the logger"
+        yield "the failure of the logger was not reported"
 
 
 def run_trials(folder: Path, strategies: Iterable[str], sites: Iterable[str], seconds: float) -> list[str]:

@@ -1,9 +1,9 @@
-"""Kill a rank of a training again and again, let it start itself again, and see how much of the time it trains.
+"""Kill a rank of a training run at intervals, and measure the share of the time in which the run trains.
 
     python tests/soak.py --minutes 10 --every 30 --strategy ddp
 
-The share is what the steps that were kept would have taken without a fault (their number times the median step), over
-all the time from the command's start to its end. What a restart costs is the look at the dead rank, the wait before
+The share is the time that the retained steps would have taken without a fault (their number times the median step),
+divided by the time from the command's start to its end. A restart costs the detection of the dead rank, the wait before
 the next attempt, the start of Python and torch on each rank, and the steps since the last checkpoint.
 """
 
@@ -36,7 +36,7 @@ LEAST_SHARE = 0.85
 
 
 class Model(TrainModule):
-    """Some layers; rank 0 notes each step and when it was done."""
+    """Some layers; rank 0 records each step and its time."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(TrainModule):
 
 
 def train(root: Path, strategy: str, ranks: int) -> None:
-    """Train until somebody ends it."""
+    """Train until the process is ended."""
     seed_everything(1)
     trainer = Trainer(
         strategy=strategy,
@@ -75,7 +75,7 @@ def train(root: Path, strategy: str, ranks: int) -> None:
 
 
 def soak(root: Path, strategy: str, ranks: int, minutes: float, every: float, seed: int) -> float:
-    """Run and kill; print what came of it and return the share of the time that was trained."""
+    """Run and kill; print the results and return the share of the time that was trained."""
     draw = random.Random(seed)
     launch = Launch(root, Path(__file__), ["train", strategy, str(ranks)])
     kills, until = 0, launch.began + 60.0 * minutes
@@ -89,8 +89,8 @@ def soak(root: Path, strategy: str, ranks: int, minutes: float, every: float, se
         launch.end(60.0)
     finally:
         launch.abandon()
-    noted = [line.split() for line in (root / STEPS).read_text().splitlines()]
-    steps = [(int(step), float(when)) for step, when in noted]
+    lines = [line.split() for line in (root / STEPS).read_text().splitlines()]
+    steps = [(int(step), float(when)) for step, when in lines]
     each = statistics.median(b - a for (one, a), (other, b) in itertools.pairwise(steps) if other == one + 1)
     again = len(steps) - steps[-1][0]
     share = steps[-1][0] * each / seconds
@@ -106,7 +106,7 @@ def soak(root: Path, strategy: str, ranks: int, minutes: float, every: float, se
 
 
 def main() -> None:
-    """Soak from the command line, or be the training."""
+    """Run from the command line, or be the training run."""
     if sys.argv[2:3] == ["train"]:
         train(Path(sys.argv[1]), sys.argv[3], int(sys.argv[4]))
         return

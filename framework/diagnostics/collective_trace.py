@@ -1,12 +1,12 @@
-"""``Trainer(debug="collectives")``: before each collective the ranks compare what they are about to do.
+"""``Trainer(debug="collectives")``: before each collective the ranks compare what they are about to call.
 
-Ranks whose collectives differ hang, or exchange the wrong numbers in silence. Here each rank first writes into the
-process group's store what it is about to call (kind, shape, dtype, and the line of the user's code), and reads what the
-others wrote: the first difference is an error on all of them that names both. It costs a few messages for each
-collective, so it is for finding a fault, not for training.
+Ranks whose collectives differ hang, or exchange wrong numbers without an error. In this mode each rank first writes a
+description of its next collective into the process group's store (kind, shape, dtype, and the line of the user's code),
+and reads those of the others: the first difference is an error on all ranks that names both sides. It costs several
+messages for each collective, so it is for finding a fault, not for training.
 
-Seen are the functions of ``torch.distributed``, whoever calls them through the module, the reductions and barriers of
-phalanx's own, and backward passes that reduce gradients, which torch does in C++, where nothing else can look.
+Compared are the functions of ``torch.distributed`` when they are called through the module, phalanx's own reductions
+and barriers, and backward passes that reduce gradients; what torch reduces in C++ during one cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 LIMIT_SECONDS = 120.0
 _MAIN = "main"
 _LEFT = "has left the fit with"
-_WATCHED: Mapping[str, tuple[str, ...]] = {
-    # Which of its arguments must be alike on all ranks; of lists the tensors in them.
+# The arguments that must be the same on all ranks; of a tensor its shape and dtype, of a list nothing.
+_TRACED: Mapping[str, tuple[str, ...]] = {
     "all_reduce": ("tensor", "op"),
     "broadcast": ("tensor", "src"),
     "reduce": ("tensor", "op", "dst"),
@@ -59,155 +59,128 @@ _LIBRARIES = (str(Path(torch.__file__).parent), "/site-packages/", "<frozen")
 
 @contextmanager
 def comparing_collectives(run: Run, step: object) -> Generator[None, None, None]:
-    """Compare the collectives of all ranks in this context. Collective; in one process there are none.
+    """Compare the collectives of all ranks within the context. Collective; does nothing in one process.
 
-    ``step`` is what the loop calls for each optimizer step.
+    ``step`` is the object that the loop calls for each optimizer step.
     """
     if run.world.size == 1:
         yield
         return
-    watch = CollectiveWatch(run, step)
-    watch.install()
-    try:
-        yield
-        watch.end()
-    except BaseException as error:
-        watch.leave(error)
-        raise
-    finally:
-        watch.remove()
+    trace = CollectiveTrace(run)
+    with ExitStack() as patches:
+        trace.install(patches, step)
+        try:
+            yield
+            # A rank that continues would wait for collectives that never come.
+            trace.compare("the end of the fit", "", None)
+        except BaseException as error:
+            trace.report_exit(error)
+            raise
 
 
-class CollectiveWatch:
-    """Compares collectives while it is installed. One for each fit."""
+class CollectiveTrace:
+    """Compares the collectives of one fit."""
 
-    def __init__(self, run: Run, step: object, limit_seconds: float = LIMIT_SECONDS) -> None:
+    def __init__(self, run: Run, limit_seconds: float = LIMIT_SECONDS) -> None:
         """Collective."""
         self._run = run
-        self._step = step
         self._world = run.world
         self._limit = limit_seconds
-        self._undo: list[Callable[[], None]] = []
-        self._numbers: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self._inside = threading.local()
         self._syncs = True
-        # No other fit of these ranks has such keys.
+        # The keys of another fit of these ranks may still be in the store.
         token = self._world.broadcast_object(time.time_ns())
         c10d: Any = dist.distributed_c10d
         self._store: Any = c10d.PrefixStore(f"collectives-{token}", shared_store())
 
-    # ---- put on and taken off -------------------------------------------------------------------------------------
-
-    def install(self) -> None:
-        """Look at every collective from here on."""
-        for name, arguments in _WATCHED.items():
+    def install(self, patches: ExitStack, step: object) -> None:
+        """Compare before every collective from here on, until ``patches`` is closed."""
+        for name, arguments in _TRACED.items():
             real = getattr(dist, name, None)
             if real is not None:
-                watched = self._watched(name, real, arguments)
+                traced = self._traced(name, real, arguments)
                 for home in (dist, dist.distributed_c10d):
                     if getattr(home, name, None) is real:
-                        self._put(home, name, watched)
+                        _patch(patches, home, name, traced)
         world, strategy = self._world, self._run.fabric.strategy
-        self._put(world, "control_reduce", self._before(world.control_reduce, "a control reduction", shaped=True))
-        self._put(world, "barrier", self._before(world.barrier, "a barrier"))
-        self._put(strategy, "sync_gradients", self._noting(strategy.sync_gradients))
-        backward = self._reducing(strategy.backward)
-        self._put(strategy, "backward", backward)
-        if "backward" in vars(self._step):
-            # Taken hold of once for all steps.
-            self._put(self._step, "backward", backward)
+        _patch(patches, world, "control_reduce", self._before(world.control_reduce, "a control reduction", shaped=True))
+        _patch(patches, world, "barrier", self._before(world.barrier, "a barrier"))
+        _patch(patches, strategy, "sync_gradients", self._noting_sync(strategy.sync_gradients))
+        backward = self._before_backward(strategy.backward)
+        _patch(patches, strategy, "backward", backward)
+        if "backward" in vars(step):
+            # The step has bound the strategy's method when it was built.
+            _patch(patches, step, "backward", backward)
 
-    def remove(self) -> None:
-        """Take all of it off."""
-        while self._undo:
-            self._undo.pop()()
-
-    def end(self) -> None:
-        """Compare the end of the fit too: a rank that goes on waits for collectives that never come. Collective."""
-        if self._undo:
-            self._compare("the end of the fit", "", None)
-
-    def leave(self, error: BaseException) -> None:
-        """Tell ranks that wait for this one that it comes no more. No collective."""
-        if not self._undo:
-            return
-        told = [f"{_LEFT} {type(error).__name__}: {str(error)[:200]}", "", ""]
+    def report_exit(self, error: BaseException) -> None:
+        """Let ranks that wait for this one know that it has left the fit. Not collective."""
+        description = json.dumps([f"{_LEFT} {type(error).__name__}: {str(error)[:200]}", "", ""])
         with self._lock, suppress(RuntimeError):
-            for stream in {_MAIN, *self._numbers}:
-                self._store.set(self._key(stream, self._numbers.get(stream, 0) + 1, self._world.rank), _packed(told))
+            for stream in {_MAIN, *self._counts}:
+                self._store.set(self._key(stream, self._counts.get(stream, 0) + 1, self._world.rank), description)
 
-    def _put(self, home: Any, name: str, value: Any) -> None:
-        had = name in vars(home)
-        before = getattr(home, name)
-        setattr(home, name, value)
-        self._undo.append(
-            functools.partial(setattr, home, name, before) if had else functools.partial(delattr, home, name)
-        )
-
-    # ---- what is watched ------------------------------------------------------------------------------------------
-
-    def _watched(self, name: str, real: Callable[..., Any], arguments: Sequence[str]) -> Callable[..., Any]:
+    def _traced(self, name: str, real: Callable[..., Any], arguments: Sequence[str]) -> Callable[..., Any]:
         signature = inspect.signature(real)
 
         @functools.wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._inside, "deep", False):
+            if getattr(self._inside, "collective", False):
+                # torch's functions call one another; only the outermost is the user's.
                 return real(*args, **kwargs)
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             what = ", ".join(text for key in arguments if (text := _shown(given.arguments.get(key))))
-            self._compare(name, what, given.arguments.get("group"))
-            self._inside.deep = True
+            self.compare(name, what, given.arguments.get("group"))
+            self._inside.collective = True
             try:
                 return real(*args, **kwargs)
             finally:
-                self._inside.deep = False
+                self._inside.collective = False
 
         return call
 
     def _before(self, real: Callable[..., Any], kind: str, shaped: bool = False) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if not getattr(self._inside, "deep", False):
-                self._compare(kind, _shown(args[0]) if shaped else "", None)
+            if not getattr(self._inside, "collective", False):
+                self.compare(kind, _shown(args[0]) if shaped else "", None)
             return real(*args)
 
         return call
 
-    def _noting(self, real: Callable[[bool], None]) -> Callable[[bool], None]:
+    def _noting_sync(self, real: Callable[[bool], None]) -> Callable[[bool], None]:
         def sync_gradients(enabled: bool) -> None:
             self._syncs = enabled
             real(enabled)
 
         return sync_gradients
 
-    def _reducing(self, real: Callable[..., None]) -> Callable[..., None]:
+    def _before_backward(self, real: Callable[..., None]) -> Callable[..., None]:
         def backward(loss: Tensor, **options: Any) -> None:
             if self._syncs or self._run.fabric.strategy.traits.lockstep_backward:
-                self._compare("a backward pass that reduces gradients", "", None)
+                self.compare("a backward pass that reduces gradients", "", None)
             real(loss, **options)
 
         return backward
 
-    # ---- the comparison -------------------------------------------------------------------------------------------
-
-    def _compare(self, kind: str, what: str, group: Any) -> None:
-        """Tell the other members of a group what comes next here; return once all said the same.
+    def compare(self, kind: str, what: str, group: Any) -> None:
+        """Publish what this rank calls next; return once all members of ``group`` have published the same.
 
         Raises:
-            DesyncError: another one does something else, or does not come.
+            DesyncError: another rank calls something else, has left, or does not call anything in time.
         """
         rank, size = self._world.rank, self._world.size
         members = range(size) if group is None else dist.get_process_group_ranks(group)
         if rank not in members or len(members) == 1:
             return
-        # What all ranks do on their main threads has one order, whatever group it travels on.
-        alike = len(members) == size and threading.current_thread() is threading.main_thread()
-        stream = _MAIN if alike else group.group_name if group is not None else threading.current_thread().name
+        # The calls of all ranks on their main threads have one order, whatever groups they use.
+        is_common = len(members) == size and threading.current_thread() is threading.main_thread()
+        stream = _MAIN if is_common else group.group_name if group is not None else threading.current_thread().name
         with self._lock:
-            number = self._numbers[stream] = self._numbers.get(stream, 0) + 1
+            number = self._counts[stream] = self._counts.get(stream, 0) + 1
         mine = [kind, what, _call_site()]
-        self._store.set(self._key(stream, number, rank), _packed(mine))
+        self._store.set(self._key(stream, number, rank), json.dumps(mine))
         for other in members:
             if other != rank:
                 theirs = self._read(stream, number, other, mine)
@@ -215,18 +188,18 @@ class CollectiveWatch:
                     step = self._run.progress.global_step
                     raise DesyncError(_difference(number, step, (rank, mine), (other, theirs)))
         if number > 1:
-            # All are here, so all have read what came before.
+            # All ranks have come to this collective, so all have read the entry before it.
             self._store.delete_key(self._key(stream, number - 1, rank))
 
     def _read(self, stream: str, number: int, other: int, mine: list[str]) -> list[str]:
         key = self._key(stream, number, other)
         began, pause = time.monotonic(), 1e-4
-        # Not the store's own wait, which would keep other threads of this rank from the store.
+        # The store's own wait would block it for other threads of this rank.
         while not self._store.check([key]):
             if time.monotonic() - began > self._limit:
                 raise DesyncError(
-                    f"rank {self._world.rank} {_doing(mine)}, its {number}. collective, and rank {other} has not come "
-                    f"to one in {self._limit:.0f} s: look there for a condition, or a wait."
+                    f"rank {self._world.rank} {_described(mine)}, its {_ordinal(number)} collective, and rank {other} "
+                    f"has not called one in {self._limit:.0f} s: look there for a condition, or a wait."
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
@@ -238,19 +211,23 @@ class CollectiveWatch:
         return f"{stream}/{number}/{rank}"
 
 
-def _packed(told: list[str]) -> str:
-    return json.dumps(told)
+def _patch(patches: ExitStack, home: Any, name: str, value: Any) -> None:
+    """Replace an attribute until ``patches`` is closed; one that was inherited is inherited again."""
+    before = getattr(home, name)
+    undo = functools.partial(setattr, home, name, before) if name in vars(home) else None
+    setattr(home, name, value)
+    patches.callback(undo or functools.partial(delattr, home, name))
 
 
 def _shown(value: Any) -> str:
-    """Return how an argument is compared: tensors by shape and dtype, all else by what it says."""
+    """Return how an argument is compared: a tensor by shape and dtype, anything else by its text."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return "" if value is None else str(value).removeprefix("RedOpType.")
 
 
 def _call_site() -> str:
-    """Return the line of the user's own code that this comes from."""
+    """Return the file and line of the innermost call in the user's own code."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -260,11 +237,16 @@ def _call_site() -> str:
     return ""
 
 
-def _doing(told: Sequence[str]) -> str:
-    kind, what, site = told
+def _described(description: Sequence[str]) -> str:
+    kind, what, site = description
     if kind.startswith(_LEFT):
         return kind
     return f"is at {kind}{f' of {what}' if what else ''}{f' ({site})' if site else ''}"
+
+
+def _ordinal(number: int) -> str:
+    suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"
 
 
 def _difference(number: int, step: int, mine: tuple[int, list[str]], theirs: tuple[int, list[str]]) -> str:
@@ -272,7 +254,7 @@ def _difference(number: int, step: int, mine: tuple[int, list[str]], theirs: tup
     (first, one), (second, other) = sorted((mine, theirs))
     part = next(name for name, a, b in zip(("kind", "shape, dtype or root", "line"), one, other, strict=True) if a != b)
     return (
-        f"ranks {first} and {second} differ at optimizer step {step}, in their {number}. collective (its {part}): rank "
-        f"{first} {_doing(one)}, rank {second} {_doing(other)}. Every rank must call the same ones in the same order: "
-        "look for a condition on the rank, or on its data, around them."
+        f"ranks {first} and {second} differ at optimizer step {step}, in their {_ordinal(number)} collective (its "
+        f"{part}): rank {first} {_described(one)}, rank {second} {_described(other)}. Every rank must call the same "
+        "collectives in the same order: look for a condition on the rank, or on its data, around them."
     )

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..core.errors import ConfigurationError, RankError, did_you_mean
-from ..system.environment import gloo_interface, take_store_descriptor, tell_of_leaving, uses_agent_store
+from ..system.environment import gloo_interface, own_records, take_store_descriptor, uses_agent_store
 from ..system.launcher_env import LOOPBACK, Placement
 from ..system.processes import allow_open_files
 
@@ -242,7 +242,7 @@ def _leave() -> None:
     """Destroy the default group as this process exits."""
     if not is_initialized():
         return
-    tell_of_leaving(dist.get_rank())
+    own_records().record_leaving(dist.get_rank())
     # gloo's threads let go of a collective's tensors under the interpreter's lock, a moment after it is done. One that
     # is still waiting for the lock when the interpreter is torn down aborts the process: so groups are really
     # destroyed here, references from circles among them, and what others still hold gets that moment.

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..core.errors import ConfigurationError, unknown
 from ..system.environment import (
+    environment_placement,
+    own_records,
     set_missing,
     sets_threads,
-    tell_of_meeting,
     threads_for_ranks,
-    told_placement,
     usable_cores,
     variables_set,
 )
@@ -71,10 +71,10 @@ def placement(num_nodes: int = 1) -> Placement:
         ConfigurationError: the variables contradict one another, or one that is needed is missing.
     """
     if not is_initialized():
-        return told_placement(num_nodes)
+        return environment_placement(num_nodes)
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
-        read = told_placement(num_nodes)
+        read = environment_placement(num_nodes)
     except ConfigurationError:
         read = Placement()
     if (read.rank, read.size) == (rank, size):
@@ -142,7 +142,7 @@ class World:
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             _share_cores(place)
             meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
-        tell_of_meeting(place.rank)
+        own_records().record_joined(place.rank)
         return cls(place, device)
 
     @contextlib.contextmanager

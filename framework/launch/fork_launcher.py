@@ -1,4 +1,4 @@
-"""``launch_function``: a function in forked copies of this process, where there is no script to run again."""
+"""``launch_function``: runs a function in forked copies of this process, where there is no script to run again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..core.errors import ConfigurationError, RankError, StalledError
 from ..system.environment import adopt_environment, threads_for_ranks
 from ..system.failure_records import exit_code_of
 from ..system.processes import ForkedProcess, die_with_parent
-from .exit_hooks import tell_of_failure
-from .launch_context import Meeting, meeting, private_directory
+from .exit_hooks import report_failure
+from .launch_context import LaunchContext, launch_context, private_directory
 from .supervisor import Supervisor
 
 T = TypeVar("T")
@@ -33,19 +33,19 @@ def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: 
 
     Raises:
         ConfigurationError: this process cannot be forked, or CUDA is in use in it.
-        RankError: a rank failed; the others were ended. The message holds its traceback.
-        StalledError: a rank stalled; all were ended. The message holds their stacks.
+        RankError: a rank failed, and the others were ended. The message holds its traceback.
+        StalledError: a rank stalled, and all were ended. The message holds their stacks.
     """
     _check_fork()
-    with private_directory() as directory, meeting(directory, num_ranks) as met:
-        ranks = [partial(_run_rank, met, rank, met.environment(rank), function, args) for rank in range(num_ranks)]
-        supervisor = Supervisor(met.directory)
+    with private_directory() as directory, launch_context(directory, num_ranks) as context:
+        ranks = [partial(_run_rank, context, rank, function, args) for rank in range(num_ranks)]
+        supervisor = Supervisor(context.directory)
         with _forked(ranks, supervisor):
-            met.listener.close()
+            context.listener.close()
             verdict = supervisor.watch()
         if verdict.failed:
             raise (StalledError if verdict.exit_code == StalledError.exit_code else RankError)(verdict.message)
-        result = _result_path(met).read_bytes()
+        result = _result_path(context).read_bytes()
     value: T = pickle.loads(result)
     return value
 
@@ -66,8 +66,8 @@ def _check_fork() -> None:
 def _forked(ranks: Sequence[Callable[[], NoReturn]], supervisor: Supervisor) -> Iterator[None]:
     """Start each of ``ranks`` in a copy of this process, under ``supervisor``; none is left when the context ends.
 
-    They are forked from a thread of their own. The thread that forks is all a copy has, and OpenMP's workers belong to
-    the thread that first computed: a copy of that one would wait for workers it does not have, for ever.
+    They are forked from a new thread. A forked process has only the thread that called fork, and OpenMP's workers
+    belong to the thread that first computed: a copy of that one would wait for ever for workers it does not have.
     """
     finished, started = threading.Event(), threading.Event()
     errors: list[OSError] = []
@@ -79,7 +79,7 @@ def _forked(ranks: Sequence[Callable[[], NoReturn]], supervisor: Supervisor) -> 
         except OSError as error:
             errors.append(error)
         started.set()
-        # To the system, the thread is the parent with which its ranks die.
+        # To the kernel this thread is the ranks' parent: they die with it.
         finished.wait()
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(start,), name="phalanx-fork", daemon=True)
@@ -101,7 +101,7 @@ def _forked(ranks: Sequence[Callable[[], NoReturn]], supervisor: Supervisor) -> 
 def _fork(child: Callable[[], NoReturn]) -> ForkedProcess:
     arm = die_with_parent()
     for stream in (sys.stdout, sys.stderr):
-        # What is buffered would be written once by each copy.
+        # Buffered output would be written by each copy once more.
         stream.flush()
     with warnings.catch_warnings():
         # Python warns of threads that the copy lacks; the ranks use none of the parent's.
@@ -113,41 +113,39 @@ def _fork(child: Callable[[], NoReturn]) -> ForkedProcess:
     return ForkedProcess(pid)
 
 
-def _run_rank(
-    meeting: Meeting, rank: int, environment: dict[str, str], function: Callable[..., Any], args: Sequence[Any]
-) -> NoReturn:
-    """Be a rank: never return into the copied caller."""
+def _run_rank(context: LaunchContext, rank: int, function: Callable[..., Any], args: Sequence[Any]) -> NoReturn:
+    """Run the function as a rank, and end: never return into the copied caller."""
     code = 1
     try:
-        _become_rank(meeting, rank, environment)
+        _become_rank(context, rank)
         result = function(*args)
         if rank == 0:
-            _result_path(meeting).write_bytes(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+            _result_path(context).write_bytes(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
         code = 0
     except SystemExit as error:
         code = exit_code_of(error)
     except BaseException as error:
         code = exit_code_of(error)
-        tell_of_failure(rank, error)
+        report_failure(rank, error)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):
                 stream.flush()
-        # The exit handlers are the parent's.
+        # Not sys.exit: the exit handlers are the parent's.
         os._exit(code)
 
 
-def _become_rank(meeting: Meeting, rank: int, environment: dict[str, str]) -> None:
-    adopt_environment(environment)
-    # An event loop of the parent would be woken by the rank's signals.
+def _become_rank(context: LaunchContext, rank: int) -> None:
+    adopt_environment(context.environment(rank))
+    # Else the rank's signals would wake an event loop of the parent, as a notebook has.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if rank != 0:
-        meeting.listener.close()
-    torch.set_num_threads(threads_for_ranks(meeting.num_ranks))
+        context.listener.close()
+    torch.set_num_threads(threads_for_ranks(context.num_ranks))
 
 
-def _result_path(meeting: Meeting) -> Path:
-    return Path(meeting.directory) / "result"
+def _result_path(context: LaunchContext) -> Path:
+    return Path(context.directory) / "result"

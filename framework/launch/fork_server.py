@@ -1,7 +1,7 @@
 """``ForkServer``: a process that has imported what every rank needs, once, and from which the ranks are forked.
 
-Importing torch and what an optimizer needs takes a rank seconds of computing; forking takes milliseconds. So all ranks
-of a machine cost one import, and ranks that are started again cost none.
+Importing torch and what an optimizer needs takes a rank seconds of CPU time; a fork takes milliseconds. So all ranks of
+a machine cost one import, and ranks that are started again cost none.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from ..system.entry_script import Script
 from ..system.processes import ForkedProcess, die_with_parent
 from . import fork_server_main
-from .fork_server_main import NO_RANK, READY, SIGNALS, Preparation, Rank
+from .fork_server_main import NO_RANK, READY, SIGNALS, Preparation, RankRequest
 
-# Packages whose modules, where this process has imported them, ranks get ready made. None of them looks at its rank as
-# it is imported, which torchmetrics does.
+# Packages whose modules are imported for the ranks where this process has imported them. None of them reads its rank
+# while it is imported, as torchmetrics does: in the server there is no rank yet.
 _SHARED = frozenset({"torch", "numpy", __name__.partition(".")[0]})
 _ANSWER_SECONDS = 60.0
 
 
 class ServerGone(Exception):
-    """No rank can be forked: the server has ended, or what it has imported rules it out."""
+    """No rank can be forked: the server has ended, or has imported a module that rules it out."""
 
 
 class ForkServer:
@@ -44,7 +44,7 @@ class ForkServer:
     """
 
     def __init__(self, script: Script, environment: Mapping[str, str], libraries: Iterable[str] = ()) -> None:
-        # Not socket.socketpair: a script may have set a limit on the waits of sockets.
+        # Not socket.socketpair: a script may have set a default timeout for sockets.
         self._connection, theirs = multiprocessing.Pipe()
         try:
             self._process = subprocess.Popen(
@@ -60,23 +60,23 @@ class ForkServer:
             theirs.close()
         modules = [name for name in sys.modules if name.partition(".")[0] in _SHARED]
         mask = [int(signum) for signum in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-        what = script.target, script.is_module, [*script.arguments], script.command
+        run = script.target, script.is_module, [*script.arguments], script.command
         self._is_ready = False
         with contextlib.suppress(OSError):
-            self._connection.send(tuple(Preparation(os.getpid(), sys.path[:], [*modules, *libraries], *what, mask)))
+            self._connection.send(tuple(Preparation(os.getpid(), sys.path[:], [*modules, *libraries], *run, mask)))
 
     @property
     def pid(self) -> int:
-        """Its process number."""
+        """The number of the process."""
         pid: int = self._process.pid
         return pid
 
     def is_alive(self) -> bool:
-        """Whether ranks can be forked from it."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     def has_settled(self) -> bool:
-        """Whether it has imported everything, or died of it."""
+        """Whether it has imported everything, or ended during an import."""
         if not self._is_ready:
             with contextlib.suppress(EOFError, OSError):
                 self._is_ready = self._connection.poll() and self._connection.recv() == READY
@@ -85,16 +85,14 @@ class ForkServer:
     def fork(
         self, environment: Mapping[str, str], stdout: int, stderr: int, inherited: Mapping[str, int]
     ) -> ForkedProcess:
-        """Start a rank, and return it.
-
-        ``inherited`` names variables that are to hold the number that a descriptor has there.
+        """Start a rank, and return it. ``inherited`` names the variables for the numbers of descriptors.
 
         Raises:
             OSError: the system has no room for another process.
-            ServerGone: no rank can be forked; one may have been that nobody knows of.
+            ServerGone: no rank can be forked; a process may have been forked whose number is not known.
         """
         try:
-            self._connection.send(tuple(Rank({**environment}, [*inherited])))
+            self._connection.send(tuple(RankRequest({**environment}, [*inherited])))
             with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
                 line.settimeout(None)
                 sendfds(line, [stdout, stderr, *inherited.values()])
@@ -110,14 +108,14 @@ class ForkServer:
         return ForkedProcess(answer)
 
     def close(self) -> None:
-        """End it; the ranks go on."""
+        """End the process; the ranks continue."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
 
 
 def _prepared() -> Callable[[], None]:
-    """Return what the server does before anything else: no signal that is meant for ranks disturbs it."""
+    """Return the first call of the server's process: it blocks signals that are meant for ranks."""
     arm = die_with_parent()
 
     def prepare() -> None:

@@ -1,22 +1,21 @@
-"""The process that a script's ranks are forked from: it has imported once what each of them would.
+"""The fork server: the process from which a script's ranks are forked, after it has imported what each rank needs.
 
-Run by its path, followed by the script and its arguments for whoever looks at a list of processes. Nothing of phalanx
-can be imported before the package's place is told, and nothing but the standard library is here.
+It is run by its path, followed by the script and its arguments, which so appear in a list of processes. Nothing of
+phalanx can be imported before the supervisor has sent ``sys.path``, so this file uses the standard library alone.
 
-For each rank asked for, this process forks a child that forks the rank and ends. The rank is an orphan then, and
-becomes the child of the supervisor, which adopts orphans: it is watched, and dies with the supervisor, like one that
-the supervisor started itself.
+For each rank that is requested this process forks a child, which forks the rank and ends. The rank is an orphan then,
+and becomes a child of the supervisor, which adopts orphans: it is watched, and dies with the supervisor, like a rank
+that the supervisor has started itself. ``multiprocessing``'s fork server cannot serve here: its children are not the
+supervisor's, share one environment and one output, and import the script a second time.
 """
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import ctypes
 import gc
 import importlib
-import importlib.util
 import io
 import os
 import signal
@@ -27,31 +26,32 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recvfds
+from runpy import _run_module_as_main  # type: ignore[attr-defined]
 from socket import socket
-from types import CodeType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from types import ModuleType
+from typing import NamedTuple, NoReturn
 
 NAME = b"phalanx-forks"
-"""What the system calls this process, of at most 15 bytes; its ranks are called what Python is."""
+"""The name of this process, of at most 15 bytes, in a list of processes; its ranks have the interpreter's."""
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
-"""What may be meant for a rank from the moment on when there is one: blocked until it can listen."""
+"""Signals that may be sent to a rank as soon as it exists: they are blocked until it can handle them."""
 READY = "ready"
 NO_RANK = 0
-"""The answer where a rank could not use an accelerator: something that was imported has looked at one already."""
+"""The answer where a rank could not use an accelerator: a module that was imported has initialized one already."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_GET_NAME = 16
 _LOOK_SECONDS = 0.0005
 # Whether a script finds modules in its own folder; before Python 3.11 only -I prevents it.
-_FINDS_BESIDE = not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+_SEARCHES_OWN_FOLDER = not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
 
 
 class Preparation(NamedTuple):
-    """What is imported before the first rank is forked, and what ranks then run."""
+    """The modules to import before the first rank is forked, and what ranks then run."""
 
     parent: int
     path: list[str]
-    """``sys.path`` for the imports: ranks begin with that of a new process."""
+    """``sys.path`` for the imports alone: ranks begin with that of a new process."""
     modules: list[str]
     target: str
     is_module: bool
@@ -61,42 +61,39 @@ class Preparation(NamedTuple):
     """The signals that ranks begin with blocked."""
 
 
-class Rank(NamedTuple):
+class RankRequest(NamedTuple):
     """A rank to fork. Its descriptors follow: standard output, standard error, and one for each of ``inherited``."""
 
     environment: dict[str, str]
     inherited: list[str]
-    """Variables that are to hold the number of a descriptor."""
+    """Variables that are set to the number of a descriptor."""
 
 
-def serve(connection: Connection, name: bytes) -> tuple[Rank, list[int]]:
-    """Fork ranks until nobody asks for more; return in each of them, with what it is to be."""
+def serve(connection: Connection, name: bytes) -> tuple[RankRequest, list[int]]:
+    """Fork a rank for each request; return in each of the ranks, with its request and its descriptors."""
     while True:
         try:
-            rank = Rank(*connection.recv())
+            request = RankRequest(*connection.recv())
         except (EOFError, OSError):
-            # Without the interpreter's farewell to all that was imported.
+            # The supervisor needs no more ranks. The interpreter's own exit would tear down all that was imported.
             os._exit(0)
         with socket(fileno=os.dup(connection.fileno())) as line:
-            descriptors = recvfds(line, 2 + len(rank.inherited))
-        answer = _fork(connection)
+            descriptors = recvfds(line, 2 + len(request.inherited))
+        answer = _fork_rank(connection)
         if answer is None:
-            _name(name)
-            return rank, descriptors
+            _process_name(name)
+            return request, descriptors
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(answer)
 
 
-def _fork(connection: Connection) -> int | OSError | None:
-    """Fork a rank as a child of this process's parent.
-
-    Return its number, or what prevented it; None in the rank.
-    """
+def _fork_rank(connection: Connection) -> int | OSError | None:
+    """Fork a rank that becomes a child of this process's parent; return its pid, or an error; None in the rank."""
     parent = os.getppid()
     reading, writing = os.pipe()
     try:
-        between = _fork_quietly()
+        between = _fork()
     except OSError as error:
         os.close(reading)
         os.close(writing)
@@ -105,41 +102,41 @@ def _fork(connection: Connection) -> int | OSError | None:
         os.close(reading)
         connection.close()
         between = os.getpid()
-        if (number := _fork_on()) is not None:
-            os.write(writing, str(number).encode())
+        if (answer := _fork_again()) is not None:
+            os.write(writing, str(answer).encode())
             os._exit(0)
         os.close(writing)
-        _become_child_of(parent, between)
+        _wait_for_parent(parent, between)
         return None
     os.close(writing)
     with open(reading, "rb") as answers:
         number = int(answers.read() or NO_RANK)
-    # From here on the rank is the supervisor's.
+    # Once the process between has been waited for, the rank is the supervisor's child.
     os.waitpid(between, 0)
     return number if number >= 0 else OSError(-number, os.strerror(-number))
 
 
-def _fork_on() -> int | None:
-    """Fork the rank in the process between; return its number, a negative error, or that it would be of no use."""
+def _fork_again() -> int | None:
+    """Fork the rank in the process between; return its pid, ``NO_RANK`` or a negative error number; None in it."""
     for name in ("torch.cuda", "torch.xpu"):
         is_in_bad_fork: Callable[[], bool] | None = getattr(sys.modules.get(name), "_is_in_bad_fork", None)
         if is_in_bad_fork is not None and is_in_bad_fork():
             return NO_RANK
     try:
-        return _fork_quietly() or None
+        return _fork() or None
     except OSError as error:
         return -(error.errno or 1)
 
 
-def _fork_quietly() -> int:
+def _fork() -> int:
     with warnings.catch_warnings():
-        # Python warns of threads that the copy lacks: numpy's, which end before a fork and begin anew after it.
+        # Python warns of threads that the copy lacks: numpy's, which end before a fork and start again after it.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
-def _become_child_of(parent: int, between: int) -> None:
-    """Wait until this process belongs to ``parent``, and have the system kill it when that ends."""
+def _wait_for_parent(parent: int, between: int) -> None:
+    """Wait until this process is a child of ``parent``, and have the kernel kill it when that one ends."""
     while os.getppid() == between:
         time.sleep(_LOOK_SECONDS)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -147,17 +144,16 @@ def _become_child_of(parent: int, between: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _name(name: bytes | None = None) -> bytes:
-    """Set what the system calls this process, and return what it called it before."""
+def _process_name(name: bytes) -> bytes:
+    """Set the name of this process in a list of processes, and return the name before."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.create_string_buffer(16)
     prctl(_PR_GET_NAME, before, 0, 0, 0)
-    if name is not None:
-        prctl(_PR_SET_NAME, name, 0, 0, 0)
+    prctl(_PR_SET_NAME, name, 0, 0, 0)
     return before.value
 
 
 def _import(preparation: Preparation) -> None:
-    """Import what ranks will need. What cannot be imported is left for the ranks to tell of."""
+    """Import what ranks will need. A module that cannot be imported is left to the ranks, which report the error."""
     before = sys.path[:]
     sys.path[:] = preparation.path
     for module in preparation.modules:
@@ -165,66 +161,50 @@ def _import(preparation: Preparation) -> None:
             importlib.import_module(module)
     sys.path[:] = before
     for stream in (sys.stdout, sys.stderr):
-        # What an import has printed would be printed by each rank again.
+        # Buffered output of an import would be printed by each rank once more.
         stream.flush()
-    # No rank looks through it for garbage, which would make it copies of its own.
+    # No rank examines these objects for garbage, which would copy the memory that all ranks share.
     gc.collect()
     gc.freeze()
 
 
-def _become(rank: Rank, descriptors: Sequence[int], command: list[str]) -> None:
-    """Take over what a process of its own would have begun with."""
+def _become_rank(request: RankRequest, descriptors: Sequence[int], command: list[str]) -> None:
+    """Take over the state that a new process would have begun with."""
     for descriptor, standard in zip(descriptors, (1, 2), strict=False):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.environ.clear()
-    os.environ.update(rank.environment)
-    os.environ.update({name: str(number) for name, number in zip(rank.inherited, descriptors[2:], strict=True)})
+    os.environ.update(request.environment)
+    os.environ.update({name: str(number) for name, number in zip(request.inherited, descriptors[2:], strict=True)})
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
     if random := sys.modules.get("numpy.random"):
-        # Python's own generator is seeded anew in a forked process, torch's begins with the same seed in each.
+        # Python seeds its own generator again after a fork; torch's begins with the same seed in any process.
         random.seed()
     sys.orig_argv[:] = command
 
 
-def _main_of(given: Preparation) -> tuple[ModuleType, CodeType]:
-    """Return the module ``__main__`` of a rank, and what is to be run in it."""
-    main = ModuleType("__main__")
+def _run_target(given: Preparation) -> None:
+    """Run the script, or the module, as the interpreter would: as ``__main__``."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    own_folder = os.getcwd() if given.is_module else os.path.dirname(os.path.realpath(given.target))
+    if _SEARCHES_OWN_FOLDER:
+        sys.path.insert(0, own_folder)
+    sys.argv[:] = [given.target, *given.arguments]
+    vars(main)["__builtins__"] = builtins
     if given.is_module:
-        if _FINDS_BESIDE:
-            sys.path.insert(0, os.getcwd())
-        spec = importlib.util.find_spec(given.target)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{given.target}.__main__")
-        if spec is None or spec.loader is None:
-            raise ImportError(f"No module named {given.target}")
-        file, package, loader, code = spec.origin, spec.parent, spec.loader, _code(spec.loader, spec.name)
-    else:
-        if _FINDS_BESIDE:
-            sys.path.insert(0, os.path.dirname(os.path.realpath(given.target)))
-        spec, file, package = None, given.target, None
-        loader = SourceFileLoader("__main__", given.target)
-        code = loader.source_to_code(loader.get_data(given.target), given.target)
-    vars(main).update(__file__=file, __spec__=spec, __package__=package, __loader__=loader, __builtins__=builtins)
-    sys.argv[:] = [file or given.target, *given.arguments]
-    sys.modules["__main__"] = main
-    return main, code
-
-
-def _code(loader: Any, name: str) -> CodeType:
-    code: CodeType | None = loader.get_code(name)
-    if code is None:
-        raise ImportError(f"No code object available for {name}")
-    return code
+        _run_module_as_main(given.target)
+        return
+    loader = SourceFileLoader("__main__", given.target)
+    vars(main).update(__file__=given.target, __spec__=None, __package__=None, __loader__=loader)
+    exec(loader.source_to_code(loader.get_data(given.target), given.target), vars(main))
 
 
 def _run(given: Preparation) -> NoReturn:
-    """Run the script, and end as Python does: what it raised is shown without the lines of this file."""
+    """Run the target, and end as Python does; the frames of this file are left out of a traceback."""
     try:
-        main, code = _main_of(given)
-        exec(code, vars(main))
+        _run_target(given)
     except SystemExit:
         raise
     except BaseException as error:
@@ -232,30 +212,21 @@ def _run(given: Preparation) -> NoReturn:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        if isinstance(error, KeyboardInterrupt):
-            _die_of_interrupt()
-        sys.exit(1)
+        # It has been shown. The interpreter still has to end as after any error: with 1, or by SIGINT.
+        sys.excepthook = lambda *_: None
+        raise
     sys.exit(0)
 
 
-def _die_of_interrupt() -> None:
-    lasts: tuple[Callable[[], object], ...] = (atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush)
-    for last in lasts:
-        with contextlib.suppress(BaseException):
-            last()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 def main() -> NoReturn:
-    """Prepare, fork, and be a rank."""
-    name = _name(NAME)
-    # Inherited as ignored, it would have the system forget how the process between ended.
+    """Import the modules, fork ranks, and become one in each of them."""
+    name = _process_name(NAME)
+    # If SIGCHLD were ignored, as it may be inherited, the kernel would drop the exit code of the process between.
     on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if _FINDS_BESIDE:
-        # This file's own folder, through whatever links: nobody asked for modules from there.
+    if _SEARCHES_OWN_FOLDER:
+        # This file's own folder: its modules must not shadow those of the script.
         del sys.path[0]
-    # What asks for ranks is connected to the standard input; theirs is empty.
+    # The supervisor is connected to the standard input; that of a rank is empty.
     connection = Connection(os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -264,8 +235,8 @@ def main() -> NoReturn:
         os._exit(0)
     _import(given)
     connection.send(READY)
-    rank, descriptors = serve(connection, name)
-    _become(rank, descriptors, given.command)
+    request, descriptors = serve(connection, name)
+    _become_rank(request, descriptors, given.command)
     signal.signal(signal.SIGCHLD, on_child)
     signal.pthread_sigmask(signal.SIG_SETMASK, given.mask)
     _run(given)

@@ -1,4 +1,4 @@
-"""``Meeting``: what the ranks that one process starts share, so that they find one another and leave their notes."""
+"""``LaunchContext``: the private directory and the rendezvous socket that the ranks of one attempt share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..system.launcher_env import STORE_FD
 from ..system.processes import is_running
 from .restart_policy import attempt_directory
 
-# Of the directory that the ranks of a launch share; the supervisor's process number follows.
+# The name of a launch's private directory; the supervisor's process number follows.
 _PREFIX = "phalanx-"
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What the ranks of one attempt share: a private directory, and a socket that listens on loopback alone."""
+class LaunchContext:
+    """A private directory for the records of the ranks, and a socket that listens on the loopback interface alone."""
 
     directory: str
     listener: socket.socket
@@ -34,7 +34,7 @@ class Meeting:
     token: str = field(default_factory=partial(secrets.token_hex, 8))
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the whole environment of a rank."""
+        """Return the full environment of a rank."""
         return rank_environment(
             rank=rank,
             size=self.num_ranks,
@@ -47,14 +47,14 @@ class Meeting:
         )
 
     def inherited(self, rank: int) -> dict[str, int]:
-        """Return the descriptors that a rank is to have, by the variable that holds its number."""
+        """Return the descriptors that a rank inherits, by the variable that holds the descriptor's number."""
         return {STORE_FD: self.listener.fileno()} if rank == 0 else {}
 
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[str]:
-    """Make the directory in which ranks leave their notes; it is removed at the end."""
-    _remove_leftovers(Path(tempfile.gettempdir()))
+    """Create the directory of a launch; it is removed at the end."""
+    _remove_stale(Path(tempfile.gettempdir()))
     directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     lock(handle)
@@ -66,25 +66,25 @@ def private_directory() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def meeting(launch_directory: str, num_ranks: int, attempt: int = 0) -> Iterator[Meeting]:
-    """Make what the ranks of an attempt share."""
+def launch_context(launch_directory: str, num_ranks: int, attempt: int = 0) -> Iterator[LaunchContext]:
+    """Create the directory and the socket of an attempt."""
     directory = attempt_directory(launch_directory, attempt)
     os.mkdir(directory)
-    # Bound now and handed to rank 0, so that no other process can take the port in between.
+    # Bound now and inherited by rank 0, so that no other process can take the port in between.
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(64, 4 * num_ranks))
     try:
-        yield Meeting(directory, listener, num_ranks, attempt)
+        yield LaunchContext(directory, listener, num_ranks, attempt)
     finally:
         listener.close()
 
 
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what supervisors that were killed have left; each names its process. Never through a link."""
+def _remove_stale(directory: Path) -> None:
+    """Remove the directories of supervisors that were killed, never through a symbolic link."""
     for path in directory.glob(f"{_PREFIX}[0-9]*-*"):
         process = path.name.removeprefix(_PREFIX).partition("-")[0]
         if not process.isdecimal() or is_running(int(process)):
             continue
-        # On another host, or in another container, there may be one of that number: then it is held.
+        # The process may run on another host, or in another container: then it holds the lock.
         with contextlib.suppress(OSError), unheld(path) as free:
             if free:
                 shutil.rmtree(path, ignore_errors=True)

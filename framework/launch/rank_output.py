@@ -1,9 +1,9 @@
-"""What ranks print: rank 0's goes to the screen as it comes, and that of each into a file of the run's directory.
+"""``RankOutput``: rank 0's output goes to the screen as it is printed, and every rank's into a file.
 
-A run that keeps no files shows the lines of the other ranks on the screen too, each marked with its rank.
-
-The process that watches the ranks reads it, so that a rank that is killed loses nothing of what it printed. A rank's
-file is ``ranks/rank_<n>.log``; until the run has a directory, and where it has none, the end of it is kept in memory.
+The supervisor reads the output through pipes, so a rank that is killed loses nothing that it printed. A rank's file is
+``ranks/rank_<n>.log`` in the run's directory; until the run has a directory, the beginning is held in memory. A run
+without files shows the lines of the other ranks on the screen too, each marked with its rank. Where the screen is a
+terminal, rank 0 gets a terminal as well, so that its progress bar is drawn live.
 """
 
 from __future__ import annotations
@@ -23,63 +23,59 @@ from typing import BinaryIO
 
 FOLDER = "ranks"
 _CHUNK_BYTES = 1 << 16
-# Of what is printed before the run has a directory, the beginning; and the end of everything, for a failure.
-_WAITING_BYTES = 1 << 20
+# Held in memory: the beginning, until there is a directory; and the end of everything, to be shown after a failure.
+_HELD_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 13
 _LOOK_SECONDS = 0.2
+# After the ranks have ended, output that arrives within this time is still read.
 _QUIET_SECONDS = 0.05
-_SETTLE_SECONDS = 2.0
+_FINISH_SECONDS = 2.0
 
 
-class _Kept:
-    """What one rank has printed."""
+class _RankLog:
+    """The output of one rank: its file, or what is held for it."""
 
     def __init__(self, rank: int, hide: Callable[[str], str]) -> None:
         self.rank = rank
         self.tail = b""
         self._hide = hide
         self._line = b""
-        self._waiting: bytearray | None = bytearray()
+        self._held: bytearray | None = bytearray()
         self._file: BinaryIO | None = None
 
     def add(self, data: bytes) -> None:
         self.tail = (self.tail + data)[-_TAIL_BYTES:]
         if self._file is not None:
             self._write(data)
-        elif self._waiting is not None and len(self._waiting) < _WAITING_BYTES:
-            self._waiting += data
+        elif self._held is not None and len(self._held) < _HELD_BYTES:
+            self._held += data
 
-    def keep_in(self, folder: Path, head: str) -> None:
-        if self._waiting is None:
+    def open(self, folder: Path, head: str) -> None:
+        """Begin the file with what was held. Does nothing if that was done before."""
+        if self._held is None:
             return
-        waiting, self._waiting = bytes(self._waiting), None
+        held, self._held = bytes(self._held), None
         with contextlib.suppress(OSError):
             folder.mkdir(exist_ok=True)
             self._file = (folder / f"rank_{self.rank}.log").open("ab", buffering=0)
-            self._write(head.encode() + waiting)
+            self._write(head.encode() + held)
 
-    def _write(self, data: bytes) -> None:
-        # Whole lines, so that no secret comes in two parts.
+    def _write(self, data: bytes, is_last: bool = False) -> None:
         data = self._line + data
+        # Only complete lines are written: a secret that came in two parts would not be recognized.
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if not end and len(data) > _WAITING_BYTES:
+        if is_last or (not end and len(data) > _HELD_BYTES):
             end = len(data)
-        self._line = data[end:]
-        self._put(data[:end])
-
-    def _put(self, lines: bytes) -> None:
-        text = self._hide(lines.decode(errors="surrogateescape"))
+        self._line, text = data[end:], self._hide(data[:end].decode(errors="surrogateescape"))
         try:
             if self._file is not None:
                 self._file.write(text.encode(errors="surrogateescape"))
         except OSError:
             # A full disk ends the file, not the run.
-            self.close()
+            self._file = None
 
     def close(self) -> None:
-        rest, self._line = self._line, b""
-        if rest:
-            self._put(rest)
+        self._write(b"", is_last=True)
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -87,36 +83,36 @@ class _Kept:
 
 
 class _Screen:
-    """The descriptor where one stream of one rank is shown, and the line that is not complete yet."""
+    """A descriptor on which one stream of one rank is shown, and that stream's incomplete line."""
 
     def __init__(self, descriptor: int, label: bytes) -> None:
         self._descriptor = descriptor
         self._label = label
         self._line = b""
-        self._read_by_someone = True
+        self._is_open = True
 
     def show(self, data: bytes) -> None:
-        """Write what a rank printed; whole lines of it where they are marked."""
+        """Show output: at once, or line by line where each line gets a label."""
         if self._label:
             *lines, self._line = (self._line + data).split(b"\n")
             data = b"".join(self._label + line + b"\n" for line in lines)
-        if self._read_by_someone:
-            self._read_by_someone = _write(self._descriptor, data)
+        if self._is_open:
+            self._is_open = _write(self._descriptor, data)
 
     def end(self) -> None:
-        """Write what is left of a line."""
+        """Show an incomplete line."""
         if self._line:
             self.show(b"\n")
 
 
 class RankOutput:
-    """Reads what the ranks of one attempt print, on a thread of its own.
+    """Reads the output of the ranks of one attempt, in a thread of its own.
 
     Args:
-        find_directory: asked now and then for the run's directory; None as long as it has none.
+        find_directory: returns the run's directory, or None while it has none; called at intervals.
         head: the line with which this attempt begins in each file.
         shows_all: whether the lines of ranks other than 0 are shown too.
-        hide: takes out of a line what the files must not hold.
+        hide: removes secrets from text that is written to files.
     """
 
     def __init__(
@@ -129,14 +125,15 @@ class RankOutput:
         self._find_directory = find_directory
         self._head = f"--- {head}\n"
         self._selector = selectors.DefaultSelector()
-        self._kept: list[_Kept] = []
+        self._logs: list[_RankLog] = []
         self._shows_all = shows_all
         self._hide = hide
-        self._settling = False
+        self._finishing = False
         self._showing_since: float | None = None
         self.folder: Path | None = None
-        """Where the files are, once there are any."""
+        """The folder of the files, once there are any."""
         for stream in (sys.stdout, sys.stderr):
+            # What this process has printed so far comes before the output of the ranks.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         self._thread = threading.Thread(target=self._run, name="phalanx-output", daemon=True)
@@ -146,87 +143,86 @@ class RankOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.settle()
+        self.finish()
 
     @contextlib.contextmanager
     def streams(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield the descriptors for a rank's standard output and error; they are closed here at the end."""
-        kept = _Kept(rank, self._hide)
-        self._kept.append(kept)
+        """Yield the descriptors for a rank's standard output and error; this process closes its copies at the end."""
+        log = _RankLog(rank, self._hide)
+        self._logs.append(log)
         shown = rank == 0 or self._shows_all
         label = b"" if rank == 0 else b"[rank %d] " % rank
-        output = self._stream(kept, _Screen(1, label) if shown else None, shown and rank == 0 and os.isatty(1))
-        # Where both go to one place, what is printed keeps its order.
+        output = self._stream(log, _Screen(1, label) if shown else None, shown and rank == 0 and os.isatty(1))
+        # Where both streams go to one place, one pipe keeps their order.
         error = output
         if shown and not _same_file(1, 2):
-            error = self._stream(kept, _Screen(2, label), rank == 0 and os.isatty(2))
+            error = self._stream(log, _Screen(2, label), rank == 0 and os.isatty(2))
         try:
             yield output, error
         finally:
             for descriptor in {output, error}:
                 os.close(descriptor)
 
-    def _stream(self, kept: _Kept, screen: _Screen | None, is_terminal: bool) -> int:
+    def _stream(self, log: _RankLog, screen: _Screen | None, is_terminal: bool) -> int:
         reading, writing = _terminal() if is_terminal else os.pipe()
-        self._selector.register(reading, selectors.EVENT_READ, (kept, screen))
+        self._selector.register(reading, selectors.EVENT_READ, (log, screen))
         return writing
 
     def is_blocked(self) -> bool:
-        """Whether who reads the screen has stopped to, as a pager or Ctrl-S does: ranks that print wait for that."""
+        """Whether the screen is not being read, as by a pager or after Ctrl-S: ranks that print wait for that."""
         since = self._showing_since
         return since is not None and time.monotonic() - since > _LOOK_SECONDS
 
     def tail(self, rank: int, lines: int) -> list[str]:
         """Return the last lines that a rank printed."""
-        return self._hide(self._kept[rank].tail.decode(errors="replace")).splitlines()[-lines:]
+        return self._hide(self._logs[rank].tail.decode(errors="replace")).splitlines()[-lines:]
 
     def add(self, rank: int, text: str) -> None:
-        """Add a text to a rank's file alone, once ``settle`` was called."""
-        self._kept[rank].add(text.encode(errors="backslashreplace"))
+        """Add a text to a rank's file alone, after ``finish``."""
+        self._logs[rank].add(text.encode(errors="backslashreplace"))
 
-    def settle(self) -> None:
-        """Read what is left, once the ranks have ended. What they left running may hold the other ends: no end is
-        waited for. Safe to be called twice."""
-        self._settling = True
-        self._thread.join(_SETTLE_SECONDS)
+    def finish(self) -> None:
+        """Read the rest, after the ranks have ended. May be called twice.
+
+        The end of a pipe is not waited for: processes that ranks left running may hold its other end.
+        """
+        self._finishing = True
+        self._thread.join(_FINISH_SECONDS)
 
     def close(self) -> None:
         """Close the files."""
-        for kept in self._kept:
-            kept.close()
+        for log in self._logs:
+            log.close()
 
     def _run(self) -> None:
         looked = 0.0
         while True:
-            settling = self._settling
-            ready = self._selector.select(_QUIET_SECONDS if settling else _LOOK_SECONDS) if self._open() else []
+            finishing = self._finishing
+            ready = self._selector.select(_QUIET_SECONDS if finishing else _LOOK_SECONDS) if self._num_open() else []
             for key, _ in ready:
                 self._read(key.fd, *key.data)
             now = time.monotonic()
-            if self.folder is None and (settling or now - looked > _LOOK_SECONDS):
+            if self.folder is None and (finishing or now - looked > _LOOK_SECONDS):
                 looked = now
-                self._look()
+                directory = self._find_directory()
+                if directory is not None and directory.is_dir():
+                    self.folder = directory / FOLDER
             if self.folder is not None:
-                # Ranks may still be joining.
-                for kept in list(self._kept):
-                    kept.keep_in(self.folder, self._head)
-            if settling and not ready:
+                # A copy of the list: ranks may still be added.
+                for log in list(self._logs):
+                    log.open(self.folder, self._head)
+            if finishing and not ready:
                 break
-            if not self._open():
+            if not self._num_open():
                 time.sleep(_QUIET_SECONDS)
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
 
-    def _open(self) -> int:
+    def _num_open(self) -> int:
         return len(self._selector.get_map())
 
-    def _look(self) -> None:
-        directory = self._find_directory()
-        if directory is not None and directory.is_dir():
-            self.folder = directory / FOLDER
-
-    def _read(self, descriptor: int, kept: _Kept, screen: _Screen | None) -> None:
+    def _read(self, descriptor: int, log: _RankLog, screen: _Screen | None) -> None:
         try:
             data = os.read(descriptor, _CHUNK_BYTES)
         except OSError:
@@ -238,20 +234,20 @@ class RankOutput:
             if screen is not None:
                 screen.end()
             return
-        kept.add(data)
+        log.add(data)
         if screen is not None:
             self._showing_since = time.monotonic()
             screen.show(data)
             self._showing_since = None
 
 
-def _write(screen: int, data: bytes) -> bool:
-    """Write to the screen; return False where nobody reads it any more."""
+def _write(descriptor: int, data: bytes) -> bool:
+    """Write all data; return False if it cannot be read by anyone any more."""
     while data:
         try:
-            data = data[os.write(screen, data) :]
+            data = data[os.write(descriptor, data) :]
         except BlockingIOError:
-            select.select([], [screen], [], _LOOK_SECONDS)
+            select.select([], [descriptor], [], _LOOK_SECONDS)
         except OSError:
             return False
     return True
@@ -265,10 +261,11 @@ def _same_file(one: int, other: int) -> bool:
 
 
 def _terminal() -> tuple[int, int]:
-    """Return the reading and the writing end of a terminal as large as this one, which changes nothing it gets."""
+    """Return the reading and the writing end of a terminal of this one's size that passes output on unchanged."""
     reading, writing = os.openpty()
     with contextlib.suppress(OSError, termios.error):
         modes = termios.tcgetattr(writing)
+        # Else it would write "\r\n" for each "\n", and the real terminal would do so once more.
         modes[1] &= ~termios.OPOST
         termios.tcsetattr(writing, termios.TCSANOW, modes)
         size = fcntl.ioctl(1 if os.isatty(1) else 2, termios.TIOCGWINSZ, b"\0" * 8)

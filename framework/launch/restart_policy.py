@@ -1,7 +1,8 @@
-"""``Restarts``: whether ranks that failed are started again, and what one attempt leaves for the next.
+"""``RestartPolicy``: whether failed ranks are started again; and the records by which each fit finds its predecessor.
 
-What a fit of an attempt leaves is where it writes. The ranks of the next attempt run the script from its start, and
-their n-th fit goes on in the directory of the n-th fit before: never in that of an older run of the same name.
+The ranks of the next attempt run the script from its beginning. Each fit of an attempt records where it writes, and the
+n-th fit of the next attempt continues in the directory of the n-th fit before it, never in that of an older run with
+the same name.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..core.errors import CheckpointError, ConfigurationError, Preempted
-from ..system.failure_records import INTERRUPTED, write_whole
+from ..system.failure_records import INTERRUPTED, write_atomically
 
-# Ends that starting again would not change, or that somebody wanted.
+# Exit codes after which a restart would end in the same way, or which the user wanted.
 _FINAL = frozenset({0, ConfigurationError.exit_code, CheckpointError.exit_code, Preempted.exit_code, INTERRUPTED})
 # The wait before a restart: doubled after each failure that came no further than the one before.
 FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 60.0
 
 
-class Restarts:
-    """How often the ranks of a launch have been started again, and whether they may be once more."""
+class RestartPolicy:
+    """Counts the restarts of a launch, and decides whether there is another one."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
         self.done = 0
         self.refusal = ""
-        """Why the ranks are not started again, where somebody may have hoped for it."""
+        """The reason why the ranks are not started again, where the user asked for restarts."""
         self._step: int | None = None
         self._setbacks = 0
 
-    def after(self, exit_code: int, step: int | None) -> float | None:
-        """Return how many seconds to wait before the ranks are started again, or None where they are not to be.
+    def wait_before_restart(self, exit_code: int, step: int | None) -> float | None:
+        """Return how many seconds to wait before the ranks are started again, or None to give up.
 
         ``step`` is the optimizer step at which they failed, None where training had not begun.
         """
@@ -54,46 +55,46 @@ class Restarts:
 
 
 @dataclass(frozen=True)
-class FitPlace:
-    """Where a fit of a launch writes."""
+class FitRecord:
+    """The place where a fit of a launch writes."""
 
     version: int
     directory: str
-    """The run's directory; empty for a run that keeps no files."""
+    """The run's directory; empty for a run without files."""
     identity: str | None
-    """What its checkpoints carry, also those in a folder that other runs share; None as long as it keeps none."""
+    """The identity in its checkpoints, also where several runs share a folder; None before there is one."""
 
 
 def attempt_directory(launch_directory: str, attempt: int) -> str:
-    """Return where the ranks of an attempt leave their notes."""
+    """Return the directory for the records of an attempt."""
     return str(Path(launch_directory) / f"attempt_{attempt}")
 
 
-def fits(directory: str) -> list[FitPlace]:
-    """Return where the fits of an attempt write, in order."""
-    found: list[FitPlace] = []
+def fits(directory: str) -> list[FitRecord]:
+    """Return the fits of an attempt, in order."""
+    found: list[FitRecord] = []
     while (path := _path(directory, len(found))).exists():
-        found.append(FitPlace(**json.loads(path.read_text(encoding="utf-8"))))
+        found.append(FitRecord(**json.loads(path.read_text(encoding="utf-8"))))
     return found
 
 
-def record_fit(directory: str, place: FitPlace) -> None:
+def record_fit(directory: str, fit: FitRecord) -> None:
     """Add a fit to those of an attempt."""
-    write_whole(_path(directory, len(fits(directory))), json.dumps(asdict(place)))
+    write_atomically(_path(directory, len(fits(directory))), json.dumps(asdict(fit)))
 
 
 def run_directory(directory: str) -> Path | None:
-    """Return the directory of the first fit of an attempt that keeps files, or None as long as there is none."""
-    return next((Path(place.directory) for place in fits(directory) if place.directory), None)
+    """Return the directory of an attempt's first fit that has files, or None while there is none."""
+    return next((Path(fit.directory) for fit in fits(directory) if fit.directory), None)
 
 
-def earlier_fit(directory: str, attempt: int) -> FitPlace | None:
-    """Return where the fit that ``attempt`` has come to wrote in the attempt before that came to it, or None."""
+def earlier_fit(directory: str, attempt: int) -> FitRecord | None:
+    """Return the fit that corresponds to the next one of ``attempt``, in the latest attempt that came so far."""
     number = len(fits(directory))
     for before in range(attempt - 1, -1, -1):
-        there = fits(attempt_directory(str(Path(directory).parent), before))
-        if len(there) > number:
-            return there[number]
+        earlier = fits(attempt_directory(str(Path(directory).parent), before))
+        if len(earlier) > number:
+            return earlier[number]
     return None
 
 

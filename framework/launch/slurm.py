@@ -1,7 +1,7 @@
-"""The job of a queue that this process belongs to: when it is ended, and how it gets back into the queue. SLURM's.
+"""The SLURM job that this process belongs to: its time limit, and its way back into the queue.
 
-TimeLimit   has all ranks leave some time before the job is ended, as a signal would
-requeue     asks for the job to be run again, where it was told to end by a signal of the user's choice
+TimeLimit   has all ranks save and end some time before the job is ended, as a signal would
+requeue     puts the job back into the queue, after a signal that the user chose
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..system.launcher_env import Job
 
 NEAR_END = "time limit"
 REQUEUED_AT = ("SIGUSR1", "SIGUSR2")
-"""What ``sbatch --signal`` sends. SIGTERM comes from a queue that knows by itself what to do with the job."""
+"""Signals of ``sbatch --signal``. SIGTERM comes from a queue that decides by itself what to do with the job."""
 _ANSWER_SECONDS = 30.0
 
 
 class TimeLimit:
-    """Raises a trigger ``margin`` before a job is ended; of a job shorter than twice that, at half of its time."""
+    """Raises a trigger ``margin`` before a job ends; in a job shorter than twice that, at half of the time left."""
 
     def __init__(self, job: Job | None, margin: timedelta) -> None:
         self._end = None if job is None else job.end
@@ -37,7 +37,7 @@ class TimeLimit:
             self._timer.join()
 
     def tell(self, triggers: Triggers, trigger: str) -> None:
-        """Start to wait. On one rank: the trigger reaches all of them."""
+        """Start the timer. On one rank is enough: the trigger reaches all of them."""
         if self._end is None:
             return
         left = max(0.0, self._end - time.time())
@@ -47,7 +47,7 @@ class TimeLimit:
 
 
 def requeue(job: Job) -> str:
-    """Put a job back into its queue; return a sentence on what came of it."""
+    """Put a job back into its queue; return a sentence that reports success or the error."""
     try:
         done = subprocess.run(
             ["scontrol", "requeue", job.name], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False

@@ -69,7 +69,7 @@ def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | Non
                 _run_loader(run, plan, source, index, _StepFigures(run, plan, log, index))
                 log.in_step = False
             log.loader = None
-            run.heartbeat.reach()
+            run.heartbeat.mark_sync_point()
             reduced = run.publish_epoch(log, run.hooks(f"on_{plan.prefix}_epoch_end"))
         if evaluated is not None:
             evaluated()
@@ -91,7 +91,7 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
         _start(run, plan)
         for index, source in enumerate(plan.sources):
             _run_loader(run, plan, source, index, outputs[index] if keep else None)
-        run.heartbeat.reach()
+        run.heartbeat.mark_sync_point()
         mine = outputs if run.world.counts_data else [[] for _ in plan.sources]
         results = _in_order(run.world.all_gather_object(mine)) if keep else [[] for _ in plan.sources]
         run.call("on_predict_epoch_end")

@@ -85,7 +85,7 @@ class FitLoop:
         """Train until a limit or a stop. Collective."""
         run = self.run
         progress = run.progress
-        run.heartbeat.stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
+        run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         with logging_to(run, NoLog("on_fit_start", "log in on_train_start instead")):
             run.call("on_fit_start")
         self._sanity_check()
@@ -144,7 +144,7 @@ class FitLoop:
         """Train on the epoch's batches; return whether they were all taken."""
         run, plan, step, log = self.run, self.plan, self.step, self.run.train_log
         progress, triggers, take = run.progress, run.triggers, self.windows.take
-        stand_at, begin_step = run.heartbeat.stand_at, run.heartbeat.step
+        set_position, begin_step = run.heartbeat.set_position, run.heartbeat.step
         one_rank = run.world.size == 1
         every, log_every = plan.validate_every_batches, plan.log_every_n_steps
         stops = plan.max_steps if plan.max_steps >= 0 else math.inf
@@ -157,7 +157,7 @@ class FitLoop:
             if progress.epoch_cut:
                 return True
             while progress.global_step < stops:
-                stand_at(progress.global_step, progress.epoch, progress.batch_in_epoch)
+                set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
                 window = take()
                 begin_step()
                 if window is None or not step(*window):

@@ -17,7 +17,7 @@ from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.stale_files import clean_own, clean_shared
 from ..core.errors import CheckpointError, ConfigurationError, PhalanxError, StorageError
 from ..distributed.world import World
-from ..launch.restart_policy import FitPlace, earlier_fit, record_fit
+from ..launch.restart_policy import FitRecord, earlier_fit, record_fit
 from ..launch.signals import is_name
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory, identity_of, next_version, versions
@@ -117,7 +117,7 @@ def claim_directory(
         if notes is not None:
             path = str(directory.path) if writes else ""
             with contextlib.suppress(OSError):
-                record_fit(notes, FitPlace(directory.version, path, directory.identity))
+                record_fit(notes, FitRecord(directory.version, path, directory.identity))
         return replace(found, version=directory.version, identity=directory.identity)
 
     origin = on_rank_zero(world, claim)
@@ -127,7 +127,7 @@ def claim_directory(
 
 
 def _continued(
-    before: FitPlace, directory: RunDirectory, callbacks: Sequence[Callback], note: Callable[[str], None]
+    before: FitRecord, directory: RunDirectory, callbacks: Sequence[Callback], note: Callable[[str], None]
 ) -> Origin | None:
     """Return where a fit stands that an earlier attempt of this launch began; None where it saved nothing."""
     if before.identity is None:

@@ -1,4 +1,4 @@
-"""``Script``: what this process runs, and how it is run again as it was started."""
+"""``Script``: the script or module that this process runs, and the command that runs it again."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-# Running these again in every rank would run all their tests until they come to the same place.
+# Run again in every rank, these would repeat all of their tests up to the present one.
 _TEST_RUNNERS = frozenset({"pytest", "py.test", "_pytest", "unittest", "nose2"})
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script, or a module, with everything that it was started with."""
+    """A script, or a module, with the interpreter's options and the arguments that it was started with."""
 
     interpreter: list[str]
     """The interpreter and its own options."""
@@ -25,7 +25,7 @@ class Script:
 
     @classmethod
     def running(cls) -> Script:
-        """Return what this process runs; ``can_rerun_script`` must hold."""
+        """Return the script of this process; ``can_rerun_script`` must hold."""
         main = sys.modules["__main__"]
         module = _module_name(main)
         target = os.path.abspath(str(main.__file__)) if module is None else module
@@ -56,7 +56,7 @@ def can_rerun_script() -> bool:
 
 
 def _module_name(main: ModuleType) -> str | None:
-    """Return the name after ``python -m``, or None for a script; a folder or an archive that is run counts as one."""
+    """Return the name after ``python -m``, or None for a script, which may be a folder or an archive."""
     spec = main.__spec__
     if spec is None or spec.name == "__main__":
         return None
@@ -64,7 +64,7 @@ def _module_name(main: ModuleType) -> str | None:
 
 
 def _interpreter_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the interpreter's own options out of a whole command line, such as ``-X dev -W error -O``."""
+    """Return the interpreter's own options in a command line, such as ``-X dev -W error -O``."""
     flags: list[str] = []
     rest = iter(arguments[1:])
     for argument in rest:
@@ -73,12 +73,12 @@ def _interpreter_flags(arguments: Sequence[str]) -> list[str]:
         if argument.startswith("--"):
             flags += [argument, next(rest)] if argument == "--check-hash-based-pycs" else [argument]
             continue
-        place = next((place for place, letter in enumerate(argument) if letter in "cmXW"), None)
-        if place is not None and argument[place] in "cm":
-            # What is to be run begins here, perhaps behind options in one word: -um module.
-            flags += [argument[:place]] if place > 1 else []
+        index = next((index for index, letter in enumerate(argument) if letter in "cmXW"), None)
+        if index is not None and argument[index] in "cm":
+            # The module or command follows, perhaps after options in the same word: -um module.
+            flags += [argument[:index]] if index > 1 else []
             break
         flags.append(argument)
-        if place == len(argument) - 1:
+        if index == len(argument) - 1:
             flags.append(next(rest))
     return flags

@@ -1,6 +1,6 @@
-"""The variables of this process's environment: what is read from them and put there.
+"""The variables of this process's environment.
 
-This module alone does so, and what runs before anything of phalanx can be imported (``fork_server_main.py``).
+Only this module reads and sets them, besides ``fork_server_main.py``, which cannot import phalanx yet.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from .failure_records import Failure, forget_trouble, record_leaving, record_meeting, record_trouble
+from .failure_records import RankRecords
 from .launcher_env import ATTEMPT, ERROR_DIR, LOOPBACK, RUN, STORE_FD, Job, Placement, read_job, read_placement
 from .redaction import hiding
 
 _NVME_PATH = "PHALANX_NVME_PATH"
 
 
-def told_placement(num_nodes: int = 1) -> Placement:
-    """Return where the variables say that this process stands; see ``read_placement``.
+def environment_placement(num_nodes: int = 1) -> Placement:
+    """Return the placement of this process among the ranks; see ``read_placement``.
 
     Raises:
-        ConfigurationError: they contradict one another, or one that is needed is missing.
+        ConfigurationError: the variables contradict one another, or one that is needed is missing.
     """
     return read_placement(os.environ, num_nodes)
 
 
 def current_job() -> Job | None:
-    """Return the job of a queue that this process belongs to."""
+    """Return the SLURM job that this process belongs to, or None."""
     return read_job(os.environ)
 
 
@@ -53,15 +53,18 @@ def rank_environment(
     attempt: int = 0,
     token: str = "",
 ) -> dict[str, str]:
-    """Return the whole environment for a rank that phalanx starts on this machine.
+    """Return the full environment for a rank that phalanx starts on this machine.
 
-    ``store_fd`` is the listening socket that rank 0 inherits and serves the rendezvous on; None for the others.
-    ``token`` is known to the ranks of this start alone. The user's own OMP_NUM_THREADS stays.
+    The user's own OMP_NUM_THREADS is retained.
+
+    Args:
+        store_fd: the listening socket that rank 0 inherits and serves the rendezvous on; None for the others.
+        token: a value that only the ranks of this start have.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {
         "OMP_NUM_THREADS": str(threads),
-        # A rank that is killed loses nothing of what it printed.
+        # A rank that is killed loses no output.
         "PYTHONUNBUFFERED": "1",
         **inherited,
         "RANK": str(rank),
@@ -72,7 +75,7 @@ def rank_environment(
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        # Nothing listens beyond this machine.
+        # No socket of the ranks can be reached from another machine.
         "GLOO_SOCKET_IFNAME": _loopback_interface(),
         "NCCL_SOCKET_IFNAME": _loopback_interface(),
         ERROR_DIR: error_dir,
@@ -89,7 +92,7 @@ def adopt_environment(environment: dict[str, str]) -> None:
 
 
 def nvme_path() -> str | None:
-    """Return the folder on a disk that offloaded state goes to where no argument names one, or None."""
+    """Return the folder for offloaded state where no argument names one, or None."""
     return os.environ.get(_NVME_PATH) or None
 
 
@@ -101,7 +104,7 @@ def build_tools() -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def library_environment(**variables: str) -> Iterator[None]:
-    """Set variables that a library reads; on PATH the interpreter's folder comes first. All goes back at the end.
+    """Set variables that a library reads, within the context. On PATH the interpreter's folder comes first.
 
     So the tools of a virtual environment (ninja) are found even where it was not activated.
     """
@@ -120,82 +123,54 @@ def library_environment(**variables: str) -> Iterator[None]:
 
 
 def error_dir() -> str | None:
-    """Return the directory in which a rank that phalanx started leaves its notes, or None elsewhere."""
+    """Return the directory into which a rank that phalanx started writes its records, or None elsewhere."""
     return os.environ.get(ERROR_DIR) or None
 
 
+def own_records() -> RankRecords:
+    """Return the records for this process's supervisor; without one, nothing is recorded."""
+    return RankRecords(error_dir())
+
+
 def hiding_secrets() -> Callable[[str], str]:
-    """Return what blots out of a text the values of this process's secret variables."""
+    """Return a function that replaces the values of this process's secret variables in a text."""
     return hiding(os.environ)
 
 
-def failure_of(rank: int, error: BaseException) -> Failure:
-    """Describe an error that ends this process for whoever watches over the ranks."""
-    return Failure.of(rank, error, hiding_secrets())
-
-
-def tell_of_trouble(place: Placement, error: BaseException) -> None:
-    """Leave word of an error before anything is taken down: other ranks may fail of that, and are not to be blamed."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_trouble(directory, failure_of(place.rank, error))
-
-
-def tell_of_no_trouble(place: Placement) -> None:
-    """Take that back: the error was caught."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            forget_trouble(directory, place.rank)
-
-
 def attempt() -> int:
-    """Return how often the ranks of this launch were started before."""
+    """Return the number of earlier attempts of this launch."""
     return int(os.environ.get(ATTEMPT) or 0)
 
 
-def tell_of_meeting(rank: int) -> None:
-    """Leave word that this rank has met the others: from here on something can be lost."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_meeting(directory, rank)
-
-
-def tell_of_leaving(rank: int) -> None:
-    """Leave word that this rank leaves the others."""
-    if directory := error_dir():
-        with contextlib.suppress(OSError):
-            record_leaving(directory, rank)
-
-
 def sets_threads() -> bool:
-    """Whether a variable says with how many threads this process computes."""
+    """Whether a variable sets the number of threads of this process."""
     return bool(os.environ.get("OMP_NUM_THREADS"))
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun started this process: another launcher, or a hand, may set the same variables."""
+    """Whether torchrun started this process: another launcher, or the user, may set the same variables."""
     return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
 
 
 def uses_agent_store() -> bool:
-    """Whether torchrun's own process serves the store through which its ranks meet."""
+    """Whether torchrun's own process serves the rendezvous store of its ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def gloo_interface() -> str | None:
-    """Return the network interface that gloo is told to use, or None."""
+    """Return the network interface that the user chose for gloo, or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or None
 
 
 def take_store_descriptor() -> int | None:
-    """Return the listening socket that this rank inherited, or None; what this rank starts is not told of it."""
+    """Return the listening socket that this rank inherited, or None; the variable is removed from the environment."""
     inherited = os.environ.pop(STORE_FD, "")
     return int(inherited) if inherited else None
 
 
 @contextlib.contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables; at the end the environment is what it was, whatever others did to it meanwhile."""
+    """Set variables within the context; at the end the whole environment is restored, whatever else has changed it."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -207,7 +182,7 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def set_missing(variables: Mapping[str, str]) -> Callable[[], None]:
-    """Set those variables that are lacking; return what takes them away again."""
+    """Set the variables that are missing; return a function that removes them again."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
 

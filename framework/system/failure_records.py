@@ -1,7 +1,14 @@
-"""What a rank leaves behind when it fails: small files in a private directory, read by the process that started it."""
+"""``RankRecords``: small files in a private directory by which ranks report to the supervisor that started them.
+
+error     the error that ended the rank
+pending   an error that is about to end it: other ranks may fail because of its exit
+leaving   the time from which other ranks may fail because this one leaves the process group
+joined    the rank has met the others, so work may be lost with it
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -18,7 +25,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's failure. ``seconds`` is the machine's monotonic clock, so failures of several ranks have an order."""
+    """The error of one rank. ``seconds`` is the machine's monotonic clock, by which failures of ranks are ordered."""
 
     rank: int
     pid: int
@@ -28,18 +35,18 @@ class Failure:
     message: str
     traceback: str
     brief: str = ""
-    """The traceback without what lies in phalanx and torch."""
+    """The traceback without the frames of phalanx and torch."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException, hide: Callable[[str], str] = str) -> Failure:
-        """Describe ``error``, which ends this process; ``hide`` takes out of a text what must not be read."""
+        """Describe ``error``; ``hide`` removes secrets from a text."""
         text = hide("".join(traceback.format_exception(type(error), error, error.__traceback__)))
         kind, message, brief = type(error).__qualname__, hide(str(error)), hide(brief_traceback(error))
         return cls(rank, os.getpid(), time.monotonic(), exit_code_of(error), kind, message, text, brief)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what a process ends with when ``error`` is not caught."""
+    """Return the exit code of a process that ends with ``error``."""
     if isinstance(error, PhalanxError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -49,74 +56,84 @@ def exit_code_of(error: BaseException) -> int:
     return 1
 
 
-def record_failure(directory: str, failure: Failure) -> None:
-    """Leave ``failure`` for the process that started this one."""
-    _write_failure(_path(directory, failure.rank, "json"), failure)
+class RankRecords:
+    """The records of the ranks of one attempt, in ``directory``. With None nothing is recorded.
+
+    A record that cannot be written, as on a full disk, is left out: it must not become the error that ends the rank.
+    """
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = None if directory is None else Path(directory)
+
+    def failure(self, rank: int) -> Failure | None:
+        """Return the error that ended ``rank``."""
+        return self._failure(rank, "error")
+
+    def pending_error(self, rank: int) -> Failure | None:
+        """Return the error that is about to end ``rank``."""
+        return self._failure(rank, "pending")
+
+    def left_at(self, rank: int) -> float | None:
+        """Return the monotonic time at which ``rank`` began to leave, or None if it did not."""
+        text = self._read(rank, "leaving")
+        return None if text is None else float(text)
+
+    def has_joined(self, rank: int) -> bool:
+        """Whether ``rank`` has met the others."""
+        return self._read(rank, "joined") is not None
+
+    def record_failure(self, failure: Failure) -> None:
+        """Record the error that ends a rank.
+
+        Raises:
+            OSError: it cannot be written. The rank shows the error itself, then.
+        """
+        if self._directory is not None:
+            write_atomically(self._path(self._directory, failure.rank, "error"), json.dumps(asdict(failure)))
+
+    def record_pending_error(self, rank: int, error: BaseException, hide: Callable[[str], str] = str) -> None:
+        """Record an error that is about to end a rank, before anything is torn down."""
+        if self._directory is not None:
+            self._write(rank, "pending", json.dumps(asdict(Failure.of(rank, error, hide))))
+
+    def clear_pending_error(self, rank: int) -> None:
+        """Remove that record: the error was caught, and did not end the rank."""
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                self._path(self._directory, rank, "pending").unlink(missing_ok=True)
+
+    def record_leaving(self, rank: int) -> None:
+        """Record that a rank leaves the process group now."""
+        self._write(rank, "leaving", repr(time.monotonic()))
+
+    def record_joined(self, rank: int) -> None:
+        """Record that a rank has met the others."""
+        self._write(rank, "joined", "")
+
+    def _write(self, rank: int, kind: str, text: str) -> None:
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                write_atomically(self._path(self._directory, rank, kind), text)
+
+    def _failure(self, rank: int, kind: str) -> Failure | None:
+        text = self._read(rank, kind)
+        return None if text is None else Failure(**json.loads(text))
+
+    def _read(self, rank: int, kind: str) -> str | None:
+        if self._directory is None:
+            return None
+        try:
+            return self._path(self._directory, rank, kind).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    @staticmethod
+    def _path(directory: Path, rank: int, kind: str) -> Path:
+        return directory / f"rank_{rank}.{kind}"
 
 
-def read_failure(directory: str, rank: int) -> Failure | None:
-    """Return what ``rank`` recorded, or None if it recorded nothing."""
-    return _read_failure(_path(directory, rank, "json"))
-
-
-def record_trouble(directory: str, failure: Failure) -> None:
-    """Note an error that is about to end ``rank``: what it does on its way out other ranks may fail of."""
-    _write_failure(_path(directory, failure.rank, "trouble"), failure)
-
-
-def read_trouble(directory: str, rank: int) -> Failure | None:
-    """Return the error that is about to end ``rank``, or None."""
-    return _read_failure(_path(directory, rank, "trouble"))
-
-
-def forget_trouble(directory: str, rank: int) -> None:
-    """The error did not end ``rank``: somebody caught it."""
-    _path(directory, rank, "trouble").unlink(missing_ok=True)
-
-
-def record_leaving(directory: str, rank: int) -> None:
-    """Note the moment from which other ranks may fail because ``rank`` leaves them."""
-    write_whole(_path(directory, rank, "leaving"), repr(time.monotonic()))
-
-
-def read_leaving(directory: str, rank: int) -> float | None:
-    """Return the monotonic time at which ``rank`` began to leave, or None if it did not."""
-    text = _read(_path(directory, rank, "leaving"))
-    return None if text is None else float(text)
-
-
-def record_meeting(directory: str, rank: int) -> None:
-    """Note that ``rank`` has met the others: from now on it may hold something that would be lost with it."""
-    write_whole(_path(directory, rank, "met"), "")
-
-
-def has_met(directory: str, rank: int) -> bool:
-    """Whether ``rank`` has met the others."""
-    return _path(directory, rank, "met").exists()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all: the file may be read at any moment, and this process may be killed."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file in full or not at all: it may be read at any moment, and this process may be killed."""
     draft = path.with_suffix(".draft")
     draft.write_text(text, encoding="utf-8", errors="backslashreplace")
     draft.replace(path)
-
-
-def _write_failure(path: Path, failure: Failure) -> None:
-    write_whole(path, json.dumps(asdict(failure)))
-
-
-def _read_failure(path: Path) -> Failure | None:
-    text = _read(path)
-    return None if text is None else Failure(**json.loads(text))
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-
-
-def _path(directory: str, rank: int, kind: str) -> Path:
-    return Path(directory) / f"rank_{rank}.{kind}"

@@ -1,4 +1,4 @@
-"""``Placement``: where a process stands among the ranks, as plain data, read from what its launcher left for it.
+"""``Placement``: the rank of a process, the number of ranks and their nodes, read from its launcher's variables.
 
 Pure functions over a mapping of environment variables; ``environment.py`` hands them the real one.
 """
@@ -14,11 +14,11 @@ from ..core.errors import ConfigurationError
 
 Launcher = Literal["phalanx", "torchrun", "slurm", "mpi"]
 LOOPBACK = "127.0.0.1"
-# Marks a rank that phalanx started, and names the directory where it records why it failed.
+# Marks a rank that phalanx started, and names the directory for its records.
 ERROR_DIR = "PHALANX_ERROR_DIR"
-# How often the ranks of this launch were started before.
+# The number of earlier attempts of this launch.
 ATTEMPT = "PHALANX_ATTEMPT"
-# Drawn anew whenever the ranks are started.
+# A random value, a new one for each attempt.
 RUN = "PHALANX_RUN"
 # The descriptor of the socket on which rank 0 serves the rendezvous.
 STORE_FD = "PHALANX_STORE_FD"
@@ -33,10 +33,10 @@ _HOW_TO_START = {
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one process. ``launcher`` is None where nothing started more than this process.
+    """The rank of one process among all. ``launcher`` is ``None`` for a process that was started alone.
 
-    ``run`` is alike for all ranks of one start of a run, and another for those of another start; empty where the
-    launcher tells nothing of the kind.
+    ``run`` is the same on all ranks of one start of a run, and differs between starts; empty where the launcher does
+    not set anything of the kind.
     """
 
     rank: int = 0
@@ -52,9 +52,9 @@ class Placement:
 
 
 def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placement:
-    """Return the place that ``variables`` describe: those of torchrun or phalanx, of SLURM, or of Open MPI.
+    """Return the placement that ``variables`` describe: those of torchrun or phalanx, of SLURM, or of Open MPI.
 
-    ``num_nodes`` only serves where the launcher does not tell how the ranks lie on the nodes.
+    ``num_nodes`` is only used where the launcher does not set how many ranks a node has.
 
     Raises:
         ConfigurationError: the variables contradict one another, or one that is needed is missing.
@@ -71,17 +71,17 @@ def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placemen
 
 @dataclass(frozen=True)
 class Job:
-    """A job as its queue knows it; ``end`` is when it is ended, in seconds since 1970, where that is known."""
+    """A job of a queue; ``end`` is the time of its limit, in seconds since 1970, or None."""
 
     name: str
     end: int | None
 
 
 def read_job(variables: Mapping[str, str]) -> Job | None:
-    """Return the job of SLURM's that ``variables`` describe.
+    """Return the SLURM job that ``variables`` describe, or None.
 
     Raises:
-        ConfigurationError: they hold a time that is no number.
+        ConfigurationError: the time of its limit is not a number.
     """
     read = _Reader(variables)
     name = read.text("SLURM_JOB_ID", "SLURM_JOBID")
@@ -117,7 +117,7 @@ def check_devices(requested: int, placement: Placement, num_nodes: int = 1) -> N
 
 
 class _Reader:
-    """Typed access to the variables. An empty variable counts as one that is not set."""
+    """Typed access to the variables. An empty variable counts as not set."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._variables = variables
@@ -136,7 +136,7 @@ class _Reader:
         return None
 
     def is_slurm_step(self) -> bool:
-        # A batch script outside srun, and an interactive shell, see the tasks of the job but are only one process.
+        # A batch script outside srun, and an interactive shell, have the variables of the job but are only one process.
         started_by_srun = self.text("SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID") is not None
         interactive = self.text("SLURM_JOB_NAME") in {"bash", "interactive"}
         return started_by_srun and not interactive and self.number("SLURM_NTASKS") is not None
@@ -180,8 +180,8 @@ def _from_slurm(read: _Reader) -> Placement:
     local_size = tasks[node_rank] if node_rank < len(tasks) else max(1, size // nodes)
     hosts = read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     local_rank = read.number("SLURM_LOCALID")
-    # All tasks must come to the same port without a word between them: it follows from the job's number, below the
-    # range from which the system hands out ports.
+    # All tasks must choose the same port without a message between them: it follows from the job's number, below the
+    # range from which the kernel assigns ports.
     job = read.number("SLURM_JOB_ID", "SLURM_JOBID") or 0
     return _checked(
         Placement(
@@ -210,7 +210,7 @@ def _from_mpi(read: _Reader) -> Placement:
             size=size,
             local_rank=rank % local_size if local_rank is None else local_rank,
             local_size=local_size,
-            # OMPI_COMM_WORLD_NODE_RANK is the place on the node, not the node's.
+            # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the node's number.
             node_rank=rank // local_size,
             num_nodes=max(1, size // local_size),
             master_addr=read.text("MASTER_ADDR") or (LOOPBACK if local_size == size else None),
@@ -221,25 +221,26 @@ def _from_mpi(read: _Reader) -> Placement:
     )
 
 
-def _checked(place: Placement) -> Placement:
-    if place.size < 1 or place.rank >= place.size:
+def _checked(placement: Placement) -> Placement:
+    if placement.size < 1 or placement.rank >= placement.size:
         raise ConfigurationError(
-            f"The environment says rank {place.rank} of {place.size}: a rank lies between 0 and the number of "
+            f"The environment says rank {placement.rank} of {placement.size}: a rank lies between 0 and the number of "
             "processes less one. Check what your launcher sets."
         )
-    if place.local_rank >= place.local_size:
+    if placement.local_rank >= placement.local_size:
         raise ConfigurationError(
-            f"The environment says local rank {place.local_rank} of {place.local_size} on this node: set LOCAL_RANK "
-            "and LOCAL_WORLD_SIZE as torchrun does."
+            f"The environment says local rank {placement.local_rank} of {placement.local_size} on this node: set "
+            "LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does."
         )
-    needed = {"MASTER_ADDR": place.master_addr, "MASTER_PORT": place.master_port}
+    needed = {"MASTER_ADDR": placement.master_addr, "MASTER_PORT": placement.master_port}
     missing = [name for name, value in needed.items() if value is None]
-    if place.size > 1 and missing:
+    if placement.size > 1 and missing:
         raise ConfigurationError(
-            f"{place.size} processes were started but {' and '.join(missing)} is not in the environment: they cannot "
-            "meet. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port on it, alike for all of them."
+            f"{placement.size} processes were started but {' and '.join(missing)} is not in the environment: they "
+            "cannot connect. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port on it, the same for "
+            "all of them."
         )
-    return place
+    return placement
 
 
 def first_host(hosts: str) -> str:

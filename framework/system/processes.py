@@ -1,4 +1,4 @@
-"""Processes: how children are watched, die with their parent and are told apart; how many files one may open."""
+"""Processes: child processes and their exit codes, death with the parent, orphans, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Process(Protocol):
 
 
 class ForkedProcess:
-    """A child that was forked, in this process or for it."""
+    """A child that was forked by this process, or for it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -37,7 +37,7 @@ class ForkedProcess:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                # Somebody else has waited for it. How it ended is not known, so it is not taken for a success.
+                # Other code has waited for it. Its exit code is lost, so it does not count as a success.
                 self._code = 1
                 return 1
             if pid:
@@ -46,7 +46,7 @@ class ForkedProcess:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether there is a process of this number; one that has ended and is not waited for yet counts."""
+    """Return whether a process has this number, also one that has ended and was not waited for yet."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -57,10 +57,10 @@ def is_running(pid: int) -> bool:
 
 
 def die_with_parent() -> Callable[[], None]:
-    """Return a function that a new child calls: from then on the system kills it when this process ends.
+    """Return a function for a new child to call, after which the kernel kills it when this process ends.
 
-    Linux only; elsewhere the function does nothing. The library is loaded here, because hardly anything is safe to do
-    in a child between fork and exec.
+    Linux only; elsewhere the function does nothing. The library is loaded here, because between fork and exec a child
+    can do little safely.
     """
     if sys.platform != "linux":
         return lambda: None
@@ -70,25 +70,25 @@ def die_with_parent() -> Callable[[], None]:
     def arm() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:
-            # The parent was gone before the request was in place.
+            # The parent ended before the request was in place.
             os.kill(os.getpid(), signal.SIGKILL)
 
     return arm
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process when the thread that forked it ends. Linux only; elsewhere nothing happens."""
+    """Have the kernel kill this process when the thread that forked it ends. Does nothing but on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Have what descendants of this process leave running become its children. Linux only."""
+    """Make this process the parent of processes that its descendants leave running. Linux only."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def allow_open_files(count: int) -> None:
-    """Let this process open ``count`` files at once where it may open fewer, as far as the system lets it say so."""
+    """Raise the limit of open files of this process to ``count``, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -97,7 +97,7 @@ def allow_open_files(count: int) -> None:
 
 
 def children() -> set[int]:
-    """Return the pids of this process's children, where the system tells."""
+    """Return the pids of this process's children; empty where the system does not list them."""
     pids: set[int] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What must not be written down: hyperparameters and environment variables whose names say that they are secret."""
+"""Redaction of secrets: hyperparameters and environment variables whose names mark them as secret."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 MASK = "***"
 _ALWAYS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential", "credentials"}
-# In training, most keys and tokens are none that open anything: `pad_token`, `sort_key`, `max_tokens`.
+# In training, most keys and tokens are not credentials: `pad_token`, `sort_key`, `max_tokens`.
 _PERHAPS = {"token", "tokens", "key", "keys", "apikey"}
 _LEAST_CHARACTERS = 16
-# Shorter ones would blot out words that mean something else.
+# Shorter values would match in unrelated words.
 _LEAST_IN_TEXT = 6
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether a value is not to be written: a password or secret by name; a key or token that looks like one, too.
+    """Whether a value must not be written: a password or secret by name, or a key or token that looks like one.
 
-    Those are texts of at least 16 characters, without spaces, with letters and digits.
+    A key or token is a text of at least 16 characters, without spaces, with letters and digits.
     """
     if not isinstance(value, str) or not value:
         return False
@@ -29,7 +29,7 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def holds_secret(name: str, value: object) -> bool:
-    """Whether a value is secret, or has one in it, under a name of its own."""
+    """Whether a value is secret, or holds a secret value under a name of its own."""
     inner = _inner(value)
     if inner is not None:
         return any(holds_secret(str(key), one) for key, one in inner.items())
@@ -37,7 +37,7 @@ def holds_secret(name: str, value: object) -> bool:
 
 
 def without_secrets(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with ``***`` in the place of secret values."""
+    """Return hyperparameters with ``***`` in place of secret values."""
     shown: dict[str, Any] = {}
     for name, value in params.items():
         inner = _inner(value)
@@ -49,16 +49,16 @@ def without_secrets(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inner(value: object) -> Mapping[str, Any] | None:
-    """Return the hyperparameters that a value consists of, if it does."""
+    """Return the entries of a nested value, or None."""
     if isinstance(value, Namespace):
         return vars(value)
     return value if isinstance(value, Mapping) else None
 
 
 def hiding(variables: Mapping[str, str]) -> Callable[[str], str]:
-    """Return what blots out of a text the values of secret variables.
+    """Return a function that replaces the values of secret variables in a text by ``***``.
 
-    Any variable counts whose name has TOKEN, KEY, SECRET or PASSWORD in it, if its value has at least 6 characters.
+    A variable is secret if its name contains TOKEN, KEY, SECRET or PASSWORD, and its value has at least 6 characters.
     """
     found = {
         value

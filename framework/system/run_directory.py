@@ -16,7 +16,7 @@ _VERSION = re.compile(r"version_(\d+)$")
 _LOCK = ".lock"
 _IDENTITY = "run.id"
 REPORT = "report.json"
-"""How a run ended."""
+"""The file that says how a run ended."""
 
 
 class RunDirectory:
@@ -28,7 +28,7 @@ class RunDirectory:
         self.version = version
         self.claimed = False
         self.identity: str | None = None
-        """What tells this run from others that save into the same directory; None before it is claimed."""
+        """A random text, by which runs that save into the same directory differ; None before ``acquire``."""
         self._lock: int | None = None
 
     @property
@@ -38,16 +38,16 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints go."""
+        """The folder of its checkpoints."""
         return self.path / "checkpoints"
 
     def acquire(self, fresh: bool) -> None:
         """Create the directory and hold its lock until ``release`` or this process's end, however it ends.
 
-        Where it is to be ``fresh`` and another run was faster in creating it, the next free version is taken.
+        With ``fresh``, if another run has created it meanwhile, the next free version is taken.
 
         Raises:
-            StorageError: it cannot be written, or another process holds it; the message names it.
+            StorageError: it cannot be written, or another process, which the message names, holds it.
         """
         if self._lock is not None:
             return
@@ -77,13 +77,13 @@ class RunDirectory:
         self._lock = descriptor
 
     def release(self) -> None:
-        """Let the lock go."""
+        """Release the lock."""
         if self._lock is not None:
             unlock(self._lock)
             self._lock = None
 
     def write_json(self, name: str, document: object) -> None:
-        """Write a small document into the directory, which is made again if somebody removed it.
+        """Write a small document into the directory, which is created again if it was removed.
 
         Raises:
             StorageError: it cannot be written.
@@ -92,7 +92,7 @@ class RunDirectory:
 
 
 def identity_of(path: Path) -> str | None:
-    """Return the identity of the run whose directory this is, or None where it has none."""
+    """Return the identity of the run with this directory, or None."""
     try:
         return (path / _IDENTITY).read_text(encoding="utf-8") or None
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A traceback of few lines: what lies in phalanx and torch between the user's own lines is left out. Needs no torch."""
+"""A short traceback: frames in phalanx and torch between the user's own lines are left out. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _FRAME = '  File "'
 
 
 def brief_traceback(error: BaseException) -> str:
-    """Return the traceback of ``error`` in at most ``MOST_LINES`` lines, the innermost of the user's own near the end.
+    """Return the traceback of ``error`` in at most ``MOST_LINES`` lines, the user's innermost line near the end.
 
-    Of what phalanx refuses only the user's lines are shown, and the sentence: where it was found does not matter. A
-    worker's traceback that came as a message stays whole at its end.
+    Of a ``ConfigurationError`` only the user's lines and the message are shown, not the frames that found it. The
+    traceback of a loader's worker, which arrives as a message, is shown in full at its end.
     """
     parts = traceback.format_exception(type(error), error, error.__traceback__)
     refused = isinstance(error, ConfigurationError)
     if refused:
-        # Notes that somebody added follow the sentence.
+        # The message without the module of the exception's class; notes that were added to it follow.
         _, *notes = only = traceback.format_exception_only(type(error), error)
         parts[-len(only) :] = [f"{type(error).__name__}: {error}", *notes]
     lines: list[str] = []
     for foreign, group in groupby(parts, _is_foreign):
         run = list(group)
         if foreign:
-            # What raised is told, whoever it is.
+            # The frame that raised is shown, also in phalanx or torch.
             last = run[-1:] if not refused and _raises(run[-1], parts) else []
             left_out = 0 if refused else len(run) - len(last)
             lines += [f"  ... {left_out} frames in phalanx and torch"] if left_out else []
@@ -50,13 +50,13 @@ def _is_foreign(part: str) -> bool:
 
 
 def _raises(frame: str, parts: list[str]) -> bool:
-    """Whether a frame is the innermost of its traceback."""
+    """Whether a frame is the innermost one of its traceback."""
     following = parts[parts.index(frame) + 1 :]
     return not following or not following[0].startswith(_FRAME)
 
 
 def _shortened(part: str) -> list[str]:
-    """Return the lines of a frame, or of an exception's message without its middle where it is long."""
+    """Return the lines of a frame, or of an exception's message, without the middle of a long one."""
     lines = part.rstrip("\n").split("\n")
     tail = _MESSAGE_TAIL * 2 if any(line.startswith("Original Traceback") for line in lines) else _MESSAGE_TAIL
     if part.startswith(_FRAME) or len(lines) <= _MESSAGE_HEAD + tail + 1:

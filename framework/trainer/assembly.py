@@ -80,7 +80,7 @@ def assemble_fit(trainer: Trainer, request: FitRequest) -> FitLoop:
     if checkpoint is not None:
         resumption = agree_on_resumption(run, checkpoint)
         regroup(run, resumption)
-    run.heartbeat.reach()
+    run.heartbeat.mark_sync_point()
     run.optimizers = run.fabric.strategy.setup(module, run.optimizers, training=True)
     transfer = batch_transfer(run.fabric, module, request.datamodule)
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
@@ -144,7 +144,7 @@ def _begin(trainer: Trainer, request: FitRequest, stage: str) -> Run:
     request.module.__dict__["_run"] = run
     request.module.log_to(run.train_log)
     trainer.attach_run(run)
-    run.heartbeat.reach()
+    run.heartbeat.mark_sync_point()
     return run
 
 
@@ -170,7 +170,7 @@ def _prepare(run: Run, request: FitRequest, stage: str) -> None:
     for callback in run.callbacks:
         callback.setup(run.trainer, module, stage)
     module.setup(stage)
-    run.heartbeat.reach()
+    run.heartbeat.mark_sync_point()
 
 
 def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:

@@ -17,7 +17,7 @@ from ..launch.slurm import TimeLimit
 from ..loop.evaluation_loop import evaluate, predict
 from ..loop.fit_loop import FitLoop
 from ..state.module_state import encode_known
-from ..system.environment import current_job, hiding_secrets, tell_of_no_trouble, tell_of_trouble
+from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.redaction import without_secrets
 from ..system.run_directory import REPORT
 from ..watchdog.in_process_watchdog import watched
@@ -46,7 +46,7 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
     """Hold a run: what is set up is taken down, whatever happens in between."""
     place = trainer.fabric.resources.place
     install_rank_hooks(place)
-    tell_of_no_trouble(place)
+    own_records().clear_pending_error(place.rank)
     trainer.state = TrainerState(stage, "running")
     trainer.last_module, trainer.datamodule = request.module, request.datamodule
     if request.datamodule is not None:
@@ -62,7 +62,7 @@ def running(trainer: Trainer, stage: str, request: FitRequest) -> Generator[None
         except BaseException as error:
             trainer.heartbeat.enter("teardown")
             trainer.state.status = "interrupted"
-            tell_of_trouble(place, error)
+            own_records().record_pending_error(place.rank, error, hiding_secrets())
             _fail(trainer, stage, error)
             raise
         finally:

@@ -1,13 +1,13 @@
-"""``Heartbeat``: how far a rank has come, in a few bytes of memory that its supervisor reads.
+"""``Heartbeat``: the progress of a rank, in a few bytes of memory that its supervisor reads.
 
-A run goes through sections: set-up, epoch (what lies between the batches of two epochs), step, evaluation, save and
-teardown. A rank notes which one it is in, every sign of life in it, and the optimizer step, the epoch and the batch
-where it stands. A step costs two writes of a struct and three of a number, into memory: no system call, no lock, no
-clock. Whoever watches has a clock of its own, and looks whether the bytes have changed; what it has opened outlives the
-rank, and so tells where one was that was killed.
+A run passes through sections: set-up, epoch (between the batches of two epochs), step, evaluation, save and teardown.
+A rank writes down the section, a counter that changes with every sign of life in it, and the optimizer step, the epoch
+and the batch under way. A step costs two writes of a struct and three of a number, into memory: no system call, no
+lock, no clock. The reader has a clock of its own, and checks whether the bytes have changed. A mapping that the reader
+has opened outlives the rank, so it also shows where a killed rank was.
 
-What is noted goes the same way on all ranks, so that it can be compared: the rank whose number is lowest is the one
-that the others wait for. Within a step or an evaluation ``phase`` counts on.
+All ranks write the same sequence, so their positions can be compared: the rank with the lowest number is the one that
+the others wait for. Within a step or an evaluation ``phase`` counts further.
 """
 
 from __future__ import annotations
@@ -33,38 +33,41 @@ SECTIONS = ("outside", "set-up", "epoch", "step", "evaluation", "save", "teardow
 OUTSIDE, _STEP = SECTIONS.index("outside"), SECTIONS.index("step")
 StallTimeout = float | timedelta | Mapping[str, float | timedelta | None] | None
 LEARNED = 0.0
-"""Of a section's limit: it is learned from what is seen."""
+"""The value of a section's limit that is learned from the silences of this run."""
 
 # Phases of a step: micro-batches are counted up to the last one's backward pass, where ranks wait for one another.
 LAST_BACKWARD = 1 << 30
 UPDATE = LAST_BACKWARD + 1
 
+# The layout of the bytes: what changes once a stage (process, stack signal, limits), what changes with every sign of
+# life (number, section, phase), and the position (step, epoch, batch).
 _HEAD = struct.Struct(f"<QQQ{len(SECTIONS)}d")
 _MARK = struct.Struct("<QII")
-_PLACE = struct.Struct("<qqq")
+_POSITION = struct.Struct("<qqq")
 _MARK_AT = 128
 _PHASE_AT = _MARK_AT + 12
-_PLACE_AT = _MARK_AT + _MARK.size
-_NOWHERE = -1
-_UNTOUCHED = bytes(_PLACE_AT) + _PLACE.pack(_NOWHERE, _NOWHERE, _NOWHERE)
-# Of those that a program hardly uses; sent to a process only that has said it takes it.
-_SIGNALS = range(signal.SIGRTMIN + 9, signal.SIGRTMIN + 13) if hasattr(signal, "SIGRTMIN") else range(0)
+_POSITION_AT = _MARK_AT + _MARK.size
+_NOT_STARTED = -1
+_EMPTY = bytes(_POSITION_AT) + _POSITION.pack(_NOT_STARTED, _NOT_STARTED, _NOT_STARTED)
+# Real-time signals that programs hardly use. One is sent only to a process that has registered a handler for it.
+_STACK_SIGNALS = range(signal.SIGRTMIN + 9, signal.SIGRTMIN + 13) if hasattr(signal, "SIGRTMIN") else range(0)
 
 
 def resolve_stall_timeout(given: Any) -> tuple[float, ...]:
-    """Return the limit of each of ``SECTIONS`` in seconds; ``LEARNED`` where it is learned, infinite for none.
+    """Return the limit of each of ``SECTIONS`` in seconds: ``LEARNED`` to learn it, infinite for no limit.
 
-    ``given`` is None, seconds or a timedelta for all sections, a mapping by section, or False for none.
+    Args:
+        given: None (learn all), seconds or a timedelta for all sections, a mapping by section, or False for no limits.
 
     Raises:
-        ConfigurationError: it is none of these, not positive, or names a section that does not exist.
+        ConfigurationError: ``given`` is something else, is not positive, or names an unknown section.
     """
     if isinstance(given, Mapping):
         for name in given:
             if name not in SECTIONS[1:]:
                 raise unknown("stall_timeout's section", str(name), SECTIONS[1:])
         return tuple(_seconds(given.get(name)) for name in SECTIONS)
-    # Outside of all sections is the user's own code, which may take as long as it likes.
+    # Outside of all sections the user's own code runs, which may take as long as it likes.
     return (LEARNED, *(_seconds(given) for _ in SECTIONS[1:]))
 
 
@@ -77,61 +80,64 @@ def _seconds(given: Any) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ConfigurationError(
             f"stall_timeout={given!r} must be a positive number of seconds or a timedelta, a dict of these by section "
-            f"({', '.join(SECTIONS[1:])}), None to learn the limits, or False for none."
+            f"({', '.join(SECTIONS[1:])}), None to learn the limits, or False for no limits."
         )
     return float(seconds)
 
 
 class Heartbeat:
-    """What this rank notes of itself. ``phase[0]`` is to be raised, or set, within a step or an evaluation."""
+    """Writes this rank's progress. ``phase[0]`` is increased, or set, within a step or an evaluation."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._file = -1
-        self._asks = 0
+        self._stack_signal = 0
         self._section = OUTSIDE
-        self._use(bytearray(_UNTOUCHED))
+        self._use(bytearray(_EMPTY))
 
     def _use(self, memory: Any) -> None:
         self._bytes = memory
+        # A view of the four bytes of the phase: raising it costs one store, without a call.
         self.phase = memoryview(memory)[_PHASE_AT : _PHASE_AT + 4].cast("I")
 
     def share(self, directory: str, rank: int) -> bool:
-        """Note from now on where the process that started this one can read it; stacks too, when it asks for them.
+        """Write from now on where the supervisor can read, and answer its stack signal.
 
-        Returns False where there is no memory to share, or no place for its name.
+        Returns:
+            False where memory cannot be shared, or ``directory`` cannot be written.
         """
-        path = _beat_path(directory, rank)
+        path = _path(directory, rank)
         with contextlib.suppress(OSError, ValueError):
             if not path.exists():
-                self._file = _make(path)
+                self._file = _create(path)
             if path != self._path:
                 with open(path, "r+b") as file:
-                    self._use(mmap.mmap(file.fileno(), len(_UNTOUCHED)))
-                self._path, self._asks = path, _offer_stacks(path.with_suffix(".stacks"))
+                    self._use(mmap.mmap(file.fileno(), len(_EMPTY)))
+                self._path, self._stack_signal = path, _install_stack_handler(path.with_suffix(".stacks"))
             return True
         return False
 
     def begin(self, limits: tuple[float, ...]) -> None:
-        """Enter the first section of a stage, in which the given limits hold."""
+        """Enter the first section of a stage, in which ``limits`` hold."""
+        # Counted on from what the memory holds: a second Trainer of this rank must not seem to be behind.
         self._number = int(_MARK.unpack_from(self._bytes, _MARK_AT)[0])
         main = threading.main_thread().ident or 0
-        _HEAD.pack_into(self._bytes, 0, os.getpid(), main, self._asks, *limits)
+        _HEAD.pack_into(self._bytes, 0, os.getpid(), main, self._stack_signal, *limits)
         self.enter("set-up")
 
     def enter(self, section: str) -> None:
-        """Be in another section. All ranks do so alike."""
+        """Enter a section. Every rank must do so in the same order."""
         self._section = SECTIONS.index(section)
         self._number += 1
         _MARK.pack_into(self._bytes, _MARK_AT, self._number, self._section, 0)
 
-    def reach(self) -> None:
-        """Note that this rank has come to a place in its section where it may have to wait for the others."""
+    def mark_sync_point(self) -> None:
+        """Record a point in the current section where this rank may have to wait for others."""
         self.enter(SECTIONS[self._section])
 
     @contextmanager
     def section(self, name: str) -> Generator[None, None, None]:
-        """Be in another section for a while. All ranks do so alike."""
+        """Be in another section within the context. Every rank must do so in the same order."""
         before = SECTIONS[self._section]
         self.enter(name)
         try:
@@ -139,29 +145,29 @@ class Heartbeat:
         finally:
             self.enter(before)
 
-    def stand_at(self, step: int, epoch: int, batch: int, pack: Any = _PLACE.pack_into) -> None:
-        """Note which optimizer step comes next, and the epoch and the batch that it begins with."""
-        pack(self._bytes, _PLACE_AT, step, epoch, batch)
+    def set_position(self, step: int, epoch: int, batch: int, pack: Any = _POSITION.pack_into) -> None:
+        """Record the optimizer step that comes next, and the epoch and the batch that it begins with."""
+        pack(self._bytes, _POSITION_AT, step, epoch, batch)
 
     def step(self, pack: Any = _MARK.pack_into) -> None:
-        """Begin that step, whose data is there. All ranks do so alike."""
+        """Begin that step, once its data has been fetched. Every rank must do so in the same order."""
         self._section = _STEP
         self._number = number = self._number + 1
         pack(self._bytes, _MARK_AT, number, _STEP, 0)
 
-    def read(self) -> Beat:
-        """Return what was noted last."""
-        return Beat.of(bytes(self._bytes))
+    def read(self) -> HeartbeatRecord:
+        """Return the latest record."""
+        return HeartbeatRecord.parse(bytes(self._bytes))
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank has noted: where it is, and what it is to be measured by."""
+class HeartbeatRecord:
+    """The progress that one rank has written, and the limits that hold for it."""
 
     pid: int
     main_thread: int
-    asks: int
-    """The signal at which it writes its stacks; 0 for none."""
+    stack_signal: int
+    """The signal at which the rank writes its stacks; 0 for none."""
     limits: tuple[float, ...]
     number: int
     section: int
@@ -172,20 +178,20 @@ class Beat:
     batch: int
 
     @classmethod
-    def of(cls, content: bytes) -> Beat:
+    def parse(cls, content: bytes) -> HeartbeatRecord:
         """Read the bytes that a Heartbeat wrote."""
-        pid, main, asks, *limits = _HEAD.unpack_from(content, 0)
-        mark, where = _MARK.unpack_from(content, _MARK_AT), _PLACE.unpack_from(content, _PLACE_AT)
-        return cls(pid, main, asks, tuple(limits), *mark, *where)
+        pid, main, stack_signal, *limits = _HEAD.unpack_from(content, 0)
+        mark, position = _MARK.unpack_from(content, _MARK_AT), _POSITION.unpack_from(content, _POSITION_AT)
+        return cls(pid, main, stack_signal, tuple(limits), *mark, *position)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """How far the rank has come, to be compared between ranks."""
+    def progress(self) -> tuple[int, int]:
+        """A value to compare between ranks: the lower it is, the further behind the rank is."""
         return self.number, self.phase
 
     @property
     def where(self) -> str:
-        """Where in its training the rank is; empty where that has not begun."""
+        """The rank's position in its training, in words; empty where training has not begun."""
         return "" if self.step < 0 else f"at step {self.step} (epoch {self.epoch}, batch {self.batch})"
 
     def __str__(self) -> str:
@@ -194,24 +200,24 @@ class Beat:
         return f"in the section {SECTIONS[self.section]!r} {self.where}".rstrip()
 
 
-class BeatReader:
-    """Reads what one rank notes, once it does."""
+class HeartbeatReader:
+    """Reads the heartbeat of one rank from another process."""
 
     def __init__(self, directory: str, rank: int) -> None:
-        self._path = _beat_path(directory, rank)
+        self._path = _path(directory, rank)
         self._memory: mmap.mmap | None = None
         self._content = b""
-        self._beat: Beat | None = None
+        self._record: HeartbeatRecord | None = None
 
-    def read(self) -> Beat | None:
-        """Return what the rank noted last, the same object while that is unchanged; None before it has begun."""
+    def read(self) -> HeartbeatRecord | None:
+        """Return the latest record, the same object while it is unchanged; None before the rank's first stage."""
         if self._memory is None:
             with contextlib.suppress(OSError, ValueError), open(self._path, "rb") as file:
-                self._memory = mmap.mmap(file.fileno(), len(_UNTOUCHED), prot=mmap.PROT_READ)
+                self._memory = mmap.mmap(file.fileno(), len(_EMPTY), prot=mmap.PROT_READ)
         if self._memory is not None and (content := self._memory[:]) != self._content:
-            self._content, beat = content, Beat.of(content)
-            self._beat = beat if beat.number else None
-        return self._beat
+            self._content, record = content, HeartbeatRecord.parse(content)
+            self._record = record if record.number else None
+        return self._record
 
     @property
     def stacks(self) -> Path:
@@ -219,33 +225,36 @@ class BeatReader:
         return self._path.with_suffix(".stacks")
 
 
-def _make(path: Path) -> int:
-    """Make the memory that ``path`` stands for; return a descriptor that keeps it.
+def _create(path: Path) -> int:
+    """Create the shared memory behind ``path``; return a descriptor that keeps it alive, or -1.
 
-    Memory without a disk behind it, where the system has that: a write never waits for one, nor fails on a full one.
+    Where the system has memory files no disk lies behind it: a write never waits for one, nor fails on a full one.
     """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("phalanx-beat")
-        os.write(file, _UNTOUCHED)
+        os.write(file, _EMPTY)
         os.symlink(f"/proc/{os.getpid()}/fd/{file}", path)
         return file
-    path.write_bytes(_UNTOUCHED)
+    path.write_bytes(_EMPTY)
     return -1
 
 
-def _beat_path(directory: str, rank: int) -> Path:
+def _path(directory: str, rank: int) -> Path:
     return Path(directory) / f"rank_{rank}.beat"
 
 
-def _offer_stacks(path: Path) -> int:
-    """Have a signal write the stacks of all threads to a file, even while none of them can run Python; return it."""
+def _install_stack_handler(path: Path) -> int:
+    """Have a signal write the stacks of all threads to a file; return the signal, or 0 where none is free.
+
+    The handler is C code: it also runs while no thread can run Python.
+    """
     if not hasattr(faulthandler, "register"):
         return 0
-    for signum in _SIGNALS:
-        # One that the program itself handles is left to it.
+    for signum in _STACK_SIGNALS:
+        # A signal that the program itself handles stays the program's.
         if signal.getsignal(signum) is signal.SIG_DFL:
             with contextlib.suppress(OSError, RuntimeError, ValueError):
-                # The handler keeps the file.
+                # The handler keeps the file open.
                 faulthandler.register(signum, open(path, "ab", buffering=0), all_threads=True)  # noqa: SIM115
                 return int(signum)
     return 0

@@ -1,8 +1,9 @@
-"""The watch over a run that no supervisor of ours watches: of one process, or one that torchrun or SLURM started.
+"""In-process stall watchdog, used where phalanx did not launch the ranks: one process, torchrun, SLURM, MPI.
 
-A thread looks at what the process notes of itself, and hears of ranks that are further behind. It does not see a
-process that is stopped, and where another thread holds the interpreter's lock it waits for it. Where a script runs, the
-end is exit code 76; in a notebook, an interpreter or a test a person is told, once, and goes on.
+A thread checks this process's own heartbeat, and learns from other ranks whether one of them is further behind. It does
+not notice a process that is stopped, and cannot run while another thread holds the interpreter's lock. Where a script
+runs, a stall ends the process with exit code 76. In a notebook, an interpreter or a test the stall is reported once on
+standard error, and the process continues.
 """
 
 from __future__ import annotations
@@ -22,102 +23,101 @@ from ..core.errors import StalledError
 from ..system.entry_script import can_rerun_script
 from ..system.environment import error_dir
 from ..system.launcher_env import Placement
-from .heartbeat import LEARNED, SECTIONS, Beat, Heartbeat
-from .peer_progress import AtWork
+from .heartbeat import LEARNED, SECTIONS, Heartbeat, HeartbeatRecord
+from .peer_progress import PeerProgress
 from .stack_dump import Stacks, parse_stacks
-from .stall_detector import Stalls
+from .stall_detector import StallDetector
 
-LOOK_SECONDS = 0.25
+CHECK_SECONDS = 0.25
 _stages = itertools.count()
 
 
 @contextmanager
-def watched(heartbeat: Heartbeat, place: Placement, limits: tuple[float, ...]) -> Generator[None, None, None]:
-    """Hold a stage whose stalls are seen: by the process that started this one, or by a thread of its own."""
+def watched(heartbeat: Heartbeat, placement: Placement, limits: tuple[float, ...]) -> Generator[None, None, None]:
+    """Watch over a stage for stalls, by the supervisor where there is one, else by a thread of this process."""
     directory = error_dir()
-    shared = directory is not None and os.path.isdir(directory) and heartbeat.share(directory, place.rank)
+    shared = directory is not None and os.path.isdir(directory) and heartbeat.share(directory, placement.rank)
     heartbeat.begin(limits)
-    watch = None if shared or not any(limit < math.inf for limit in limits[1:]) else SelfWatch(heartbeat, place, limits)
-    if watch is not None:
-        watch.start()
+    has_limit = any(limit < math.inf for limit in limits[1:])
+    watchdog = InProcessWatchdog(heartbeat, placement, limits) if has_limit and not shared else None
+    if watchdog is not None:
+        watchdog.start()
     try:
         yield
     finally:
-        if watch is not None:
-            watch.stop()
+        if watchdog is not None:
+            watchdog.stop()
         heartbeat.enter(SECTIONS[0])
 
 
-class SelfWatch(threading.Thread):
-    """Looks at this process's own heartbeat until it is stopped."""
+class InProcessWatchdog(threading.Thread):
+    """Checks this process's own heartbeat until it is stopped."""
 
-    def __init__(self, heartbeat: Heartbeat, place: Placement, limits: tuple[float, ...]) -> None:
+    def __init__(self, heartbeat: Heartbeat, placement: Placement, limits: tuple[float, ...]) -> None:
         super().__init__(name="phalanx-stalls", daemon=True)
-        self._place = place
+        self._placement = placement
         self._heartbeat = heartbeat
-        shortest = min(limit for limit in (*limits[1:], math.inf) if limit != LEARNED)
-        stage = next(_stages) if place.size > 1 else 0
-        self._stalls = Stalls(self)
-        self._at_work = AtWork(
-            place.rank,
-            stage,
+        self._detector = StallDetector(self)
+        self._peers = PeerProgress(
+            placement.rank,
+            next(_stages) if placement.size > 1 else 0,
             read=heartbeat.read,
             waits=lambda: self._own_stacks().waits,
-            limit=shortest,
-            clock=lambda: self._stalls.now,
+            limit=min(limit for limit in (*limits[1:], math.inf) if limit != LEARNED),
+            clock=lambda: self._detector.now,
         )
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     def stop(self) -> None:
         """End the thread."""
-        self._over.set()
+        self._stopped.set()
         if threading.current_thread() is not self:
             self.join()
-        if self._at_work.is_alive():
-            self._at_work.stop()
+        if self._peers.is_alive():
+            self._peers.stop()
 
     def run(self) -> None:
-        """Look from time to time."""
-        if self._place.size > 1:
-            self._at_work.start()
+        """Check at intervals; after a stall was reported the thread ends."""
+        if self._placement.size > 1:
+            self._peers.start()
         try:
-            while not self._over.wait(LOOK_SECONDS):
-                if stall := self._stalls.look({self._place.rank: os.getpid()}):
-                    self._tell(stall.message)
+            while not self._stopped.wait(CHECK_SECONDS):
+                if stall := self._detector.check({self._placement.rank: os.getpid()}):
+                    self._report(stall.message)
                     return
         except BaseException:
-            # Others wait only for a rank that is watched.
-            self._at_work.say_no_more()
+            # Without this watchdog the rank must not be published as one that is at work: others would wait for ever.
+            self._peers.request_stop()
             raise
 
-    def beats(self, pids: Mapping[int, int]) -> dict[int, Beat | None]:
-        """Return what this process noted last."""
-        return {self._place.rank: self._heartbeat.read()}
+    def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]:
+        """Return this process's latest record."""
+        return {self._placement.rank: self._heartbeat.read()}
 
-    def stacks(self, pids: Mapping[int, int], beats: Mapping[int, Beat | None]) -> dict[int, Stacks]:
-        """Return what this process does."""
-        return {self._place.rank: self._own_stacks()}
+    def stacks(self, pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None]) -> dict[int, Stacks]:
+        """Return this process's stacks."""
+        return {self._placement.rank: self._own_stacks()}
 
     def another_is_behind(self) -> bool:
-        """Whether another rank has told that this one waits for it."""
-        return self._at_work.hears_of_one_behind
+        """Whether a rank with less progress has published that it is at work."""
+        return self._peers.peer_is_behind
 
     def _own_stacks(self) -> Stacks:
         text = ""
-        # There may be no room for a file.
+        # On a full disk there is no room for the file.
         with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             text = file.read().decode(errors="replace")
         return parse_stacks(text, threading.main_thread().ident or 0)
 
-    def _tell(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         stream = sys.__stderr__ or sys.stderr
-        ends = can_rerun_script() or self._place.launcher is not None
+        ends = can_rerun_script() or self._placement.launcher is not None
         with contextlib.suppress(BaseException):
-            if self._place.launcher is not None:
-                message = "\n".join(f"[rank {self._place.rank}] {line}" for line in message.splitlines())
+            if self._placement.launcher is not None:
+                message = "\n".join(f"[rank {self._placement.rank}] {line}" for line in message.splitlines())
             stream.write(message + "\n")
             stream.flush()
-        if ends and not self._over.is_set():
+        if ends and not self._stopped.is_set():
             os._exit(StalledError.exit_code)

@@ -1,7 +1,7 @@
-"""What ranks are doing: the Python stacks of all their threads, asked for by a signal.
+"""Stacks of other processes: Python's calls in all threads of a rank, requested by a signal.
 
-The stacks are written by the signal's handler, in C: also where a rank sleeps in the system, and where a thread holds
-the interpreter's lock and never gives it back. A rank that is stopped cannot answer.
+The signal's handler, written in C, writes the stacks. So they are also there for a rank that sleeps in the kernel, or
+in which a thread never releases the interpreter's lock. A stopped rank cannot answer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.package_paths import folder_of
-from .heartbeat import Beat
+from .heartbeat import HeartbeatRecord
 
-# How long ranks have for their answer, and for how long it must not have grown to be whole.
+# The time ranks have to answer; an answer is complete once its file has not grown for _QUIET_SECONDS.
 ANSWER_SECONDS = 0.6
 _QUIET_SECONDS = 0.05
 _FRAMES = 24
@@ -30,20 +30,21 @@ _STATES = {
 }
 # The innermost frames of a rank that waits for another one: collectives, the store, the shared-memory reduction.
 WAITING = ("/torch/distributed/", "/deepspeed/comm/", folder_of("distributed"))
-# What runs a rank's script lies below the user's own frames.
-_RUNNER = folder_of("launch")
 _WAITING_INNERMOST = ("/torch/autograd/graph.py",)
+# The code that runs a rank's script lies below the user's own frames, and would only push them off the screen.
+_RUNNER = folder_of("launch")
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """The stacks of a process, each with the innermost call first, and the letter of its state."""
+    """The stacks of one process, the innermost call first."""
 
     frames: tuple[str, ...] = ()
-    """Those of the main thread."""
+    """The main thread's."""
     others: tuple[tuple[str, ...], ...] = ()
     state: str = ""
+    """The letter of the process's state, see ``process_state``."""
 
     @property
     def is_stopped(self) -> bool:
@@ -52,17 +53,17 @@ class Stacks:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for another rank, as far as its stack tells."""
+        """Whether the process waits for another rank, judged by its innermost calls."""
         return _any_in(self.frames[:3], WAITING) or _any_in(self.frames[:1], _WAITING_INNERMOST)
 
     @property
-    def collects(self) -> bool:
+    def collects_garbage(self) -> bool:
         """Whether Python collects garbage, which takes a second where a core is shared, and always ends."""
         return "Garbage-collecting" in "".join(self.frames[:1])
 
     @property
     def is_debugged(self) -> bool:
-        """Whether a person looks into it."""
+        """Whether a debugger holds the process."""
         return self.state == "t" or _any_in(self.frames, _DEBUGGERS)
 
     def __str__(self) -> str:
@@ -72,29 +73,30 @@ class Stacks:
         return "\n".join(lines) if lines else f"  {_STATES.get(self.state, 'it did not answer')}"
 
     def threads(self) -> str:
-        """Return what its other threads do, the innermost calls of each."""
+        """Return the innermost calls of each thread but the main one."""
         shown = [frames[:_FRAMES_OF_OTHERS] for frames in self.others[:_OTHER_THREADS]]
         return "\n".join("\n".join(("  another thread:", *(f"  {frame}" for frame in frames))) for frames in shown)
 
 
 def read_stacks(
-    pids: Mapping[int, int], beats: Mapping[int, Beat | None], files: Mapping[int, Path]
+    pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None], files: Mapping[int, Path]
 ) -> dict[int, Stacks]:
-    """Return what each rank does, as far as it tells."""
+    """Return the stacks of each rank; a rank that does not answer in time has a state alone."""
     states = {rank: process_state(pid) for rank, pid in pids.items()}
-    asked: dict[int, tuple[Beat, int]] = {}
+    asked: dict[int, tuple[HeartbeatRecord, int]] = {}
     for rank in pids:
-        beat = beats.get(rank)
-        if beat is not None and beat.asks and states[rank] not in "TtZ":
-            asked[rank] = beat, _size(files[rank])
+        record = records.get(rank)
+        if record is not None and record.stack_signal and states[rank] not in "TtZ":
+            # Earlier answers stay in the file: what this signal adds begins at its present end.
+            asked[rank] = record, _size(files[rank])
             with contextlib.suppress(OSError):
-                os.kill(beat.pid, beat.asks)
+                os.kill(record.pid, record.stack_signal)
     _wait_for_answers({files[rank]: before for rank, (_, before) in asked.items()})
     found = {rank: Stacks(state=state) for rank, state in states.items()}
-    for rank, (beat, before) in asked.items():
+    for rank, (record, before) in asked.items():
         with contextlib.suppress(OSError):
             text = files[rank].read_bytes()[before:].decode(errors="replace")
-            found[rank] = parse_stacks(text, beat.main_thread, states[rank])
+            found[rank] = parse_stacks(text, record.main_thread, states[rank])
     return found
 
 
@@ -117,12 +119,11 @@ def _size(path: Path) -> int:
 
 
 def parse_stacks(text: str, main_thread: int, state: str = "") -> Stacks:
-    """Read what Python's ``faulthandler`` has written of all threads."""
+    """Parse the output of Python's ``faulthandler`` for all threads."""
     main: tuple[str, ...] = ()
     others = []
     for block in text.split("hread 0x")[1:]:
         head, *lines = block.splitlines()
-        # What a rank's script is run by is nobody's doing.
         frames = tuple(line for line in lines if line.startswith("  ") and _RUNNER not in line)
         if int(head.split()[0], 16) == main_thread:
             main = frames
@@ -132,7 +133,7 @@ def parse_stacks(text: str, main_thread: int, state: str = "") -> Stacks:
 
 
 def process_state(pid: int) -> str:
-    """Return the letter of a process's state, such as R, S, D or T; empty where the system tells none."""
+    """Return the letter of a process's state, such as R, S, D or T; empty where the system does not report one."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -140,7 +141,7 @@ def process_state(pid: int) -> str:
 
 
 def work_seconds(pid: int) -> float:
-    """Return how long a process's main thread has computed, or has waited for a core; 0 where the system tells not."""
+    """Return how long a process's main thread has computed or waited for a core; 0 where the system does not say."""
     try:
         computed, waited = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[:2]
     except (OSError, ValueError):

@@ -16,7 +16,6 @@ LONG_FILES = {
     "framework.distributed.world": "file",
     "framework.fabric.checkpoints": "file",
     "framework.fabric.state": "file",
-    "framework.launch.supervisor": "file",
     "framework.loop.automatic_step": "file",
     "framework.loop.fit_loop": "file",
     "framework.metrics.metric_log": "file",
@@ -26,7 +25,6 @@ LONG_FILES = {
     "framework.trainer.assembly": "file",
     "framework.trainer.trainer": "file",
     "framework.trainer.trainer_view": "file",
-    "framework.watchdog.stall_detector": "file",
     "strategies.deepspeed.arguments": "file",
     "strategies.deepspeed.strategy": "file",
     "strategies.fsdp.model": "file",
@@ -50,7 +48,6 @@ BRANCHING_FUNCTIONS = {
     "framework.core.optimizer_config": "_resolved",
     "framework.distributed.gather": "gather_rows",
     "framework.fabric.state": "snapshot_of",
-    "framework.launch.supervisor": "Supervisor._verdict",
     "framework.loop.automatic_step": "AutomaticStep.__call__",
     "framework.loop.fit_loop": "FitLoop._batches",
     "framework.metrics.metric_log": "MetricLog.log",
@@ -59,7 +56,6 @@ BRANCHING_FUNCTIONS = {
     "framework.state.state_matching": "match_optimizer",
     "framework.trainer.plugins": "resolve_callbacks",
     "framework.trainer.settings": "resolve_settings",
-    "framework.watchdog.stall_detector": "Stalls._guilty Stalls.look",
 }
 
 # ``Strategy`` with more than 20 public methods, ``Traits`` with more than 8 fields.

@@ -1,4 +1,4 @@
-"""``debug="collectives"``: ranks whose collectives differ are told the first difference, and do not hang."""
+"""``debug="collectives"``: the first difference between the ranks' collectives is an error on all, and none hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT = 2
 
 
 class Differing(Regressor):
-    """Does on rank 1 what rank 0 does not, in one batch."""
+    """Calls another collective on rank 1 than on rank 0, in one batch."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_the_first_difference_is_named_on_all_ranks(how: str) -> None:
         assert f":{line_of('dist.all_reduce(mine)', 3)})" in first
 
 
-def test_a_rank_that_leaves_is_told_of_by_those_that_wait() -> None:
+def test_a_rank_that_fails_is_named_by_those_that_wait() -> None:
     waiting, gone = run_on_ranks(2, differs, "gone", "ddp")
     assert gone == "ValueError planted"
     assert "rank 1 has left the fit with ValueError: planted" in waiting
@@ -109,7 +109,7 @@ def agrees(strategy: str, debug: str | None) -> Tensor:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
-def test_ranks_that_agree_train_as_ever(strategy: str) -> None:
+def test_the_trace_does_not_change_training(strategy: str) -> None:
     plain, watched = (run_on_ranks(2, agrees, strategy, debug) for debug in (None, "collectives"))
     for one, other in zip(plain, watched, strict=True):
         assert torch.equal(one, other)
@@ -119,6 +119,6 @@ def test_one_process_has_nothing_to_compare() -> None:
     silent_trainer(devices=1, max_epochs=1, debug="collectives").fit(Regressor(), loader(8))
 
 
-def test_a_wrong_name_is_refused() -> None:
+def test_an_unknown_debug_mode_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'collectives'"):
         silent_trainer(debug="colectives")

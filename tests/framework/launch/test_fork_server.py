@@ -1,4 +1,4 @@
-"""Ranks of a script are forked from a process that has imported torch once, and are as if they had been started."""
+"""Ranks of a script are forked from a process that has imported torch once, and behave as if started on their own."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def servers(session: int) -> list[int]:
     return [pid for pid in session_pids(session) if Path(f"/proc/{pid}/comm").read_bytes().strip() == NAME]
 
 
-def test_a_rank_is_what_a_process_of_its_own_would_be(tmp_path: Path) -> None:
+def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("used = []")
     (tmp_path / "chatty.py").write_text("print('hello')")
-    # What a link leads to lends ranks no modules.
+    # The folder that a link points to is not searched for modules.
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "phalanx").symlink_to(Path(phalanx.__file__).resolve().parent)
@@ -53,11 +53,11 @@ def test_a_rank_is_what_a_process_of_its_own_would_be(tmp_path: Path) -> None:
         + "    launch(libraries=['torch._dynamo', 'chatty'])\n"
         + "    here = sys.modules['__main__']\n"
         + "    with multiprocessing.get_context('spawn').Pool(1) as pool: four = pool.map(double, [2])[0]\n"
-        + "    print('told', len(helper.used), os.path.basename(here.__file__), here.__spec__, here.double is double,\n"
+        + "    print('seen', len(helper.used), os.path.basename(here.__file__), here.__spec__, here.double is double,\n"
         + "          four, sys.argv[0] == here.__file__, sys.path[0] == sys.argv[1], sys.path.count('/nowhere'),\n"
         + "          any(path.endswith('framework') for path in sys.path), 'torch._dynamo' in sys.modules,\n"
         + "          sys.stdin.read() == '', open('/proc/self/comm').read().startswith('python'), flush=True)\n"
-        # A library that looks at its rank as it is imported; and generators that nobody has seeded.
+        # A library that reads its rank while it is imported; and generators without a seed.
         + "    from torchmetrics.utilities.prints import rank_zero_only\n"
         + "    world = World.from_environment('cpu')\n"
         + "    drawn = world.all_gather_object((rank_zero_only.rank, random.random(), numpy.random.random()))\n"
@@ -66,7 +66,7 @@ def test_a_rank_is_what_a_process_of_its_own_would_be(tmp_path: Path) -> None:
     )
     environment = {"PYTHONPATH": str(linked), "PYTHONUNBUFFERED": ""}
     done = run_command([sys.executable, str(script), str(tmp_path)], tmp_path, env=environment)
-    expected = "told 1 script.py None True 4 True True 1 False True True True"
+    expected = "seen 1 script.py None True 4 True True 1 False True True True"
     assert sorted(done.stdout.splitlines()) == ["[0, 1] 4", f"[rank 1] {expected}", "hello", expected], done.stdout
 
 
@@ -77,8 +77,8 @@ def test_a_script_of_byte_code_runs(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[rank 1] began", "began"]
 
 
-def test_an_error_is_told_without_the_lines_of_what_ran_the_script() -> None:
-    # What the script has set for itself does not disturb the start either.
+def test_a_traceback_has_no_frames_of_the_fork_server() -> None:
+    # Settings of the script do not disturb the start either.
     own = "import signal, socket\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nsocket.setdefaulttimeout(0.01)\n"
     done = run_script(own + HEAD + "launch()\nsys.excepthook = sys.__excepthook__\nraise KeyError('the cause')\n")
     assert "KeyError: 'the cause'" in done.stdout
@@ -97,7 +97,7 @@ def test_a_rank_that_is_interrupted_dies_of_the_signal() -> None:
     assert done.returncode == 128 + signal.SIGINT
 
 
-def test_ranks_start_where_the_server_dies_of_what_it_imports(tmp_path: Path) -> None:
+def test_ranks_start_though_an_import_ends_the_server(tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text("import os\nos._exit(3)")
     script = tmp_path / "script.py"
     script.write_text(
@@ -108,7 +108,7 @@ def test_ranks_start_where_the_server_dies_of_what_it_imports(tmp_path: Path) ->
     assert done.returncode == 0
 
 
-def test_a_server_that_was_killed_is_replaced_for_the_next_attempt(tmp_path: Path) -> None:
+def test_a_killed_server_is_replaced_for_the_next_attempt(tmp_path: Path) -> None:
     source = HEAD + (
         "launch(restarts=1)\n"
         "from phalanx.framework.system.environment import attempt\n"
@@ -120,7 +120,7 @@ def test_a_server_that_was_killed_is_replaced_for_the_next_attempt(tmp_path: Pat
         while "attempt 0" not in process.stdout.readline():
             pass
         wait_until(lambda: len(session_pids(process.pid)) == 4)
-        # A rank is called what the server is until it has begun.
+        # A rank has the name of the server until it has begun.
         wait_until(lambda: len(servers(process.pid)) == 1)
         (server,) = servers(process.pid)
         os.kill(server, signal.SIGKILL)
@@ -135,7 +135,7 @@ def test_a_server_that_was_killed_is_replaced_for_the_next_attempt(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_signal_as_the_server_imports_ends_all(tmp_path: Path, signum: int, code: int) -> None:
+def test_a_signal_during_the_imports_of_the_server_ends_all(tmp_path: Path, signum: int, code: int) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(f"open({str(tmp_path / 'begun')!r}, 'w').close()\nimport time\ntime.sleep(3600)")
     source = f"import sys\nsys.path.append({str(tmp_path)!r})\n" + HEAD + "launch(libraries=['slow'])\n"
@@ -147,8 +147,8 @@ def test_a_signal_as_the_server_imports_ends_all(tmp_path: Path, signum: int, co
         wait_until(lambda: not session_pids(process.pid))
 
 
-def test_a_server_that_cannot_fork_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Stands for a build with CUDA, which notes in a forked process that somebody has looked at a device.
+def test_a_server_that_cannot_fork_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Like a build with CUDA, which records in a forked process that a device was initialized.
     (tmp_path / "looks.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True")
     monkeypatch.syspath_prepend(str(tmp_path))
     script = Script([sys.executable], str(Path(__file__)), False, [])

@@ -20,9 +20,9 @@ from ranks import run_command, run_script, session_pids, started_script, wait_un
 
 from phalanx.framework.core.errors import ConfigurationError, RankError
 from phalanx.framework.distributed.world import World
-from phalanx.framework.launch.exit_hooks import _end_workers
+from phalanx.framework.launch.exit_hooks import _kill_workers
 from phalanx.framework.launch.fork_launcher import launch_function
-from phalanx.framework.launch.launch_context import _remove_leftovers
+from phalanx.framework.launch.launch_context import _remove_stale
 from phalanx.framework.launch.script_launcher import launch_script
 from phalanx.framework.system.atomic_files import lock
 from phalanx.framework.system.entry_script import _interpreter_flags, can_rerun_script
@@ -116,7 +116,7 @@ def test_ranks_that_are_preempted_end_by_themselves_with_their_message() -> None
     assert done.returncode == 75
 
 
-def test_what_a_failed_rank_started_ends_too() -> None:
+def test_processes_of_a_failed_rank_are_killed() -> None:
     source = MEET + (
         "import subprocess\n"
         "print('helper', subprocess.Popen(['sleep', '3600']).pid, flush=True)\n"
@@ -202,7 +202,7 @@ def test_under_another_launcher_a_rank_prints_its_own_traceback_and_keeps_its_co
     assert done.returncode == 78
 
 
-def test_the_exit_code_is_the_same_where_nobody_reads_what_is_printed(tmp_path: Path) -> None:
+def test_the_exit_code_is_the_same_where_the_output_is_not_read(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(MEET + "raise ConfigurationError('no such thing')\n")
     reading, writing = os.pipe()
@@ -217,7 +217,7 @@ def test_the_exit_code_is_the_same_where_nobody_reads_what_is_printed(tmp_path: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_has_no_room_to_leave_its_traceback_shows_it(rank: int) -> None:
+def test_a_rank_prints_its_traceback_where_the_disk_is_full(rank: int) -> None:
     # As on a full disk: the name of its draft is taken.
     in_the_way = f"os.mkdir(os.path.join(os.environ[{ERROR_DIR!r}], 'rank_{rank}.draft'))"
     done = run_script(MEET + f"if place.rank == {rank}:\n    {in_the_way}\n    raise ValueError('planted')\n" + TRAIN)
@@ -268,7 +268,7 @@ def test_a_process_that_fails_does_not_wait_for_a_loaders_workers() -> None:
         children[-1].start()
         assert told.wait(30)
     try:
-        _end_workers()
+        _kill_workers()
         children[0].join(30)
         assert children[0].exitcode == -signal.SIGKILL
         # One that is no daemon is the user's own to end.
@@ -295,7 +295,7 @@ def test_a_script_can_be_run_again(main_module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("file", [None, "/no/such/script.py", "<stdin>"])
-def test_without_a_file_there_is_no_script(main_module: ModuleType, file: str | None) -> None:
+def test_without_a_file_there_is_nothing_to_run_again(main_module: ModuleType, file: str | None) -> None:
     if file is not None:
         main_module.__file__ = file
     assert not can_rerun_script()
@@ -303,13 +303,13 @@ def test_without_a_file_there_is_no_script(main_module: ModuleType, file: str | 
         launch_script(2)
 
 
-def test_an_interpreter_that_is_open_is_no_script(main_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_session_cannot_be_run_again(main_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     main_module.__file__ = __file__
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     assert not can_rerun_script()
 
 
-def test_a_test_runner_is_no_script() -> None:
+def test_a_test_runner_is_not_run_again() -> None:
     assert not can_rerun_script()
 
 
@@ -326,7 +326,7 @@ def test_a_test_runner_is_no_script() -> None:
         ([], []),
     ],
 )
-def test_the_interpreters_own_options_are_told_from_the_rest(arguments: list[str], flags: list[str]) -> None:
+def test_the_options_of_the_interpreter_are_found(arguments: list[str], flags: list[str]) -> None:
     assert _interpreter_flags(["python", *arguments]) == flags
 
 
@@ -416,7 +416,7 @@ def read_until(process: subprocess.Popen[str], text: str, times: int) -> None:
         seen += line
 
 
-def test_what_a_killed_supervisor_left_goes_at_the_next_launch(tmp_path: Path) -> None:
+def test_the_directory_of_a_killed_supervisor_is_removed_at_the_next_launch(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     left = tmp_path / f"phalanx-{gone.pid}-abc"
@@ -429,7 +429,7 @@ def test_what_a_killed_supervisor_left_goes_at_the_next_launch(tmp_path: Path) -
     handle = os.open(held, os.O_RDONLY)
     try:
         assert lock(handle)
-        _remove_leftovers(tmp_path)
+        _remove_stale(tmp_path)
         assert sorted(tmp_path.iterdir()) == sorted([mine, other, held])
     finally:
         os.close(handle)

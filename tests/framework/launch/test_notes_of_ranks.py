@@ -49,7 +49,7 @@ def logged(names: str) -> list[str]:
     return [note for note in notes if "phalanx" not in note and "trained" not in note]
 
 
-def test_names_that_differ_are_told_before_the_epoch_ends() -> None:
+def test_different_names_of_metrics_are_reported_before_the_epoch_ends() -> None:
     notes, others = run_on_ranks(2, logged, "typo")
     assert notes == others
     told, end = notes
@@ -58,7 +58,7 @@ def test_names_that_differ_are_told_before_the_epoch_ends() -> None:
     assert end == "MetricError"
 
 
-def test_names_that_come_a_step_later_are_no_difference() -> None:
+def test_names_that_follow_a_step_later_are_not_reported() -> None:
     assert run_on_ranks(2, logged, "late") == [[], []]
 
 
@@ -93,7 +93,7 @@ def slept() -> list[str]:
     return [note for note in notes if "holds up" in note]
 
 
-def test_a_slow_rank_is_told_once_with_its_ratio() -> None:
+def test_a_slow_rank_is_reported_once_with_its_ratio() -> None:
     notes, others = run_on_ranks(2, slept)
     assert len(notes) == 1
     assert notes == others
@@ -130,7 +130,7 @@ def test_a_spike_is_seen_and_noise_and_trends_are_not() -> None:
     assert judged([8.0, *falling[:WARM_UP]]) == []
 
 
-def test_a_level_that_stays_is_told_once_or_twice_and_then_taken_for_normal() -> None:
+def test_a_new_level_is_reported_once_or_twice_and_then_is_normal() -> None:
     draw = random.Random(0)
     losses = [(1.0 if step < 500 else 5.0) + draw.gauss(0.0, 0.1) for step in range(3000)]
     told = judged(losses)

@@ -1,4 +1,4 @@
-"""What ranks print: the screen is rank 0's, the rest is in files, and a failure is told in few lines."""
+"""Output of ranks: rank 0's on the screen, all of it in files, and a failure in a few lines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def files(root: Path) -> list[str]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("what", ["crash", "bug"])
-def test_the_screen_shows_rank_0_and_what_went_wrong(tmp_path: Path, what: str) -> None:
+def test_the_screen_shows_rank_0_and_the_failure(tmp_path: Path, what: str) -> None:
     done = run_script(SCRIPT, str(tmp_path), what, "0", timeout=150.0)
     lines = done.stdout.splitlines()
     assert "hello of 0" in lines
@@ -79,11 +79,11 @@ def test_the_screen_shows_rank_0_and_what_went_wrong(tmp_path: Path, what: str) 
     assert first.startswith("--- attempt 1, begun ")
     assert "hello of 0" in first
     assert "hello of 1\nfrom C 1\n" in second
-    assert sum(line.startswith("phalanx: what the ranks printed is in ") for line in lines) == 1
+    assert sum(line.startswith("phalanx: the output of all ranks is in ") for line in lines) == 1
     (report,) = tmp_path.rglob("report.json")
-    told = json.loads(report.read_text())
-    assert told["exit_code"] == done.returncode
-    assert told["stopped"].splitlines()[-1] == lines[-1]
+    shown = json.loads(report.read_text())
+    assert shown["exit_code"] == done.returncode
+    assert shown["stopped"].splitlines()[-1] == lines[-1]
     if what == "crash":
         assert done.returncode == 128 + signal.SIGSEGV
         assert lines[-1].startswith("rank 1 (pid ")
@@ -97,15 +97,15 @@ def test_the_screen_shows_rank_0_and_what_went_wrong(tmp_path: Path, what: str) 
     assert lines[place - 1].strip().startswith('File "')
     assert "in training_step" in lines[place - 1]
     assert "mat1 and mat2 shapes cannot be multiplied" in lines[-1]
-    # All of it is in the file.
+    # The full traceback is in the file.
     assert "framework/loop/fit_loop.py" in second
     assert "framework/loop/fit_loop.py" not in done.stdout
 
 
 @pytest.mark.timeout(240)
-def test_workers_go_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with started_script(SCRIPT, str(tmp_path), "long", "2", env={"TMPDIR": str(tmp_path)}) as process:
-        # Each worker has given a batch: it knows by then what it goes with.
+        # Each worker has returned a batch, so it is set to end with its rank.
         wait_until(
             lambda: (
                 sum("hello of" in path.read_text() for path in tmp_path.glob("phalanx_logs/*/ranks/rank_*.log")) == 2
@@ -131,7 +131,7 @@ def pump(directory: Path | None, commands: list[str], find: Callable[[], Path | 
     return output
 
 
-def test_output_is_kept_from_the_start_though_the_directory_comes_later(tmp_path: Path) -> None:
+def test_output_before_the_directory_exists_is_in_the_file(tmp_path: Path) -> None:
     later = tmp_path / "run"
     find = iter([None, None])
     output = pump(
@@ -145,14 +145,14 @@ def test_output_is_kept_from_the_start_though_the_directory_comes_later(tmp_path
     assert (later / "ranks" / "rank_1.log").read_text() == "--- a start\none\ntwo\n--- a start\nthree\n"
 
 
-def test_without_a_directory_the_end_is_known_and_nothing_is_written(tmp_path: Path) -> None:
+def test_without_a_directory_only_the_last_lines_are_held(tmp_path: Path) -> None:
     output = pump(None, ["true", "seq 5000"])
     assert output.tail(1, 2) == ["4999", "5000"]
     assert output.folder is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_rank_left_running_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_process_that_a_rank_left_running_is_not_waited_for(tmp_path: Path) -> None:
     output = pump(tmp_path, ["true", "echo done; sleep 30 & echo $! > pid"])
     assert output.tail(1, 5) == ["done"]
     left = Path("pid")
@@ -160,7 +160,7 @@ def test_what_a_rank_left_running_does_not_hold_up_the_end(tmp_path: Path) -> No
     left.unlink()
 
 
-def test_a_terminal_stays_one_for_rank_0() -> None:
+def test_rank_0_has_a_terminal_where_there_is_one() -> None:
     source = (
         "import sys, os\n"
         "from phalanx.framework.launch.rank_output import RankOutput\n"
@@ -224,7 +224,7 @@ def test_a_brief_traceback_has_the_users_line_near_its_end(function: Callable[[]
     assert any(wanted in line for line in lines[-15:])
 
 
-def test_what_is_refused_is_told_with_the_users_lines_alone() -> None:
+def test_a_refused_setting_is_shown_with_the_users_lines_alone() -> None:
     def refused() -> None:
         Trainer(accelerator="cpu", strategy="zerro2")  # the planted line
 
@@ -235,7 +235,7 @@ def test_what_is_refused_is_told_with_the_users_lines_alone() -> None:
     assert not any("framework/" in line.replace(__file__, "") for line in lines)
 
 
-def test_a_script_that_is_refused_shows_its_own_line_and_the_sentence(tmp_path: Path) -> None:
+def test_a_refused_script_shows_its_own_line_and_the_message(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from phalanx import Trainer\nTrainer(accelerator='cpu', max_epochs='many')\n")
     done = run_script(script)
@@ -250,7 +250,7 @@ def test_a_script_that_is_refused_shows_its_own_line_and_the_sentence(tmp_path: 
     assert len(lines) == 4
 
 
-def test_a_chain_of_errors_is_cut_in_its_middle() -> None:
+def test_the_middle_of_a_chain_of_errors_is_left_out() -> None:
     def chain() -> None:
         error: Exception | None = None
         for number in range(30):
@@ -266,7 +266,7 @@ def test_a_chain_of_errors_is_cut_in_its_middle() -> None:
     assert lines[-1] == "ValueError: 29"
 
 
-def test_a_screen_that_nobody_reads_for_a_while_is_known_to_hold_ranks_up() -> None:
+def test_a_screen_that_is_not_read_is_noticed() -> None:
     source = (
         "import os, subprocess, sys, threading, time\n"
         "from phalanx.framework.launch.rank_output import RankOutput\n"

@@ -12,7 +12,7 @@ from restart_run import train
 from small_fits import Tiny, loader, quiet_trainer
 
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.launch.restart_policy import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Restarts
+from phalanx.framework.launch.restart_policy import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RestartPolicy
 from phalanx.framework.system.launcher_env import ATTEMPT, ERROR_DIR
 
 SCRIPT = TESTS / "restart_run.py"
@@ -25,7 +25,7 @@ def run(root: Path, strategy: str, ranks: int, moments: str) -> tuple[int, list[
 
 
 @pytest.mark.timeout(240)
-def test_a_run_whose_ranks_fail_ends_as_one_that_nobody_disturbed(tmp_path: Path) -> None:
+def test_a_restarted_run_equals_an_undisturbed_one(tmp_path: Path) -> None:
     ended, _ = run_on_ranks(2, train, tmp_path / "whole", "ddp", 2, [])
     # The first failure is before anything was saved, beside the checkpoints of another run of the same name.
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
@@ -39,7 +39,7 @@ def test_a_run_whose_ranks_fail_ends_as_one_that_nobody_disturbed(tmp_path: Path
 
 
 @pytest.mark.timeout(240)
-def test_one_rank_is_started_again_too_until_a_step_fails_twice_in_a_row(tmp_path: Path) -> None:
+def test_one_rank_is_restarted_until_a_step_fails_twice_in_a_row(tmp_path: Path) -> None:
     code, printed = run(tmp_path, "single", 1, "raise-9*")
     assert code == 1
     assert printed[-1] == "ZeroDivisionError: raise-9"
@@ -47,35 +47,35 @@ def test_one_rank_is_started_again_too_until_a_step_fails_twice_in_a_row(tmp_pat
     assert sum("started again in" in line for line in printed) == 1
 
 
-def test_the_wait_grows_while_nothing_gets_further_and_falls_back_when_it_does() -> None:
-    restarts = Restarts(10)
-    assert restarts.after(137, 5) == FIRST_WAIT_SECONDS
-    assert restarts.after(1, 3) == 2 * FIRST_WAIT_SECONDS
-    assert restarts.after(1, None) == 4 * FIRST_WAIT_SECONDS
-    assert restarts.after(74, 4) == FIRST_WAIT_SECONDS
-    assert restarts.after(76, 9) == FIRST_WAIT_SECONDS
-    many = Restarts(100)
-    waits = [many.after(137, step) for step in range(40, 0, -1)]
+def test_the_wait_grows_until_an_attempt_gets_further() -> None:
+    restarts = RestartPolicy(10)
+    assert restarts.wait_before_restart(137, 5) == FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(1, 3) == 2 * FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(1, None) == 4 * FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(74, 4) == FIRST_WAIT_SECONDS
+    assert restarts.wait_before_restart(76, 9) == FIRST_WAIT_SECONDS
+    many = RestartPolicy(100)
+    waits = [many.wait_before_restart(137, step) for step in range(40, 0, -1)]
     assert waits[-1] == LONGEST_WAIT_SECONDS
 
 
 @pytest.mark.parametrize("code", [0, 65, 75, 78, 130])
-def test_what_starting_again_would_not_change_is_final(code: int) -> None:
-    restarts = Restarts(3)
-    assert restarts.after(code, 4) is None
+def test_exit_codes_that_a_restart_would_not_change_are_final(code: int) -> None:
+    restarts = RestartPolicy(3)
+    assert restarts.wait_before_restart(code, 4) is None
     assert restarts.refusal == ""
 
 
-def test_restarts_end_with_their_number_and_with_a_start_that_fails_twice() -> None:
-    used_up = Restarts(1)
-    assert used_up.after(1, 3) is not None
-    assert used_up.after(1, 8) is None
+def test_restarts_are_limited_and_end_with_a_start_that_fails_twice() -> None:
+    used_up = RestartPolicy(1)
+    assert used_up.wait_before_restart(1, 3) is not None
+    assert used_up.wait_before_restart(1, 8) is None
     assert "max_restarts=1 are used up" in used_up.refusal
-    starting = Restarts(9)
-    assert starting.after(137, None) is not None
-    assert starting.after(137, None) is None
+    starting = RestartPolicy(9)
+    assert starting.wait_before_restart(137, None) is not None
+    assert starting.wait_before_restart(137, None) is None
     assert "their start failed twice in a row" in starting.refusal
-    assert Restarts(0).after(1, 3) is None
+    assert RestartPolicy(0).wait_before_restart(1, 3) is None
 
 
 class Ranks:
@@ -122,7 +122,7 @@ def fit(root: Path, steps: int, given: str | None = None, saver: ModelCheckpoint
     return len(computed), trainer.directory.version, origin[0]
 
 
-def test_each_fit_of_a_script_goes_on_where_the_same_fit_stood(tmp_path: Path, ranks: Ranks) -> None:
+def test_each_fit_of_a_script_continues_the_same_fit_of_the_last_attempt(tmp_path: Path, ranks: Ranks) -> None:
     """And not in the newest directory, which belongs to the script's other fit, nor in that of an older run."""
     fit(tmp_path, 4)
     ranks.begin()
@@ -138,7 +138,7 @@ def test_each_fit_of_a_script_goes_on_where_the_same_fit_stood(tmp_path: Path, r
     assert fit(tmp_path, 4)[:2] == (0, 1)
 
 
-def test_a_checkpoint_that_was_being_replaced_is_put_back(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_checkpoint_that_was_being_replaced_is_restored(tmp_path: Path, ranks: Ranks) -> None:
     ranks.begin()
     fit(tmp_path, 2, saver=ModelCheckpoint(save_top_k=0, save_last=True, every_n_train_steps=1))
     (last,) = (tmp_path / "phalanx_logs" / "version_0").rglob("last.ckpt")
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_was_being_replaced_is_put_back(tmp_path: Path, ranks:
     assert fit(tmp_path, 3) == (1, 0, str(last))
 
 
-def test_what_was_asked_for_holds_until_something_was_saved(tmp_path: Path, ranks: Ranks) -> None:
+def test_ckpt_path_holds_until_a_checkpoint_was_saved(tmp_path: Path, ranks: Ranks) -> None:
     fit(tmp_path, 2)
     (first,) = (tmp_path / "phalanx_logs" / "version_0").rglob("last.ckpt")
     ranks.begin()

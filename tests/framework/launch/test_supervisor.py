@@ -1,4 +1,4 @@
-"""Who is at fault, from how the ranks ended: ranks here are shells, which start in no time."""
+"""The rank at fault, from how the ranks ended: ranks here are shells, which start in no time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted, RankError
-from phalanx.framework.launch.supervisor import PREEMPT_SECONDS, Supervisor, Verdict
-from phalanx.framework.system.failure_records import (
-    Failure,
-    exit_code_of,
-    forget_trouble,
-    read_failure,
-    record_failure,
-    record_leaving,
-    record_meeting,
-    record_trouble,
-)
-from phalanx.framework.watchdog.heartbeat import SECTIONS, Beat, resolve_stall_timeout
-from phalanx.framework.watchdog.stall_detector import StartedRanks
+from phalanx.framework.launch.supervisor import PREEMPT_SECONDS, Supervisor
+from phalanx.framework.launch.verdict import Verdict
+from phalanx.framework.system.failure_records import Failure, RankRecords, exit_code_of
+from phalanx.framework.watchdog.heartbeat import SECTIONS, HeartbeatRecord, resolve_stall_timeout
+from phalanx.framework.watchdog.stall_detector import SupervisedRanks
 
 SLEEP = "sleep 3600"
 
@@ -39,38 +31,38 @@ def watch(directory: Path, *commands: str) -> Verdict:
     return verdict
 
 
-def noting(monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+def in_section(monkeypatch: pytest.MonkeyPatch, section: str) -> None:
     """Have all ranks be in a section."""
-    beat = Beat(0, 0, 0, resolve_stall_timeout(None), 1, SECTIONS.index(section), 0, 3, 0, 3)
-    monkeypatch.setattr(StartedRanks, "beats", lambda _, pids: dict.fromkeys(pids, beat))
+    record = HeartbeatRecord(0, 0, 0, resolve_stall_timeout(None), 1, SECTIONS.index(section), 0, 3, 0, 3)
+    monkeypatch.setattr(SupervisedRanks, "records", lambda _, pids: dict.fromkeys(pids, record))
 
 
 def recorded(directory: Path, rank: int, error: BaseException) -> None:
     try:
         raise error
     except BaseException as raised:
-        record_failure(str(directory), Failure.of(rank, raised))
+        RankRecords(str(directory)).record_failure(Failure.of(rank, raised))
 
 
-def test_ranks_that_end_well_are_waited_for(tmp_path: Path) -> None:
+def test_ranks_that_succeed_are_waited_for(tmp_path: Path) -> None:
     assert watch(tmp_path, "true", "sleep 0.3") == Verdict(0, "", failed=False)
 
 
-def test_the_rank_with_the_bad_exit_is_named_and_the_others_end(tmp_path: Path) -> None:
+def test_a_rank_with_a_bad_exit_code_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
     verdict = watch(tmp_path, SLEEP, "sh -c 'exit 9'")
     assert verdict.exit_code == 9
     assert verdict.message.startswith("rank 1 (pid ")
     assert verdict.message.endswith("ended with exit code 9")
 
 
-def test_a_crash_beats_the_tracebacks_of_those_who_saw_it(tmp_path: Path) -> None:
+def test_a_crash_takes_precedence_over_tracebacks_of_other_ranks(tmp_path: Path) -> None:
     recorded(tmp_path, 0, RuntimeError("connection reset"))
     verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'kill -SEGV $$'")
     assert verdict.exit_code == 128 + signal.SIGSEGV
     assert verdict.message.endswith("was killed by SIGSEGV")
 
 
-def test_a_signal_that_no_name_is_known_for_still_makes_a_sentence(tmp_path: Path) -> None:
+def test_a_signal_without_a_name_is_shown_by_number(tmp_path: Path) -> None:
     verdict = watch(tmp_path, "sh -c 'kill -40 $$'", SLEEP)
     assert verdict.exit_code == 168
     assert verdict.message.endswith("was killed by signal 40")
@@ -86,15 +78,15 @@ def test_the_earliest_failure_is_the_one_at_fault(tmp_path: Path) -> None:
     assert "connection reset" not in verdict.message
 
 
-def test_a_recorded_failure_ends_all_even_if_its_rank_hangs_in_an_exit_handler(tmp_path: Path) -> None:
+def test_a_recorded_error_ends_all_even_if_its_rank_hangs_in_an_exit_handler(tmp_path: Path) -> None:
     recorded(tmp_path, 1, ValueError("the cause"))
     verdict = watch(tmp_path, SLEEP, SLEEP)
     assert verdict.exit_code == 1
     assert verdict.message.endswith("ValueError: the cause")
 
 
-def test_a_rank_that_left_first_is_at_fault_though_another_recorded_what_followed(tmp_path: Path) -> None:
-    record_leaving(str(tmp_path), 1)
+def test_a_rank_that_left_first_is_at_fault_though_another_recorded_an_error(tmp_path: Path) -> None:
+    RankRecords(str(tmp_path)).record_leaving(1)
     time.sleep(0.001)
     recorded(tmp_path, 0, RuntimeError("connection reset"))
     verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'sleep 0.1; exit 4'")
@@ -103,7 +95,7 @@ def test_a_rank_that_left_first_is_at_fault_though_another_recorded_what_followe
 
 
 def test_a_rank_that_left_first_and_never_ends_is_still_at_fault(tmp_path: Path) -> None:
-    record_leaving(str(tmp_path), 1)
+    RankRecords(str(tmp_path)).record_leaving(1)
     time.sleep(0.001)
     recorded(tmp_path, 0, RuntimeError("connection reset"))
     verdict = watch(tmp_path, "sh -c 'exit 1'", SLEEP)
@@ -114,70 +106,70 @@ def test_a_rank_that_left_first_and_never_ends_is_still_at_fault(tmp_path: Path)
 def test_a_rank_that_left_because_of_a_failure_is_not_at_fault(tmp_path: Path) -> None:
     recorded(tmp_path, 0, ValueError("the cause"))
     time.sleep(0.001)
-    record_leaving(str(tmp_path), 1)
+    RankRecords(str(tmp_path)).record_leaving(1)
     verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'exit 1'")
     assert verdict.message.endswith("ValueError: the cause")
 
 
-def in_trouble(directory: Path, rank: int, error: BaseException) -> None:
+def with_pending_error(directory: Path, rank: int, error: BaseException) -> None:
     try:
         raise error
     except BaseException as raised:
-        record_trouble(str(directory), Failure.of(rank, raised))
+        RankRecords(str(directory)).record_pending_error(rank, raised)
     time.sleep(0.001)
 
 
 @pytest.mark.parametrize("ending", ["sh -c 'exit 1'", SLEEP], ids=["ends", "has to be killed"])
-def test_a_rank_on_its_way_out_is_at_fault_though_another_that_saw_it_was_faster(tmp_path: Path, ending: str) -> None:
-    in_trouble(tmp_path, 1, ValueError("the cause"))
+def test_a_rank_with_a_pending_error_is_at_fault_though_another_exited_first(tmp_path: Path, ending: str) -> None:
+    with_pending_error(tmp_path, 1, ValueError("the cause"))
     recorded(tmp_path, 0, RuntimeError("connection reset"))
     verdict = watch(tmp_path, "sh -c 'exit 1'", ending)
     assert verdict.exit_code == 1
     assert verdict.message.endswith("ValueError: the cause")
 
 
-def test_the_time_that_counts_is_when_an_error_was_met(tmp_path: Path) -> None:
-    in_trouble(tmp_path, 1, ValueError("the cause"))
+def test_an_error_counts_from_when_it_was_raised(tmp_path: Path) -> None:
+    with_pending_error(tmp_path, 1, ValueError("the cause"))
     recorded(tmp_path, 0, RuntimeError("connection reset"))
     time.sleep(0.001)
     recorded(tmp_path, 1, ValueError("the cause"))
     assert watch(tmp_path, "sh -c 'exit 1'", "sh -c 'exit 1'").message.endswith("ValueError: the cause")
 
 
-def test_a_rank_that_quits_in_a_fit_is_at_fault_for_what_others_fail_of(tmp_path: Path) -> None:
-    in_trouble(tmp_path, 1, SystemExit(0))
+def test_a_rank_that_quits_a_fit_is_at_fault_for_the_errors_of_others(tmp_path: Path) -> None:
+    with_pending_error(tmp_path, 1, SystemExit(0))
     assert watch(tmp_path, "true", "true") == Verdict(0, "", failed=False)
     recorded(tmp_path, 0, RuntimeError("connection closed by peer"))
     verdict = watch(tmp_path, "sh -c 'exit 1'", "true")
     assert verdict.exit_code == 1
     assert "rank 1 " in verdict.message.splitlines()[0]
-    assert "left the others with exit code 0" in verdict.message
+    assert "exited the process group with exit code 0" in verdict.message
     assert verdict.message.endswith("SystemExit: 0")
 
 
 @pytest.mark.parametrize("section", ["teardown", "outside"])
-def test_a_rank_that_lingers_over_its_error_ends_with_the_others(
+def test_a_rank_that_hangs_in_teardown_after_an_error_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
 ) -> None:
-    monkeypatch.setattr("phalanx.framework.launch.supervisor.FAREWELL_SECONDS", 0.3)
-    noting(monkeypatch, section)
-    in_trouble(tmp_path, 1, ValueError("the cause"))
+    monkeypatch.setattr("phalanx.framework.launch.attempt.TEARDOWN_SECONDS", 0.3)
+    in_section(monkeypatch, section)
+    with_pending_error(tmp_path, 1, ValueError("the cause"))
     seconds = 30 if section == "teardown" else 1
     verdict = watch(tmp_path, f"sleep {seconds}", f"sleep {seconds}")
-    # Out of the fit, whoever caught it may take its time.
+    # Outside of the fit the error was caught, and the user's code may take its time.
     assert verdict.exit_code == (1 if section == "teardown" else 0)
     assert verdict.message.endswith("ValueError: the cause" if section == "teardown" else "")
 
 
-def test_an_error_that_was_caught_is_no_failure(tmp_path: Path) -> None:
-    in_trouble(tmp_path, 1, ValueError("caught"))
+def test_a_caught_error_is_not_a_failure(tmp_path: Path) -> None:
+    with_pending_error(tmp_path, 1, ValueError("caught"))
     assert watch(tmp_path, "true", "sleep 0.1") == Verdict(0, "", failed=False)
-    forget_trouble(str(tmp_path), 1)
+    RankRecords(str(tmp_path)).clear_pending_error(1)
     recorded(tmp_path, 0, RuntimeError("another"))
     assert watch(tmp_path, "sh -c 'exit 1'", SLEEP).message.endswith("RuntimeError: another")
 
 
-def test_what_all_ranks_agreed_on_is_no_ranks_fault(tmp_path: Path) -> None:
+def test_an_error_of_all_ranks_is_not_the_fault_of_one(tmp_path: Path) -> None:
     for rank in range(2):
         recorded(tmp_path, rank, ValueError("the loss is nan on rank 1"))
     verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'exit 1'")
@@ -190,16 +182,16 @@ def test_ranks_that_were_interrupted_have_not_failed(tmp_path: Path) -> None:
     assert watch(tmp_path, "sh -c 'exit 130'", "sh -c 'exit 130'") == Verdict(130, "interrupted", failed=True)
 
 
-def test_preempted_ranks_end_in_their_own_time(tmp_path: Path) -> None:
+def test_preempted_ranks_are_waited_for(tmp_path: Path) -> None:
     for rank in range(2):
-        record_meeting(str(tmp_path), rank)
+        RankRecords(str(tmp_path)).record_joined(rank)
         recorded(tmp_path, rank, Preempted("saved"))
     verdict = watch(tmp_path, "sh -c 'exit 75'", "sh -c 'sleep 1; exit 75'")
     assert verdict == Verdict(75, "saved", failed=True)
 
 
-def test_a_failure_beside_a_preempted_rank_is_the_one_that_is_shown(tmp_path: Path) -> None:
-    record_meeting(str(tmp_path), 0)
+def test_a_failure_beside_a_preempted_rank_is_shown(tmp_path: Path) -> None:
+    RankRecords(str(tmp_path)).record_joined(0)
     recorded(tmp_path, 0, Preempted("saved"))
     verdict = watch(tmp_path, "sh -c 'exit 75'", "sh -c 'exit 74'")
     assert verdict.exit_code == 74
@@ -212,12 +204,10 @@ def test_a_rank_that_ignores_sigterm_is_killed_and_not_blamed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("other", ["sleep 60", "trap 'exit 75' TERM; while true; do sleep 0.05; done"])
-def test_ranks_that_cannot_meet_any_more_are_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
-) -> None:
+def test_ranks_that_can_no_longer_meet_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     supervisor = Supervisor(str(tmp_path))
-    noting(monkeypatch, "set-up")
-    # One is where it does not hear of it; the other has not come so far, or waits for it.
+    in_section(monkeypatch, "set-up")
+    # One rank ignores the signal; the other one has not started its fit, or waits for it.
     for command in ("trap '' TERM; while true; do sleep 0.05; done", other):
         supervisor.add(subprocess.Popen(["sh", "-c", f"exec 2>/dev/null; {command}"]))
     told = threading.Timer(0.3, supervisor._on_signal, (signal.SIGTERM, None))
@@ -230,12 +220,12 @@ def test_ranks_that_cannot_meet_any_more_are_not_waited_for(
 
 
 @pytest.mark.parametrize(("section", "code"), [("evaluation", 75), ("outside", 143)])
-def test_ranks_that_were_told_to_end_have_the_limits_of_their_sections(
+def test_preempted_ranks_have_the_limits_of_their_sections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, code: int
 ) -> None:
     monkeypatch.setattr("phalanx.framework.launch.supervisor.PREEMPT_SECONDS", 0.3)
-    noting(monkeypatch, section)
-    record_meeting(str(tmp_path), 0)
+    in_section(monkeypatch, section)
+    RankRecords(str(tmp_path)).record_joined(0)
     supervisor = Supervisor(str(tmp_path))
     supervisor.add(subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 2; exit 75"]))
     told = threading.Timer(0.3, supervisor._on_signal, (signal.SIGTERM, None))
@@ -245,14 +235,14 @@ def test_ranks_that_were_told_to_end_have_the_limits_of_their_sections(
     assert (verdict.exit_code, "had to be killed" in verdict.message) == (code, code == 143)
 
 
-def test_who_fails_since_one_was_told_to_end_before_they_met_is_not_to_blame(tmp_path: Path) -> None:
-    in_trouble(tmp_path, 0, Preempted("SIGTERM came"))
+def test_a_rank_that_fails_because_another_was_preempted_before_they_met_is_not_at_fault(tmp_path: Path) -> None:
+    with_pending_error(tmp_path, 0, Preempted("SIGTERM came"))
     recorded(tmp_path, 0, Preempted("SIGTERM came"))
-    recorded(tmp_path, 1, RankError("who serves the store has left"))
+    recorded(tmp_path, 1, RankError("the store shut down"))
     assert watch(tmp_path, "sh -c 'exit 75'", "sh -c 'exit 1'") == Verdict(75, "SIGTERM came", failed=True)
 
 
-def test_a_failure_is_shown_though_it_ends_a_rank_that_waits_for_others(tmp_path: Path) -> None:
+def test_a_failure_is_shown_though_a_preempted_rank_ends_because_of_it(tmp_path: Path) -> None:
     recorded(tmp_path, 1, ValueError("the cause"))
     verdict = watch(
         tmp_path, "sh -c 'trap \"exit 75\" TERM; while true; do sleep 0.02; done'", "sh -c 'sleep 0.3; exit 1'"
@@ -261,7 +251,7 @@ def test_a_failure_is_shown_though_it_ends_a_rank_that_waits_for_others(tmp_path
     assert verdict.message.endswith("ValueError: the cause")
 
 
-def test_ranks_end_when_the_watch_is_called_off() -> None:
+def test_stop_ends_all_ranks() -> None:
     supervisor = Supervisor("/no/such/directory")
     process = subprocess.Popen(["sleep", "3600"])
     supervisor.add(process)
@@ -285,9 +275,9 @@ def test_the_exit_code_of_an_error(error: BaseException, code: int) -> None:
 
 
 def test_a_failure_is_read_as_it_was_recorded(tmp_path: Path) -> None:
-    assert read_failure(str(tmp_path), 3) is None
+    assert RankRecords(str(tmp_path)).failure(3) is None
     recorded(tmp_path, 3, ValueError("broken \udcff name"))
-    failure = read_failure(str(tmp_path), 3)
+    failure = RankRecords(str(tmp_path)).failure(3)
     assert failure is not None
     assert (failure.rank, failure.kind, failure.exit_code) == (3, "ValueError", 1)
     assert "broken" in failure.traceback

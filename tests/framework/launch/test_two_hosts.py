@@ -139,7 +139,7 @@ def printed_by_host_0(folder: Path) -> str:
     return (folder / "host_0.txt").read_text()
 
 
-def test_a_cable_that_is_cut_ends_both_and_one_host_goes_on(tmp_path: Path) -> None:
+def test_a_cut_cable_ends_both_hosts_and_one_host_resumes(tmp_path: Path) -> None:
     apart, together = folders(tmp_path)
     with two_hosts() as hosts:
         processes = hosts.start(SCRIPT, [str(apart), "ddp", "1", "2", "1000", "0.02"], apart)

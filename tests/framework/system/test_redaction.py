@@ -1,4 +1,4 @@
-"""Secrets are in no file that a run leaves."""
+"""Redaction: no file of a run contains a secret."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TOKEN = "hf_" + "a1B2c3D4e5F6g7H8"
 
 
 @pytest.mark.parametrize("name", ["hf_token", "API_KEY", "apiKey", "hub-token", "wandb.key", "accessKey"])
-def test_keys_that_look_like_some_are_secret(name: str) -> None:
+def test_keys_and_tokens_that_look_like_credentials_are_secret(name: str) -> None:
     assert is_secret(name, TOKEN)
 
 
 @pytest.mark.parametrize("name", ["password", "DB_PASSWORD", "clientSecret", "secret"])
-def test_passwords_are_secret_whatever_they_are(name: str) -> None:
+def test_passwords_are_secret_whatever_their_value(name: str) -> None:
     assert is_secret(name, "x")
     assert not is_secret(name, "")
     assert not is_secret(name, 3)
@@ -43,16 +43,16 @@ def test_passwords_are_secret_whatever_they_are(name: str) -> None:
         ("path", TOKEN),
     ],
 )
-def test_what_training_calls_keys_and_tokens_is_not(name: str, value: object) -> None:
+def test_keys_and_tokens_of_training_are_not_secret(name: str, value: object) -> None:
     assert not is_secret(name, value)
 
 
-def test_nested_ones_are_masked_where_they_are() -> None:
+def test_nested_secrets_are_masked() -> None:
     params = {"lr": 0.1, "hub": {"token": TOKEN, "name": "x"}, "of": Namespace(password="p")}
     assert without_secrets(params) == {"lr": 0.1, "hub": {"token": "***", "name": "x"}, "of": {"password": "***"}}
 
 
-def test_values_of_secret_variables_are_blotted_out() -> None:
+def test_values_of_secret_variables_are_masked_in_a_text() -> None:
     hide = hiding({"MY_TOKEN": "abcdef", "API_KEY": "abcdefgh", "KEY_SHORT": "abc", "HOME": "/home/abc"})
     assert hide("abc abcdef /home/abc abcdefgh") == "abc *** /home/abc ***"
     assert hiding({"HOME": "/root"})("/root") == "/root"
@@ -64,7 +64,7 @@ class Hub(Regressor):
         self.save_hyperparameters()
 
 
-def test_no_file_of_a_run_holds_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_of_a_run_contains_a_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = silent_trainer(
         max_steps=2,
         logger=[CSVLogger(tmp_path), TensorBoardLogger(tmp_path)],
@@ -112,7 +112,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_that_fail_leave_none(tmp_path: Path) -> None:
+def test_failed_ranks_write_no_secret(tmp_path: Path) -> None:
     done = run_script(SCRIPT, str(tmp_path), env={"HUB_TOKEN": TOKEN})
     assert done.returncode == 1
     assert "RuntimeError: refused with ***" in done.stdout

@@ -1,4 +1,4 @@
-"""Ranks that watch themselves learn from the store whether one is further behind than they are."""
+"""Ranks without a supervisor learn through the store whether another one is further behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 
 from phalanx.framework.watchdog.heartbeat import LAST_BACKWARD, Heartbeat, resolve_stall_timeout
-from phalanx.framework.watchdog.peer_progress import AtWork
+from phalanx.framework.watchdog.peer_progress import PeerProgress
 
 # Stage, section, phase, and whether the rank waits.
 AHEAD, BEHIND, BEHIND_AND_WAITS = (0, 7, LAST_BACKWARD, 1), (0, 7, 1, 0), (0, 7, 1, 1)
@@ -19,20 +19,20 @@ LIMIT = 4.0
 
 
 class Rank:
-    """What a rank does in each round, without its thread."""
+    """The work of a rank in each round, without its thread."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store = store
         self.now = 0.0
-        self.watch = AtWork(rank, 0, Heartbeat().read, lambda: False, LIMIT, lambda: self.now)
+        self.watch = PeerProgress(rank, 0, Heartbeat().read, lambda: False, LIMIT, lambda: self.now)
         self.seen = ""
 
-    def hears(self, *place: int) -> bool:
-        """Pass a round at a place; return whether one further behind was heard of in it."""
+    def hears(self, *position: int) -> bool:
+        """Take part in a round at a position; return whether a rank further behind was heard of in it."""
         self.watch._rounds += 1
-        self.watch._heard_at = -math.inf
-        self.seen = self.watch._exchange(self.store, self.seen, place)
-        return self.watch.hears_of_one_behind
+        self.watch._received_at = -math.inf
+        self.seen = self.watch._exchange(self.store, self.seen, position)
+        return self.watch.peer_is_behind
 
 
 def ranks(count: int) -> list[Rank]:
@@ -40,7 +40,7 @@ def ranks(count: int) -> list[Rank]:
     return [Rank(store, rank) for rank in range(count)]
 
 
-def test_all_hear_of_the_one_that_is_furthest_behind() -> None:
+def test_all_ranks_hear_of_the_one_furthest_behind() -> None:
     for places in ([AHEAD, BEHIND, BEHIND_AND_WAITS], [BEHIND_AND_WAITS, AHEAD, BEHIND], [BEHIND, AHEAD, AHEAD]):
         group = ranks(3)
         for _ in range(3):
@@ -48,7 +48,7 @@ def test_all_hear_of_the_one_that_is_furthest_behind() -> None:
         assert heard == [place != BEHIND for place in places]
 
 
-def test_many_that_ask_in_the_same_moment_all_hear_of_it() -> None:
+def test_many_ranks_that_read_at_the_same_moment_all_hear_of_it() -> None:
     group, rounds = ranks(48), 8
     together, heard = threading.Barrier(len(group)), [0] * len(group)
 
@@ -63,27 +63,27 @@ def test_many_that_ask_in_the_same_moment_all_hear_of_it() -> None:
     for thread in threads:
         thread.join()
     assert heard[0] == 0
-    # The first two rounds tell who is there, and in every other one the word may be renewed after the look.
+    # The first two rounds show which rank is alive, and in every other one the entry may be renewed after the read.
     assert min(heard[1:]) >= 3
 
 
-def test_ranks_that_are_equally_far_hear_of_none() -> None:
+def test_ranks_with_equal_progress_hear_of_none() -> None:
     group = ranks(2)
     assert not any(rank.hears(*AHEAD) for _ in range(9) for rank in group)
 
 
-def test_what_was_left_by_one_that_says_no_more_is_not_heard() -> None:
+def test_the_entry_of_a_rank_that_stopped_publishing_does_not_count() -> None:
     one, other = ranks(2)
     for _ in range(3):
         one.hears(*BEHIND)
-    # The first look finds it, and cannot tell how long it has lain there.
+    # The first read finds the entry, of unknown age.
     assert [other.hears(*AHEAD) for _ in range(3)] == [False] * 3
     one.hears(*BEHIND)
     assert other.hears(*AHEAD)
     assert [other.hears(*AHEAD) for _ in range(3)] == [False] * 3
 
 
-def test_a_rank_in_an_earlier_stage_is_behind_however_far_it_has_come_there() -> None:
+def test_a_rank_in_an_earlier_stage_is_behind_whatever_its_position_there() -> None:
     one, other = ranks(2)
     for _ in range(3):
         one.hears(0, 5003, 1, 1)
@@ -91,7 +91,7 @@ def test_a_rank_in_an_earlier_stage_is_behind_however_far_it_has_come_there() ->
     assert heard
 
 
-def test_a_rank_that_gets_on_is_soon_ahead() -> None:
+def test_a_rank_that_makes_progress_is_soon_ahead() -> None:
     one, other = ranks(2)
     for _ in range(3):
         one.hears(*BEHIND)
@@ -105,42 +105,42 @@ def test_a_rank_that_gets_on_is_soon_ahead() -> None:
     assert one.hears(0, 8, LAST_BACKWARD, 1)
 
 
-def test_what_was_heard_holds_for_half_of_a_limit() -> None:
+def test_an_entry_counts_for_half_of_a_limit() -> None:
     one, other = ranks(2)
     for _ in range(3):
         one.hears(*BEHIND)
         other.hears(*AHEAD)
     other.now += LIMIT / 2 - 0.1
-    assert other.watch.hears_of_one_behind
+    assert other.watch.peer_is_behind
     other.now += 0.2
-    assert not other.watch.hears_of_one_behind
+    assert not other.watch.peer_is_behind
 
 
-def hear_and_hear_no_more() -> None:
-    """Wait, on rank 0, for a rank that is at work, then says no more; through torch's store, in threads."""
+def hear_until_the_peer_stops() -> None:
+    """Wait, on rank 0, for a rank that is at work and then stops publishing; through torch's store, in threads."""
     rank = dist.get_rank()
     heartbeat = Heartbeat()
     heartbeat.begin(resolve_stall_timeout(LIMIT))
     heartbeat.step()
     heartbeat.phase[0] = 0 if rank else LAST_BACKWARD
-    watch = AtWork(rank, 0, heartbeat.read, lambda: rank == 0, 0.8, time.monotonic)
+    watch = PeerProgress(rank, 0, heartbeat.read, lambda: rank == 0, 0.8, time.monotonic)
     watch.start()
     until = time.monotonic() + 20.0
-    while rank == 0 and not watch.hears_of_one_behind:
+    while rank == 0 and not watch.peer_is_behind:
         assert time.monotonic() < until
         time.sleep(0.02)
-    assert not (rank and watch.hears_of_one_behind)
+    assert not (rank and watch.peer_is_behind)
     dist.barrier()
     if rank:
         watch.stop()
         assert not watch.is_alive()
     dist.barrier()
-    while watch.hears_of_one_behind:
+    while watch.peer_is_behind:
         assert time.monotonic() < until
         time.sleep(0.02)
     watch.stop()
     assert not watch.is_alive()
 
 
-def test_a_rank_that_has_ended_is_heard_no_more() -> None:
-    run_on_ranks(2, hear_and_hear_no_more)
+def test_a_rank_that_has_ended_does_not_count() -> None:
+    run_on_ranks(2, hear_until_the_peer_stops)

@@ -1,4 +1,4 @@
-"""A run that has stopped getting on is ended, and the rank that all others wait for is named with all stacks."""
+"""A run without progress is ended, and the rank that all others wait for is named, with all stacks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from ranks import run_on_ranks, run_script
 import phalanx
 from phalanx import Trainer
 from phalanx.framework.core.errors import ConfigurationError, StalledError
-from phalanx.framework.launch.supervisor import Supervisor, Verdict
-from phalanx.framework.system.failure_records import Failure, record_trouble
-from phalanx.framework.watchdog import stall_detector as stalls
+from phalanx.framework.launch.supervisor import Supervisor
+from phalanx.framework.launch.verdict import Verdict
+from phalanx.framework.system.failure_records import RankRecords
+from phalanx.framework.watchdog import stall_detector
 from phalanx.framework.watchdog.heartbeat import (
     LAST_BACKWARD,
     SECTIONS,
-    Beat,
-    BeatReader,
     Heartbeat,
+    HeartbeatReader,
+    HeartbeatRecord,
     resolve_stall_timeout,
 )
+from phalanx.framework.watchdog.silence import FIRST_SECONDS, LEAST_SECONDS, SilenceTracker
 from phalanx.framework.watchdog.stack_dump import Stacks, parse_stacks
-from phalanx.framework.watchdog.stall_detector import FIRST_SECONDS, LEAST_SECONDS, Stalls, StallWatch
+from phalanx.framework.watchdog.stall_detector import StallDetector
 
 AT_WORK = Stacks(('  File "train.py", line 3 in training_step',))
 ELSEWHERE = Stacks(('  File "train.py", line 4 in training_step',))
@@ -45,71 +47,73 @@ STARVED = Stacks(state="R")
 DEBUGGED = Stacks(('  File "/lib/python3.11/pdb.py", line 9 in user_line',))
 
 
-def beat(number: int, section: str = "step", phase: int = 0, limit: Any = None) -> Beat:
-    return Beat(1, 1, 0, resolve_stall_timeout(limit), number, SECTIONS.index(section), phase, number, 0, number)
+def record(number: int, section: str = "step", phase: int = 0, limit: Any = None) -> HeartbeatRecord:
+    return HeartbeatRecord(
+        1, 1, 0, resolve_stall_timeout(limit), number, SECTIONS.index(section), phase, number, 0, number
+    )
 
 
-class Watched:
-    """A watch over ranks that exist on paper, on a clock that is set by hand."""
+class TrackedRanks:
+    """A tracker of simulated ranks, on a simulated clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.watch = StallWatch(lambda: self.now)
+        self.tracker = SilenceTracker(lambda: self.now)
 
-    def pass_seconds(self, seconds: float, *beats: Beat | None) -> None:
-        """Have ranks be at ``beats`` for so long."""
+    def pass_seconds(self, seconds: float, *records: HeartbeatRecord | None) -> None:
+        """Have ranks be at ``records`` for ``seconds``."""
         for _ in range(math.ceil(seconds / 0.5)):
             self.now += 0.5
-            self.watch.look(dict(enumerate(beats)))
+            self.tracker.update(dict(enumerate(records)))
 
-    def late(self, *beats: Beat | None) -> list[int]:
-        found = self.watch.look(dict(enumerate(beats)))
+    def late(self, *records: HeartbeatRecord | None) -> list[int]:
+        found = self.tracker.update(dict(enumerate(records)))
         return [rank for rank, silent in found.items() if silent.is_late]
 
-    def limit(self, *beats: Beat | None) -> float:
-        return max(silent.limit for silent in self.watch.look(dict(enumerate(beats))).values())
+    def limit(self, *records: HeartbeatRecord | None) -> float:
+        return max(silent.limit for silent in self.tracker.update(dict(enumerate(records))).values())
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_limit_is_generous_first_and_tightens_with_what_is_seen() -> None:
-    watched = Watched()
-    assert watched.limit(beat(1)) == FIRST_SECONDS
+def test_a_learned_limit_starts_high_and_shrinks_with_the_signs_of_life() -> None:
+    tracked = TrackedRanks()
+    assert tracked.limit(record(1)) == FIRST_SECONDS
     limits = []
     for number in range(2, 200):
-        watched.pass_seconds(0.5, beat(number))
-        limits.append(watched.limit(beat(number)))
+        tracked.pass_seconds(0.5, record(number))
+        limits.append(tracked.limit(record(number)))
     assert limits == sorted(limits, reverse=True)
     assert limits[-1] == LEAST_SECONDS >= 10
     # Each section learns on its own.
-    assert watched.limit(beat(300, "save")) == FIRST_SECONDS
+    assert tracked.limit(record(300, "save")) == FIRST_SECONDS
 
 
-def test_a_long_silence_that_was_none_widens_the_limit() -> None:
-    watched = Watched()
+def test_a_long_silence_that_ends_raises_the_limit() -> None:
+    tracked = TrackedRanks()
     for number in range(1, 200):
-        watched.pass_seconds(0.5, beat(number))
-    watched.pass_seconds(40.0, beat(200))
-    assert watched.late(beat(200)) == []
-    assert watched.limit(beat(201)) == pytest.approx(400.0, abs=10)
+        tracked.pass_seconds(0.5, record(number))
+    tracked.pass_seconds(40.0, record(200))
+    assert tracked.late(record(200)) == []
+    assert tracked.limit(record(201)) == pytest.approx(400.0, abs=10)
 
 
-def test_a_given_limit_holds_from_the_start_and_is_not_learned() -> None:
-    watched = Watched()
-    watched.pass_seconds(9.0, beat(1, limit=10))
-    assert watched.late(beat(1, limit=10)) == []
-    watched.pass_seconds(2.0, beat(1, limit=10))
-    assert watched.late(beat(1, limit=10)) == [0]
-    watched.pass_seconds(5000.0, beat(2, limit=False))
-    assert watched.late(beat(2, limit=False)) == []
+def test_a_limit_from_the_user_holds_from_the_start() -> None:
+    tracked = TrackedRanks()
+    tracked.pass_seconds(9.0, record(1, limit=10))
+    assert tracked.late(record(1, limit=10)) == []
+    tracked.pass_seconds(2.0, record(1, limit=10))
+    assert tracked.late(record(1, limit=10)) == [0]
+    tracked.pass_seconds(5000.0, record(2, limit=False))
+    assert tracked.late(record(2, limit=False)) == []
 
 
-def test_time_in_which_the_watch_itself_was_stopped_does_not_count() -> None:
-    watched = Watched()
-    watched.pass_seconds(1.0, beat(1, limit=10))
-    watched.now += 3600.0
-    assert watched.late(beat(1, limit=10)) == []
+def test_time_during_which_the_watchdog_was_suspended_does_not_count() -> None:
+    tracked = TrackedRanks()
+    tracked.pass_seconds(1.0, record(1, limit=10))
+    tracked.now += 3600.0
+    assert tracked.late(record(1, limit=10)) == []
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_time_in_which_the_watch_itself_was_stopped_does_not_count() -> None:
         (5, "outside", 0.0),
     ],
 )
-def test_what_stall_timeout_stands_for(given: Any, section: str, seconds: float) -> None:
+def test_values_of_stall_timeout(given: Any, section: str, seconds: float) -> None:
     assert resolve_stall_timeout(given)[SECTIONS.index(section)] == seconds
 
 
@@ -138,7 +142,7 @@ def test_what_stall_timeout_stands_for(given: Any, section: str, seconds: float)
         ({"step": -5}, "must be a positive number"),
     ],
 )
-def test_other_limits_are_refused(given: Any, sentence: str) -> None:
+def test_invalid_stall_timeouts_are_refused(given: Any, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         Trainer(stall_timeout=given)
 
@@ -146,119 +150,118 @@ def test_other_limits_are_refused(given: Any, sentence: str) -> None:
 # ---- which rank -----------------------------------------------------------------------------------------------------
 
 
-def test_only_the_rank_that_the_others_wait_for_is_judged() -> None:
-    watched = Watched()
-    behind, ahead = beat(5, phase=1, limit=10), beat(5, phase=LAST_BACKWARD, limit=10)
-    watched.pass_seconds(20.0, ahead, behind)
-    assert watched.late(ahead, behind) == [1]
+def test_only_the_rank_with_the_least_progress_is_late() -> None:
+    tracked = TrackedRanks()
+    behind, ahead = record(5, phase=1, limit=10), record(5, phase=LAST_BACKWARD, limit=10)
+    tracked.pass_seconds(20.0, ahead, behind)
+    assert tracked.late(ahead, behind) == [1]
     # The other one was silent for longer; but what it waits for has moved.
-    watched.pass_seconds(1.0, ahead, beat(5, phase=2, limit=10))
-    assert watched.late(ahead, beat(5, phase=2, limit=10)) == []
+    tracked.pass_seconds(1.0, ahead, record(5, phase=2, limit=10))
+    assert tracked.late(ahead, record(5, phase=2, limit=10)) == []
 
 
-def test_a_rank_that_has_not_begun_or_is_in_the_users_code_has_half_an_hour_from_when_it_is_missed() -> None:
-    watched = Watched()
-    outside = dataclasses.replace(beat(3), section=0)
-    watched.pass_seconds(4000.0, outside, None)
-    assert watched.late(outside, None) == []
-    inside = beat(4, "set-up", limit=10)
-    watched.pass_seconds(60.0, inside, None)
-    assert watched.late(inside, None) == []
-    watched.pass_seconds(FIRST_SECONDS, inside, None)
-    assert watched.late(inside, None) == [1]
+def test_a_rank_outside_of_fit_has_half_an_hour_once_another_waits_for_it() -> None:
+    tracked = TrackedRanks()
+    outside = dataclasses.replace(record(3), section=0)
+    tracked.pass_seconds(4000.0, outside, None)
+    assert tracked.late(outside, None) == []
+    inside = record(4, "set-up", limit=10)
+    tracked.pass_seconds(60.0, inside, None)
+    assert tracked.late(inside, None) == []
+    tracked.pass_seconds(FIRST_SECONDS, inside, None)
+    assert tracked.late(inside, None) == [1]
 
 
-class OnPaper:
-    """Ranks whose beats and stacks are given."""
+class SimulatedRanks:
+    """Simulated ranks whose records and stacks are given."""
 
-    def __init__(self, beats: Mapping[int, Beat | None], stacks: Mapping[int, list[Stacks]]) -> None:
-        self._beats = dict(beats)
+    def __init__(self, records: Mapping[int, HeartbeatRecord | None], stacks: Mapping[int, list[Stacks]]) -> None:
+        self._records = dict(records)
         self._stacks = {rank: itertools.cycle(each) for rank, each in stacks.items()}
         self.asked: list[set[int]] = []
-        self.hears_of_another = False
+        self.peer_is_behind = False
 
-    def beats(self, pids: Mapping[int, int]) -> dict[int, Beat | None]:
-        return {rank: self._beats[rank] for rank in pids}
+    def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]:
+        return {rank: self._records[rank] for rank in pids}
 
-    def stacks(self, pids: Mapping[int, int], beats: Mapping[int, Beat | None]) -> dict[int, Stacks]:
+    def stacks(self, pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None]) -> dict[int, Stacks]:
         if pids:
             self.asked.append(set(pids))
         return {rank: next(self._stacks[rank]) for rank in pids}
 
     def another_is_behind(self) -> bool:
-        return self.hears_of_another
+        return self.peer_is_behind
 
 
-def told(
-    monkeypatch: pytest.MonkeyPatch, ranks: OnPaper, computing: set[int], seconds: float = 20.0, size: int = 2
+def message_of(
+    monkeypatch: pytest.MonkeyPatch, ranks: SimulatedRanks, computing: set[int], seconds: float = 20.0, size: int = 2
 ) -> str:
-    """Return what is told of ranks within so many seconds; those in ``computing`` use a core."""
+    """Return the message of a stall within ``seconds``, or nothing; the ranks in ``computing`` use a core."""
     now = [0.0]
-    monkeypatch.setattr(stalls, "work_seconds", lambda pid: now[0] if pid in computing else 0.0)
-    monkeypatch.setattr(stalls, "process_state", lambda pid: "S")
-    watch = Stalls(ranks)
-    watch._watch = StallWatch(lambda: now[0])
+    monkeypatch.setattr(stall_detector, "work_seconds", lambda pid: now[0] if pid in computing else 0.0)
+    monkeypatch.setattr(stall_detector, "process_state", lambda pid: "S")
+    detector = StallDetector(ranks, clock=lambda: now[0])
     while now[0] < seconds:
         now[0] += 0.1
-        if stall := watch.look({rank: rank for rank in range(size)}):
+        if stall := detector.check({rank: rank for rank in range(size)}):
             return stall.message
     return ""
 
 
 @pytest.mark.parametrize(
-    ("stacks", "computing", "guilty"),
+    ("stacks", "computing", "stalled"),
     [
-        # Neither is behind: the one that does not wait is at fault, the stopped one before all.
+        # Neither is behind: the rank that does not wait is at fault, a stopped one first.
         ([[WAITING], [AT_WORK]], set(), "rank 1 (pid 1) stalled"),
         ([[AT_WORK], [STOPPED]], set(), "rank 1 (pid 1) stalled (stopped by a signal)"),
         ([[WAITING], [WAITING]], set(), "ranks 0, 1 stalled (waiting for another rank)"),
-        # It computes, and stays at the same line: a loop that never ends.
+        # It computes at one line: an endless loop.
         ([[WAITING], [AT_WORK]], {1}, "rank 1 (pid 1) stalled"),
-        # It computes, and its stack changes: it is slow, and who waits for it is not at fault either.
+        # It computes, and its stack changes: it is slow, and the rank that waits for it is not at fault either.
         ([[WAITING], [AT_WORK, ELSEWHERE]], {1}, ""),
-        # It would run, and was given no core to answer on.
+        # It wants to run, and was given no core to answer on.
         ([[WAITING], [STARVED]], {1}, ""),
         ([[WAITING], [COLLECTING]], {1}, ""),
         ([[WAITING], [DEBUGGED]], set(), ""),
     ],
 )
-def test_who_is_at_fault_among_those_that_have_come_equally_far(
-    monkeypatch: pytest.MonkeyPatch, stacks: list[list[Stacks]], computing: set[int], guilty: str
+def test_the_rank_at_fault_among_ranks_with_equal_progress(
+    monkeypatch: pytest.MonkeyPatch, stacks: list[list[Stacks]], computing: set[int], stalled: str
 ) -> None:
-    here = beat(7, limit=10)
-    ranks = OnPaper({0: here, 1: here}, dict(enumerate(stacks)))
-    message = told(monkeypatch, ranks, computing)
-    assert message.splitlines()[-1].startswith(guilty) if guilty else message == ""
-    # A rank that sleeps is asked for its stack only when it is sure that it stalls: a signal could wake it.
-    assert not guilty or all(asked <= computing for asked in ranks.asked[:-1])
+    here = record(7, limit=10)
+    ranks = SimulatedRanks({0: here, 1: here}, dict(enumerate(stacks)))
+    message = message_of(monkeypatch, ranks, computing)
+    assert message.splitlines()[-1].startswith(stalled) if stalled else message == ""
+    # A rank that sleeps is asked for its stack only for the verdict: a signal could wake it.
+    assert not stalled or all(asked <= computing for asked in ranks.asked[:-1])
 
 
-def test_a_rank_that_works_slowly_gets_longer_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = OnPaper({0: beat(7, limit=10)}, {0: [AT_WORK, ELSEWHERE]})
-    assert told(monkeypatch, ranks, {0}, seconds=290.0, size=1) == ""
-    ranks = OnPaper({0: beat(7, limit=10)}, {0: [AT_WORK, ELSEWHERE]})
-    assert "for 300." in told(monkeypatch, ranks, {0}, seconds=310.0, size=1)
+def test_the_deadline_of_a_slow_rank_is_extended_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = SimulatedRanks({0: record(7, limit=10)}, {0: [AT_WORK, ELSEWHERE]})
+    assert message_of(monkeypatch, ranks, {0}, seconds=290.0, size=1) == ""
+    ranks = SimulatedRanks({0: record(7, limit=10)}, {0: [AT_WORK, ELSEWHERE]})
+    assert "for 300." in message_of(monkeypatch, ranks, {0}, seconds=310.0, size=1)
     # Once it hangs, its limit holds again.
-    ranks = OnPaper({0: beat(7, limit=10)}, {0: [AT_WORK, ELSEWHERE, *[ELSEWHERE] * 99]})
-    assert "for 20." in told(monkeypatch, ranks, {0}, seconds=310.0, size=1)
+    ranks = SimulatedRanks({0: record(7, limit=10)}, {0: [AT_WORK, ELSEWHERE, *[ELSEWHERE] * 99]})
+    assert "for 20." in message_of(monkeypatch, ranks, {0}, seconds=310.0, size=1)
 
 
 @pytest.mark.parametrize("stack", [WAITING, AT_WORK])
-def test_a_rank_that_hears_of_another_further_behind_is_not_judged(
+def test_a_rank_that_knows_of_a_peer_further_behind_has_not_stalled(
     monkeypatch: pytest.MonkeyPatch, stack: Stacks
 ) -> None:
-    ranks = OnPaper({0: beat(7, limit=10)}, {0: [stack]})
-    ranks.hears_of_another = True
-    assert told(monkeypatch, ranks, set(), seconds=900.0, size=1) == ""
-    ranks.hears_of_another = False
-    assert "for 10." in told(monkeypatch, ranks, set(), size=1)
+    ranks = SimulatedRanks({0: record(7, limit=10)}, {0: [stack]})
+    ranks.peer_is_behind = True
+    assert message_of(monkeypatch, ranks, set(), seconds=900.0, size=1) == ""
+    ranks.peer_is_behind = False
+    assert "for 10." in message_of(monkeypatch, ranks, set(), size=1)
 
 
-def test_ranks_that_do_the_same_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = {rank: beat(8, limit=10) for rank in range(7)}
-    message = told(
+def test_ranks_with_the_same_stack_are_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = {rank: record(8, limit=10) for rank in range(7)}
+    message = message_of(
         monkeypatch,
-        OnPaper({**ahead, 7: beat(7, limit=10)}, {**{rank: [WAITING] for rank in range(7)}, 7: [AT_WORK]}),
+        SimulatedRanks({**ahead, 7: record(7, limit=10)}, {**{rank: [WAITING] for rank in range(7)}, 7: [AT_WORK]}),
         set(),
         size=8,
     )
@@ -273,11 +276,11 @@ def test_ranks_that_do_the_same_are_told_of_once(monkeypatch: pytest.MonkeyPatch
     assert sentence.startswith("rank 7 (pid 7) stalled: no sign of life for 10.")
 
 
-# ---- what a rank notes ----------------------------------------------------------------------------------------------
+# ---- heartbeats ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_rank_notes_is_read_by_another_process(tmp_path: Path) -> None:
-    reader = BeatReader(str(tmp_path), 3)
+def test_a_heartbeat_is_read_by_another_process(tmp_path: Path) -> None:
+    reader = HeartbeatReader(str(tmp_path), 3)
     assert reader.read() is None
     heartbeat = Heartbeat()
     assert heartbeat.share(str(tmp_path), 3)
@@ -288,7 +291,7 @@ def test_what_a_rank_notes_is_read_by_another_process(tmp_path: Path) -> None:
     assert (str(first), first.step) == ("in the section 'set-up'", -1)
     assert (first.pid, SECTIONS[first.section], first.limits[SECTIONS.index("save")]) == (os.getpid(), "set-up", 40.0)
     assert reader.read() is first
-    heartbeat.stand_at(12, 1, 4)
+    heartbeat.set_position(12, 1, 4)
     heartbeat.step()
     heartbeat.phase[0] += 2
     with heartbeat.section("save"):
@@ -296,25 +299,25 @@ def test_what_a_rank_notes_is_read_by_another_process(tmp_path: Path) -> None:
     after = reader.read()
     assert after is not None
     assert (SECTIONS[after.section], after.step, after.epoch, after.batch) == ("step", 12, 1, 4)
-    assert after.place > first.place
-    # Another Trainer of the same rank counts on.
+    assert after.progress > first.progress
+    # A second Trainer of the same rank continues the count.
     second = Heartbeat()
     assert second.share(str(tmp_path), 3)
     second.begin(resolve_stall_timeout(None))
     later = reader.read()
     assert later is not None
-    assert later.place > after.place
+    assert later.progress > after.progress
 
 
-def test_where_nothing_can_be_shared_a_rank_keeps_its_notes(tmp_path: Path) -> None:
+def test_a_heartbeat_works_without_shared_memory(tmp_path: Path) -> None:
     heartbeat = Heartbeat()
     assert not heartbeat.share(str(tmp_path / "gone"), 0)
     heartbeat.begin(resolve_stall_timeout(None))
-    heartbeat.stand_at(1, 0, 1)
+    heartbeat.set_position(1, 0, 1)
     assert heartbeat.read().step == 1
 
 
-def test_stacks_are_read_thread_by_thread() -> None:
+def test_stacks_are_parsed_by_thread() -> None:
     text = (
         'Thread 0x00007f1 (most recent call first):\n  File "a.py", line 1 in wait\n\n'
         'Current thread 0x00007f2 (most recent call first):\n  File "b.py", line 2 in f\n  File "b.py", line 9 in g\n'
@@ -333,7 +336,7 @@ directory, rank, how = sys.argv[1:]
 heartbeat = Heartbeat()
 heartbeat.share(directory, int(rank))
 heartbeat.begin(resolve_stall_timeout({"step": 1.0}))
-heartbeat.stand_at(5, 0, 5)
+heartbeat.set_position(5, 0, 5)
 heartbeat.step()
 
 def wait_for_others(): time.sleep(60)
@@ -341,13 +344,13 @@ def sleep(): time.sleep(60)
 def stop(): os.kill(os.getpid(), signal.SIGSTOP)
 def sleep_with_lock(): ctypes.PyDLL(None).sleep(60)
 def compute_with_lock(): re.match("(a+)+$", "a" * 60 + "b")
-def get_on():
+def make_progress():
     for _ in range(20):
         time.sleep(0.1)
-        heartbeat.reach()
+        heartbeat.mark_sync_point()
 
 if how == "wait":
-    heartbeat.reach()
+    heartbeat.mark_sync_point()
     wait_for_others()
 globals()[how]()
 """
@@ -367,14 +370,14 @@ def watch_ranks(supervisor: Supervisor, directory: Path, *hows: str) -> tuple[Ve
     return supervisor.watch(), time.monotonic() - began
 
 
-def test_ranks_that_are_started_again_are_watched_anew(tmp_path: Path) -> None:
+def test_restarted_ranks_are_watched_from_the_start(tmp_path: Path) -> None:
     again = tmp_path / "again"
     again.mkdir()
     supervisor = Supervisor(str(tmp_path))
     verdict, _ = watch_ranks(supervisor, tmp_path, "sleep")
     assert verdict.exit_code == 76
-    supervisor.begin_again(str(again))
-    assert watch_ranks(supervisor, again, "get_on")[0] == Verdict(0, "", failed=False)
+    supervisor.begin_attempt(str(again))
+    assert watch_ranks(supervisor, again, "make_progress")[0] == Verdict(0, "", failed=False)
 
 
 @pytest.mark.parametrize("how", ["stop", "sleep_with_lock", "compute_with_lock"])
@@ -392,8 +395,8 @@ def test_a_rank_that_hangs_is_named_and_all_are_ended(tmp_path: Path, how: str) 
     assert any(shown in line for line in stacks)
 
 
-def test_a_rank_that_failed_and_hangs_on_its_way_out_is_told_with_its_error(tmp_path: Path) -> None:
-    record_trouble(str(tmp_path), Failure.of(1, ValueError("the cause")))
+def test_a_rank_that_failed_and_hangs_as_it_exits_is_reported_with_its_error(tmp_path: Path) -> None:
+    RankRecords(str(tmp_path)).record_pending_error(1, ValueError("the cause"))
     verdict, _ = watch_ranks(Supervisor(str(tmp_path)), tmp_path, "wait", "sleep")
     assert (verdict.exit_code, verdict.rank) == (1, 1)
     assert verdict.message.endswith("ValueError: the cause")
@@ -437,7 +440,7 @@ def test_a_run_that_stalls_ends_with_76(ranks: int, strategy: str) -> None:
         assert any(line.startswith("rank 0 ") and line.endswith("(waiting for others):") for line in lines)
 
 
-def test_where_no_script_runs_a_person_is_told_and_goes_on(
+def test_without_a_script_a_stall_is_reported_and_training_continues(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(Regressor):
@@ -450,13 +453,13 @@ def test_where_no_script_runs_a_person_is_told_and_goes_on(
     trainer = silent_trainer(max_steps=3, stall_timeout={"step": 0.5})
     trainer.fit(Slow(), loader())
     assert trainer.global_step == 3
-    told = capfd.readouterr().err
-    assert told.count("stalled: no sign of life") == 1
-    assert "in training_step" in told
+    reported = capfd.readouterr().err
+    assert reported.count("stalled: no sign of life") == 1
+    assert "in training_step" in reported
 
 
-def told_of_while_one_is_late(how: str, strategy: str) -> str:
-    """Train on ranks that watch themselves, of which the last is late in one step; return what this rank tells."""
+def reported_while_one_is_late(how: str, strategy: str) -> str:
+    """Train on ranks that watch themselves, of which the last is late in one step; return this rank's report."""
 
     class Late(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -476,7 +479,7 @@ def told_of_while_one_is_late(how: str, strategy: str) -> str:
 
 
 def compute(depth: int = 12) -> None:
-    """Be met with another stack each time one looks."""
+    """Compute with a stack that changes all the time."""
     math.factorial(1500)
     if depth > 0:
         compute(depth - 1)
@@ -484,19 +487,19 @@ def compute(depth: int = 12) -> None:
 
 # Under fsdp the other waits before its forward pass, as far as the one that is late; under ddp after its backward pass.
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_that_waits_for_one_at_work_does_not_take_itself_for_stalled(strategy: str) -> None:
-    assert run_on_ranks(2, told_of_while_one_is_late, "computes", strategy) == ["", ""]
+def test_a_rank_that_waits_for_a_slow_one_has_not_stalled(strategy: str) -> None:
+    assert run_on_ranks(2, reported_while_one_is_late, "computes", strategy) == ["", ""]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_of_ranks_that_watch_themselves_the_one_that_others_wait_for_is_told_of(strategy: str) -> None:
-    waiting, sleeping = run_on_ranks(2, told_of_while_one_is_late, "sleeps", strategy)
+def test_among_ranks_that_watch_themselves_the_one_behind_is_reported(strategy: str) -> None:
+    waiting, sleeping = run_on_ranks(2, reported_while_one_is_late, "sleeps", strategy)
     assert waiting == ""
     assert "rank 1 (pid " in sleeping.splitlines()[-1]
     assert "stalled: no sign of life for 1." in sleeping
 
 
-def test_sections_are_noted_on_the_way_through_a_run(tmp_path: Path) -> None:
+def test_sections_of_a_run(tmp_path: Path) -> None:
     seen: list[str] = []
 
     class Noting(Regressor):
