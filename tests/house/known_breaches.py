@@ -137,11 +137,10 @@ LONG_CHAINS = {
     "framework.diagnostics.nonfinite_search": "run.fabric.strategy.full_gradient run.fabric.strategy.model_state",
     "framework.launch.signals": "run.trainer.directory.identity",
     "framework.loop.automatic_step": "run.fabric.updater.settles_later self.run.fabric.updater.forget",
-    "framework.loop.batch_norm_statistics": "run.fabric.strategy.route "
-    "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
+    "framework.loop.batch_norm_statistics": "run.fabric.strategy.route run.fabric.strategy.traits.lockstep_forward",
     "framework.loop.evaluation_loop": "run.fabric.strategy.route "
     "run.fabric.strategy.sync_buffers "
-    "run.fabric.strategy.traits.lockstep_forward run.world.device.type",
+    "run.fabric.strategy.traits.lockstep_forward",
     "framework.loop.manual_step": "run.fabric.strategy.traits run.fabric.updater.settles_later "
     "self._run.fabric.strategy.name self._run.fabric.strategy.zero_grad "
     "self._run.fabric.updater.forget self.run.fabric.updater.settle",
