@@ -170,7 +170,6 @@ def replacing_side(directory: Path, width: int) -> Times:
             if self.trainer.global_step % REPLACE_EVERY != 2:
                 return
             # Between two saves, so that neither side deletes while the other writes.
-            assert self.trainer.run is not None
             state = self.trainer.optimizers[0].state
             tensors = [value for slots in state.values() for value in slots.values() if value.dim()]
             by_hand.append(seconds(lambda: write_by_hand(paths[1], [*self.parameters(), *tensors])))

@@ -165,7 +165,7 @@ def checkpoints(strategy: str, ranks: int, layers: int, directory: Path) -> Foun
     found["manifest"] = (path / "manifest.json").stat().st_size
     fabric.barrier()
     fabric.free_memory()
-    fabric.leave_world()
+    fabric.world.close()
     return found
 
 
