@@ -161,7 +161,7 @@ def test_convert(tmp_path: Path, run: Any) -> None:
         ([], 78, "required"),
         (["inspect", "nowhere"], 65, "does not exist"),
         (["consolidate", "a.ckpt", "out", "--dtype", "flaot16"], 78, "Did you mean 'float16'"),
-        (["consolidate", "a.ckpt", "out", "--max-shard-size", "lots"], 78, "is no size"),
+        (["consolidate", "a.ckpt", "out", "--max-shard-size", "lots"], 78, "is not a size"),
         (["consolidate", "a.ckpt", "out", "--section", "optimiser"], 78, "Did you mean 'optimizer'"),
         (["consolidate", "a.ckpt", "taken"], 78, "exists"),
         (["consolidate", "a.ckpt", "taken/inside"], 74, "taken/inside' failed"),

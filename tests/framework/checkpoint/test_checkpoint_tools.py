@@ -254,10 +254,10 @@ def test_a_number_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         ({"dtype": "bflaot16"}, "Did you mean 'bfloat16'"),
-        ({"dtype": "int8"}, "none that weights can be written in"),
+        ({"dtype": "int8"}, "is not a dtype that weights can be written in"),
         ({"section": "modle"}, "Did you mean 'model'"),
         ({"section": "averages/emma"}, "Did you mean 'averages/ema'"),
-        ({"max_shard_size": "5 apples"}, "is no size"),
+        ({"max_shard_size": "5 apples"}, "is not a size"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
