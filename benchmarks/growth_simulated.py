@@ -24,10 +24,11 @@ from phalanx.framework.checkpoint.reader import parts_in_box
 from phalanx.framework.checkpoint.safetensors_header import FileRecord, byte_size, header_of
 from phalanx.framework.checkpoint.write_plan import Agreed, Box, Piece, Plan, assign
 from phalanx.framework.data.samplers import EvaluationSampler, NaturalOrder, TrainingSampler
+from phalanx.framework.distributed.object_frames import FrameSize
 from phalanx.framework.distributed.seed import capture
 from phalanx.framework.distributed.world import World
 from phalanx.framework.metrics.epoch_reduction import exchange
-from phalanx.framework.metrics.metric_entry import Entry
+from phalanx.framework.metrics.metric_entry import Entry, Flags
 from phalanx.framework.watchdog.heartbeat import LEARNED, SECTIONS, Beat
 from phalanx.framework.watchdog.stall_detector import StallWatch
 
@@ -62,7 +63,7 @@ class Pretended(World):
         super().__init__(World.single().placement, torch.device("cpu"))
         self.size = self.data_size = size
 
-    def all_gather_object(self, obj: T) -> list[T]:
+    def all_gather_object(self, obj: T, size: FrameSize | None = None) -> list[T]:
         """Return copies of an object as if all ranks had sent it."""
         sent = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
         return [pickle.loads(sent) for _ in range(self.size)]
@@ -191,11 +192,11 @@ def logged(size: int) -> Found:
     for entry in entries.values():
         entry.add(0.1, 32.0)
     world = Pretended(size)
-    seconds, _ = timed(lambda: exchange(world, "train", entries, {None}, False))
+    seconds, _ = timed(lambda: exchange(world, "train", entries, {None}, False, FrameSize()))
     return {"seconds": seconds}
 
 
-_FLAGS = (False, True, False, True, "mean", False)
+_FLAGS = Flags(False, True, False, True, "mean", False)
 
 
 def watching(size: int) -> Found:
