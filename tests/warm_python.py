@@ -208,8 +208,8 @@ def _run(request: Request, descriptors: list[int]) -> NoReturn:
 
     os.chdir(request.directory)
     command = [sys.executable, request.script, *request.arguments]
-    rank = fork_server_main.Rank(request.environment, request.inherited)
-    fork_server_main._become(rank, [descriptors[0], os.dup(descriptors[0]), *descriptors[1:]], command)
+    rank = fork_server_main.RankRequest(request.environment, request.inherited)
+    fork_server_main._become_rank(rank, [descriptors[0], os.dup(descriptors[0]), *descriptors[1:]], command)
     _apply_environment()
     fork_server.subprocess = _WarmServer()  # type: ignore[attr-defined,assignment]
     path = [*sys.path]
@@ -266,7 +266,7 @@ def _wait_to_serve(requests: Connection) -> NoReturn:
     """Be the server that ranks are forked from, once it is asked for."""
     from phalanx.framework.launch import fork_server_main
 
-    before = fork_server_main._name(fork_server_main.NAME)
+    before = fork_server_main._process_name(fork_server_main.NAME)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -286,7 +286,7 @@ def _wait_to_serve(requests: Connection) -> NoReturn:
     _apply_environment()
     sys.argv[:], sys.orig_argv[:] = command[1:], command
     sys.path.insert(0, os.path.dirname(command[1]))
-    fork_server_main._name(before)
+    fork_server_main._process_name(before)
     fork_server_main.main()
 
 
