@@ -138,7 +138,7 @@ def test_a_new_level_is_reported_once_or_twice_and_then_is_normal() -> None:
     assert len(told) <= 3
 
 
-def test_a_hard_batch_that_repeats_is_no_news() -> None:
+def test_a_hard_batch_that_repeats_is_not_reported() -> None:
     """A loader of few batches, one of them hard, in a run that goes well."""
     draw = random.Random(0)
     spikes = LossSpikes()
@@ -149,7 +149,7 @@ def test_a_hard_batch_that_repeats_is_no_news() -> None:
     assert spikes(0.5, 41)
 
 
-def test_a_run_is_told_of_a_handful_of_spikes_at_most() -> None:
+def test_a_run_reports_at_most_five_spikes() -> None:
     draw = random.Random(0)
     losses = [(9.0 if step % 500 == 499 else 1.0) + draw.gauss(0.0, 0.1) for step in range(40_000)]
     assert 2 <= len(judged(losses)) <= MAX_NOTES
