@@ -52,16 +52,20 @@ def _resolved(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if isinstance(returned, Mapping):
         return _from_dicts([returned])
     if isinstance(returned, Sequence):
-        if all(isinstance(item, Optimizer) for item in returned):
+        if _are_all(returned, Optimizer):
             return list(returned), []
-        if returned and all(isinstance(item, Mapping) for item in returned):
+        if returned and _are_all(returned, Mapping):
             return _from_dicts(returned)
         if len(returned) == 2:
             optimizers = [returned[0]] if isinstance(returned[0], Optimizer) else returned[0]
             schedulers = returned[1] if isinstance(returned[1], Sequence) else [returned[1]]
-            if isinstance(optimizers, Sequence) and all(isinstance(item, Optimizer) for item in optimizers):
+            if _are_all(optimizers, Optimizer):
                 return _checked(list(optimizers), [_scheduler(item) for item in schedulers if item is not None])
     raise ConfigurationError(f"configure_optimizers returned {_describe(returned)}; it must return {_FORMS}.")
+
+
+def _are_all(items: Any, kind: type[Any]) -> bool:
+    return isinstance(items, Sequence) and all(isinstance(item, kind) for item in items)
 
 
 def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -1,4 +1,4 @@
-"""``Progress``: how far a run has come. Batches, optimizer steps and samples are three counters with three names."""
+"""``Progress``: the counters of a run. Micro-batches and optimizer steps are counted separately."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Progress:
     global_batch: int = 0
     """Micro-batches that each rank has consumed in the whole run."""
     global_step: int = 0
-    """Optimizer updates that were applied. An update skipped for overflow is none."""
+    """Optimizer updates that were applied. Skipped updates do not count."""
     attempts: int = 0
-    """Optimizer steps that were reached, applied or not; what ranks compare to see that they are in step."""
+    """Optimizer steps that were reached, applied or not. Ranks compare it to detect that they diverge."""
     epoch_ended: bool = False
-    """The epoch's last batch and its hooks are done; a resumed run goes on with the next epoch."""
+    """The epoch's last batch and its hooks are done; a resumed run continues with the next epoch."""
     epoch_cut: bool = False
     """A hook wants no more batches of this epoch."""
     validated_at: int = -1
@@ -30,7 +30,41 @@ class Progress:
     published: int = 0
     """``global_step`` at which step values went to the loggers last."""
     hooks_started: int = 0
-    """How many of the hooks ``on_train_epoch_start`` have begun in this epoch, that of the present moment included."""
+    """Number of hooks ``on_train_epoch_start`` that have begun in this epoch, the running one included."""
+
+    def consumed(self, batches: int) -> None:
+        """Count a window of micro-batches, whether or not its update was applied."""
+        self.batch_in_epoch += batches
+        self.global_batch += batches
+        self.attempts += 1
+
+    def updated(self) -> None:
+        """Count an update that was applied."""
+        self.global_step += 1
+
+    def published_step(self) -> None:
+        """Record that the values of the newest step were sent to the loggers."""
+        self.published = self.global_step
+
+    def validated(self) -> None:
+        """Record that a validation ended after the newest micro-batch."""
+        self.validated_at = self.global_batch
+
+    def hook_started(self, number: int) -> None:
+        """Record that the first ``number`` hooks of the epoch's start have begun."""
+        self.hooks_started = number
+
+    def cut_epoch(self) -> None:
+        """End the epoch before its data ends."""
+        self.epoch_cut = True
+
+    def end_epoch(self) -> None:
+        """Record that the last batch of the epoch and its hooks are done."""
+        self.epoch_ended = True
+
+    def resume_at(self, batch: int) -> None:
+        """Continue the epoch at this micro-batch of each rank."""
+        self.batch_in_epoch = batch
 
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
@@ -44,7 +78,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over counters; those that an older checkpoint lacks keep their start value."""
+        """Load counters. Counters that an older checkpoint lacks keep their initial value."""
         for field in fields(self):
             if field.name in state:
                 setattr(self, field.name, state[field.name])

@@ -89,7 +89,7 @@ class MapEvaluation(EvaluationSource):
 
     def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
         tell_epoch(self._given, epoch)
-        self._sampler.first, self._sampler.step, self._sampler.stop = first, self.size, limit
+        self._sampler.read_from(first, self.size, limit)
         batches = iterate_copy(self._loader, self._sampler, mix_seed(self._seed, 0), self.name)
         return zip(itertools.count(first, self.size), batches)
 

@@ -223,6 +223,10 @@ class TrainingSampler(IndexSampler):
         self.start = 0
         self.left_out = False
 
+    def read_from(self, start: int, epoch: int) -> None:
+        """Read the order of an epoch after its first ``start`` items, from the next iteration on."""
+        self.start, self.epoch = start, epoch
+
     @property
     def span(self) -> int:
         """Items of a global micro-batch."""
@@ -270,6 +274,10 @@ class EvaluationSampler(IndexSampler):
         self.first = 0
         self.step = 1
         self.stop: int | None = None
+
+    def read_from(self, first: int, step: int, stop: int | None) -> None:
+        """Read every ``step``-th batch from batch ``first`` on, below batch ``stop``, from the next iteration on."""
+        self.first, self.step, self.stop = first, step, stop
 
     def length(self) -> int | None:
         """Return the number of batches of the one-process order, or None where it is unknown."""

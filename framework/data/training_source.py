@@ -194,8 +194,7 @@ class MapSource(CountedSource):
         return None if total is None else f"{total} {self.unit}, {self._sampler.order.described()}"
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
-        self._sampler.start = self.items_before(position) // self._shares
-        self._sampler.epoch = epoch
+        self._sampler.read_from(self.items_before(position) // self._shares, epoch)
         tell_epoch(self._given, epoch)
         batches = iterate_copy(self._loader, self._sampler, mix_seed(self._seed, epoch), self.name)
         return itertools.chain(batches, self._rest()) if self._sampler.size > 1 else batches

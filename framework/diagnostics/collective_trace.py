@@ -104,7 +104,7 @@ class CollectiveTrace:
                 for home in (dist, dist.distributed_c10d):
                     if getattr(home, name, None) is real:
                         _patch(patches, home, name, traced)
-        world, strategy = self._world, self._run.fabric.strategy
+        world, strategy = self._world, self._run.strategy
         _patch(patches, world, "control_reduce", self._before(world.control_reduce, "a control reduction", shaped=True))
         _patch(patches, world, "barrier", self._before(world.barrier, "a barrier"))
         _patch(patches, strategy, "sync_gradients", self._noting_sync(strategy.sync_gradients))
@@ -158,7 +158,7 @@ class CollectiveTrace:
 
     def _before_backward(self, real: Callable[..., None]) -> Callable[..., None]:
         def backward(loss: Tensor, **options: Any) -> None:
-            if self._syncs or self._run.fabric.strategy.traits.backward_has_collectives:
+            if self._syncs or self._run.traits.backward_has_collectives:
                 self.compare("a backward pass that reduces gradients", "", None)
             real(loss, **options)
 

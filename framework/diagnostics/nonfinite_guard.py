@@ -65,7 +65,13 @@ def _nothing() -> Seen:
 class NonFiniteGuard:
     """Applies the policy of one fit: ``"raise"``, ``"skip"`` or ``"ignore"``."""
 
-    def __init__(self, run: Run, policy: str) -> None:
+    def __init__(
+        self,
+        run: Run,
+        policy: str,
+        rerun: Callable[[], StepFunction] | None = None,
+        newest: Callable[[], Seen] | None = None,
+    ) -> None:
         self.run = run
         self.policy = policy
         self.bad: Seen | None = None
@@ -73,17 +79,17 @@ class NonFiniteGuard:
         self.in_a_row = 0
         """Number of consecutive skipped updates; an update that is applied resets it to 0."""
         self.skipped = 0
-        self.rerun: Callable[[], StepFunction] | None = None
+        self.rerun = rerun
         """Returns the user's step in a form that can be run again without a backward pass."""
-        self.newest: Callable[[], Seen] = _nothing
+        self.newest = newest or _nothing
         """Returns the current micro-batch of this rank."""
         self._kept = 0
-        on_host = run.world.device.type == "cpu"
+        on_host = run.device_type == "cpu"
         # A strategy that scales losses itself also skips the updates that its scale makes overflow.
         owned = run.fabric.strategy_scales_losses
         self.sees_losses = policy != "ignore" and on_host
         sees_gradients = not owned and (policy == "skip" or (policy == "raise" and on_host))
-        updater = run.fabric.updater
+        updater = run.updater
         updater.guard(policy == "skip" and not owned, self.heed_gradients if sees_gradients else None)
 
     def see(self, loss: float, batch: Any, index: int) -> None:
@@ -167,7 +173,7 @@ class NonFiniteGuard:
 
         Return False where the ranks' gradients cannot be distinguished, or the step cannot be run again.
         """
-        traits = self.run.fabric.strategy.traits
+        traits = self.run.traits
         tells = traits.replicates and not traits.forward_has_collectives and not traits.backward_has_collectives
         ready = tells and self.rerun is not None and seen.batch is not None
         if not all(self.run.world.all_gather_object(ready)):

@@ -6,7 +6,7 @@ dim (a 0-d tensor is one row), those of a list or tuple its items; any other obj
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..core.errors import ConfigurationError, DesyncError
 from .partition import part_of
 from .world import World
 
-_PEOPLE_SHOWN = 8
+_RANKS_SHOWN = 8
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
@@ -59,28 +59,30 @@ def gather_rows(world: World, data: Any, valid: bool = True, as_objects: bool = 
         ConfigurationError: on all ranks; tensors differ in more than their rows.
     """
     if as_objects:
-        told = world.all_gather_object(_rows_of(data) if valid else [])
-        return [row for rows in told for row in rows]
+        parts = world.all_gather_object(_rows_of(data) if valid else [])
+        return [row for rows in parts for row in rows]
     leaves = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) and leaf.dim() == 0 else leaf for leaf in leaves_of(data)]
-    described = [
-        (str(leaf.dtype), tuple(leaf.shape) if valid else (0, *leaf.shape[1:]))
-        if isinstance(leaf, Tensor)
-        else (_rows_of(leaf) if valid else [])
-        for leaf in leaves
-    ]
+    described = [_described(leaf, valid) for leaf in leaves]
     everyone = world.all_gather_object(described)
     if any(len(other) != len(described) for other in everyone):
-        counts = ", ".join(f"rank {rank}: {len(other)}" for rank, other in enumerate(everyone[:_PEOPLE_SHOWN]))
+        counts = ", ".join(f"rank {rank}: {len(other)}" for rank, other in enumerate(everyone[:_RANKS_SHOWN]))
         raise DesyncError(f"ranks gather collections of different forms (leaves of each: {counts}).")
-    results: Iterator[Any] = iter(
-        [
-            _gather_tensor(world, leaf, [other[number] for other in everyone])  # type: ignore[misc]
-            if isinstance(leaf, Tensor)
-            else [row for other in everyone for row in other[number]]
-            for number, leaf in enumerate(leaves)
-        ]
-    )
+    results = iter([_gather_leaf(world, leaf, list(parts)) for leaf, *parts in zip(leaves, *everyone, strict=True)])
     return map_leaves(lambda leaf: next(results), data)
+
+
+def _described(leaf: Any, valid: bool) -> Any:
+    """Return the dtype and shape of a tensor; of any other leaf its rows, which travel with this description."""
+    if isinstance(leaf, Tensor):
+        return str(leaf.dtype), tuple(leaf.shape) if valid else (0, *leaf.shape[1:])
+    return _rows_of(leaf) if valid else []
+
+
+def _gather_leaf(world: World, leaf: Any, described: list[Any]) -> Any:
+    """Return the rows of one leaf on all ranks, which ``described`` holds already where the leaf is not a tensor."""
+    if isinstance(leaf, Tensor):
+        return _gather_tensor(world, leaf, described)
+    return [row for rows in described for row in rows]
 
 
 def _rows_of(data: Any) -> list[Any]:
@@ -93,7 +95,7 @@ def _gather_tensor(world: World, tensor: Tensor, described: Sequence[tuple[str, 
     if len(kinds) > 1:
         shown = "; ".join(
             f"rank {rank}: {list(shape)} {dtype.removeprefix('torch.')}"
-            for rank, (dtype, shape) in enumerate(described[:_PEOPLE_SHOWN])
+            for rank, (dtype, shape) in enumerate(described[:_RANKS_SHOWN])
         )
         raise ConfigurationError(
             f"tensors to be gathered differ in more than their rows ({shown}): give them one dtype, and pad the other "

@@ -22,12 +22,12 @@ _LEAST_SHARE = 0.1
 
 
 class Pace:
-    """This rank's time of its own in a step, in seconds."""
+    """The seconds that this rank computes in a step without waiting for other ranks."""
 
     def __init__(self) -> None:
         self.own = 0.0
         self.forward_counts = True
-        """Whether the forward pass, between launch and read, waits for nobody."""
+        """Whether the forward pass, between launch and read, is computation of this rank alone."""
         self._step = 0.0
         self._updated = self._launched = 0.0
         self._part = 0.0
@@ -35,20 +35,24 @@ class Pace:
         self._pause = FIRST_PAUSE
         self._next = 0
 
+    def count_forward(self, counts: bool) -> None:
+        """Count the forward pass as computation, unless it contains collectives and so waits for other ranks."""
+        self.forward_counts = counts
+
     def updated(self) -> None:
-        """An update is over."""
+        """Record the end of an update."""
         now = time.perf_counter()
         if self._updated:
             self._step += _RATE * (now - self._updated - self._step)
         self._updated = now
 
     def launched(self) -> None:
-        """The next control reduction is on its way."""
+        """Record the launch of the next control reduction."""
         self._launched = now = time.perf_counter()
         self._part = now - self._updated if self._updated else 0.0
 
     def arrived(self) -> None:
-        """This rank is where it waits for the others."""
+        """Record that this rank starts to wait for the others."""
         if self._part:
             taken = self._part + (time.perf_counter() - self._launched if self.forward_counts else 0.0)
             # One that is far off, such as a validation between two steps, counts a little.

@@ -56,14 +56,14 @@ class AutomaticStep(TrainingStep):
     ) -> None:
         super().__init__(run, transfer, nonfinite)
         module = run.module
-        self.updater = run.fabric.updater
+        self.updater = run.updater
         self.updater.defer_scale(False)
         self.optimizer = run.optimizers[0]
         self.filler = self._filler(windows)
         self.forward = self.routed()
         # An attribute of its own: the check of collectives replaces it for a time.
         self.backward = self.strategy.backward
-        self.scaler = run.fabric.scaler
+        self.scaler = run.scaler
         self.weigh = module.batch_weight if is_overridden("batch_weight", module) else None
         self.totals = ReducedTotals(run, self.filler) if self.several else LocalTotals()
         self.flags = self._flags()
@@ -97,7 +97,7 @@ class AutomaticStep(TrainingStep):
         window = self.totals.open(batches, weights, consumed)
         if window is None:
             return False
-        self.run.in_window = True
+        self.run.begin_window()
         self.has_loss = False
         final, ended = len(window) - 1, None
         for position, (batch, weight) in enumerate(
@@ -119,7 +119,7 @@ class AutomaticStep(TrainingStep):
                     self._end_batch(*ended)
         last = index + max(len(batches) - 1, 0)
         self._update(*self.flags.read(self.guard.sees_losses), consumed, last)
-        self.run.in_window = False
+        self.run.end_window()
         # What callbacks do after an update, such as saving, may need all ranks: those without a loss of their own too.
         self.last_batch = batches[-1] if batches else self.last_batch
         if ended is not None and not self.refused:
@@ -131,7 +131,7 @@ class AutomaticStep(TrainingStep):
     def _run_single(self, batch: Any) -> None:
         """Run a window of one micro-batch on one rank: the same phases with nothing to weigh, reduce or fill in."""
         index = self.progress.batch_in_epoch
-        self.run.in_window = True
+        self.run.begin_window()
         batch = self.start_batch(batch, index)
         output = None if self.refused else self.forward(batch, index)
         loss = output if output.__class__ is Tensor else loss_of(output)
@@ -143,7 +143,7 @@ class AutomaticStep(TrainingStep):
             self.note_loss(loss)
             self._weighted_backward(loss, 1.0)
         self._update(loss is not None, self.guard.bad is not None, 1, index)
-        self.run.in_window = False
+        self.run.end_window()
         if self.batch_end and not self.refused:
             self._end_batch(output, batch, index)
 
@@ -246,7 +246,7 @@ class AutomaticStep(TrainingStep):
             self.updater.forget(self.optimizer)
         elif has_loss and self.apply(index):
             self.guard.applied()
-            self.progress.global_step += 1
+            self.progress.updated()
             if self.averages is not None:
                 self.averages.after_step(self.progress.global_step - 1)
             if self.step_schedulers:

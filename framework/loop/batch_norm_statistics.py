@@ -69,8 +69,8 @@ class StatisticsPass:
         run = self.run
         context = run.fabric.forward_context()
         step = with_arity(run.module.training_step, ("batch", "batch_idx"))
-        step = run.fabric.strategy.route(in_context(step, context), training=False)
-        together = run.fabric.strategy.traits.forward_has_collectives or any(map(is_collective, layers.values()))
+        step = run.strategy.route(in_context(step, context), training=False)
+        together = run.traits.forward_has_collectives or any(map(is_collective, layers.values()))
         batches: Iterator[Any] = (batch for _, batch in self.source.start(limit=limit))
         count = 0
         while True:

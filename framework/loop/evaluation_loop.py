@@ -165,13 +165,13 @@ def _run_loader(
     names = ("batch", "batch_idx", "dataloader_idx")
     context = run.fabric.forward_context()
     user_step = with_arity(getattr(run.module, f"{plan.prefix}_step"), names)
-    step = run.fabric.strategy.route(in_context(user_step, context), training=False)
+    step = run.strategy.route(in_context(user_step, context), training=False)
     batch_start = [with_arity(hook, names) for hook in run.hooks(f"on_{plan.prefix}_batch_start")]
     batch_end = [with_arity(hook, ("outputs", *names)) for hook in run.hooks(f"on_{plan.prefix}_batch_end")]
     figures = sink if isinstance(sink, _StepFigures) else None
     outputs = sink if isinstance(sink, list) else None
     numbered = source.start(limit=plan.limits[index])
-    if run.world.size > 1 and run.fabric.strategy.traits.forward_has_collectives:
+    if run.world.size > 1 and run.traits.forward_has_collectives:
         numbered = in_rounds(
             numbered, _certain_count(source, plan.limits[index]), run.world, _idle_step(run, plan, step, index)
         )
@@ -229,7 +229,7 @@ def _of_loader(reduced: dict[Entry, float], index: int) -> dict[str, float]:
 @contextmanager
 def evaluating(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
     """Have the module evaluated: with the buffers of one rank, and with averaged weights where there are any."""
-    run.fabric.strategy.sync_buffers(run.module)
+    run.strategy.sync_buffers(run.module)
     with run.averages.evaluated(), in_evaluation_mode(run, plan):
         yield
 
@@ -244,12 +244,12 @@ def in_evaluation_mode(run: Run, plan: EvaluationPlan) -> Generator[None, None, 
     if not own_eval:
         run.module.eval()
     context = torch.inference_mode() if plan.inference_mode else torch.no_grad()
-    run.evaluating = True
+    run.set_evaluating(True)
     try:
         with context:
             yield
     finally:
-        run.evaluating = False
+        run.set_evaluating(False)
         own_train = run.module_hook(f"on_{plan.prefix}_model_train")
         for hook in own_train:
             hook()

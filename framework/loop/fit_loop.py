@@ -207,7 +207,7 @@ class FitLoop:
     def _publish_if_due(self) -> None:
         progress = self.run.progress
         if progress.global_step % self.plan.log_every_n_steps == 0 and progress.global_step != progress.published:
-            progress.published = progress.global_step
+            progress.published_step()
             self.run.metrics.publish_step(progress)
 
     def _at_end(self) -> bool:
@@ -236,7 +236,7 @@ class FitLoop:
             run.metrics.publish_epoch(run.train_log, progress, before, run.sanity_checking)
         if whole:
             run.update_learning_rates("epoch")
-            progress.epoch_ended = True
+            progress.end_epoch()
         for hook in after:
             hook()
         self._agree()
@@ -252,7 +252,7 @@ class FitLoop:
         for number, hook in enumerate(hooks):
             if number >= again:
                 rejoin(run)
-                run.progress.hooks_started = number + 1
+                run.progress.hook_started(number + 1)
                 hook()
                 continue
             log = run.module.log_to(None)
@@ -306,7 +306,7 @@ class FitLoop:
 
             def validated() -> None:
                 anew.close()
-                run.progress.validated_at = run.progress.global_batch
+                run.progress.validated()
 
             evaluate(run, plan.validation, validated)
         run.train_log.in_step = in_step
@@ -319,11 +319,11 @@ class FitLoop:
         whole = plan.validation
         limit = plan.sanity_batches
         short = [limit if own is None else own if limit is None else min(own, limit) for own in whole.limits]
-        run.sanity_checking = True
+        run.set_sanity_checking(True)
         run.call("on_sanity_check_start")
         evaluate(run, EvaluationPlan(whole.stage, whole.sources, short, whole.transfer, whole.inference_mode))
         run.call("on_sanity_check_end")
-        run.sanity_checking = False
+        run.set_sanity_checking(False)
         run.metrics.clear()
 
     # ---- the end --------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class ManualOptimizer:
         self._guard = guard
         self._run = run
         self._applied = applied
-        traits = run.fabric.strategy.traits
+        traits = run.traits
         self._reduced_before = traits.reduces_in_backward
         self._closes = closes_windows(traits)
         self._reduces = self._closes or (run.world.size > 1 and not self._reduced_before)
@@ -91,7 +91,7 @@ class ManualOptimizer:
     def reduce(self) -> None:
         """Average the gradients over ranks, once for each update: before it, or before they are clipped. Collective."""
         if self._reduces and not self.reduced:
-            strategy, parameters = self._run.fabric.strategy, parameters_of(self.optimizer)
+            strategy, parameters = self._run.strategy, parameters_of(self.optimizer)
             if self._closes:
                 strategy.sync_gradients(True)
                 strategy.backward(zero_loss(parameters))
@@ -102,10 +102,10 @@ class ManualOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients."""
         if self._reduced_before:
-            self._run.fabric.strategy.zero_grad(self.optimizer)
+            self._run.strategy.zero_grad(self.optimizer)
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._run.fabric.updater.forget(self.optimizer)
+        self._run.updater.forget(self.optimizer)
 
     def _evaluate_once(self, closure: Callable[[], Any]) -> Any:
         """Run a closure before the update, as an optimizer does that asks for the loss once.
@@ -116,7 +116,7 @@ class ManualOptimizer:
         if needs_closure(self.optimizer):
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__} evaluates the loss several times for an update, and moves whole "
-                f"weights in between, which strategy={self._run.fabric.strategy.name!r} splits over ranks: use another "
+                f"weights in between, which strategy={self._run.strategy.name!r} splits over ranks: use another "
                 "optimizer, or strategy='ddp'."
             )
         return closure()
@@ -154,7 +154,7 @@ class ManualStep(TrainingStep):
         self.stepped = False
         self.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
         run.use_manual(self.manual_optimizers, self.manual_backward)
-        self.updater = run.fabric.updater
+        self.updater = run.updater
         self.updater.defer_scale(True)
 
     def _note(self) -> None:
@@ -162,7 +162,7 @@ class ManualStep(TrainingStep):
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss, scaled where the precision needs it."""
-        scaler = self.run.fabric.scaler
+        scaler = self.run.scaler
         self.note_loss(loss)
         for hook in self.before_backward:
             hook(loss)
@@ -201,7 +201,8 @@ class ManualStep(TrainingStep):
             output = self.forward(batch, index)
             self.updater.finish()
             self.advance(consumed)
-            self.progress.global_step += self.stepped
+            if self.stepped:
+                self.progress.updated()
             if self.stepped and self.averages is not None:
                 self.averages.after_step(self.progress.global_step - 1)
             for hook in self.batch_end:

@@ -25,7 +25,7 @@ class TrainingStep:
         self.progress = run.progress
         self.log = run.train_log
         self.triggers = run.triggers
-        self.strategy = run.fabric.strategy
+        self.strategy = run.strategy
         self.phase = run.heartbeat.phase
         self.several = run.world.size > 1
         self.transfer = transfer
@@ -40,15 +40,14 @@ class TrainingStep:
         # Whether a hook has returned -1: it refuses this batch and the rest of the epoch.
         self.refused = False
         self.index = 0
-        self.guard = NonFiniteGuard(run, nonfinite)
-        self.guard.rerun = self.plain
-        self.guard.newest = lambda: Seen(None, self.log.batch, self.index)
-        self.reads_loss = run.world.device.type == "cpu"
-        watches = nonfinite == "raise" and run.world.device.type == "cuda"
+        self.guard = NonFiniteGuard(run, nonfinite, self.plain, lambda: Seen(None, self.log.batch, self.index))
+        self.reads_loss = run.device_type == "cpu"
+        watches = nonfinite == "raise" and run.device_type == "cuda"
         self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
+        self.keep_loss = run.keep_loss
         self.spikes = LossSpikes()
         self.pace = run.triggers.pace
-        self.pace.forward_counts = not self.strategy.traits.forward_has_collectives
+        self.pace.count_forward(not self.strategy.traits.forward_has_collectives)
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step, in the precision's context, through the strategy."""
@@ -89,9 +88,9 @@ class TrainingStep:
                     self.meet_nonfinite(number)
             elif self.spikes(number, self.index):
                 self.report_spike(number, self.progress.global_step)
-            self.run.latest_loss = number
+            self.keep_loss(number)
         else:
-            self.run.latest_loss = loss.detach()
+            self.keep_loss(loss.detach())
             if self.watch is not None:
                 self.watch(loss, self.progress.global_step, self.index)
 
@@ -115,9 +114,7 @@ class TrainingStep:
 
     def advance(self, consumed: int) -> None:
         """Count the batches of a window."""
-        self.progress.batch_in_epoch += consumed
-        self.progress.global_batch += consumed
-        self.progress.attempts += 1
+        self.progress.consumed(consumed)
         if self.several:
             self.pace.updated()
 

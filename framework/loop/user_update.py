@@ -30,8 +30,8 @@ class UserUpdate:
     def __init__(self, run: Run, hooks: Sequence[Callable[..., Any]], clipping: tuple[float | None, str]) -> None:
         self._run = run
         self._module = run.module
-        self._strategy = run.fabric.strategy
-        self._updater = run.fabric.updater
+        self._strategy = run.strategy
+        self._updater = run.updater
         self._optimizer = run.optimizers[0]
         self._index = 0
         # A strategy whose gradients or weights are not the parameters' own is asked to step and to drop gradients.

@@ -26,7 +26,7 @@ def live_weights(run: Run) -> dict[str, Shard]:
 
     Collective.
     """
-    return run.averages.with_live(model_state(run.fabric.strategy, run.module))
+    return run.averages.with_live(model_state(run.strategy, run.module))
 
 
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
@@ -57,8 +57,8 @@ def _described(run: Run, weights_only: bool) -> dict[str, Any]:
         "weights_only": weights_only,
         "run": run.directory.identity,
         # Shown by tools; nothing is decided by them.
-        "strategy": run.fabric.strategy.name,
-        "precision": run.fabric.precision.name,
+        "strategy": run.strategy.name,
+        "precision": run.precision.name,
     }
     if len(run.averages):
         document[AVERAGES] = run.averages.state_dict()
@@ -69,7 +69,7 @@ def _add_training(
     run: Run, windows: Windows | None, document: dict[str, Any], sections: dict[str, dict[str, Shard]]
 ) -> None:
     """Add what a run needs to resume: optimizers, schedulers, states, and the position in the data. Collective."""
-    names, strategy = names_of(run.module), run.fabric.strategy
+    names, strategy = names_of(run.module), run.strategy
     states = [optimizer_state(strategy, optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
     sections["optimizer"] = {name: shard for _, shards in states for name, shard in shards.items()}
     user: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def check_state(run: Run) -> None:
 def _states(run: Run) -> dict[str, Any]:
     return {
         "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
-        "scaler": run.fabric.scaler.state_dict() if run.fabric.scaler is not None else None,
+        "scaler": run.scaler.state_dict() if run.scaler is not None else None,
         "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
         "extra": extra_state(run.module),
     }

@@ -77,7 +77,7 @@ class Saver:
     @property
     def sharded(self) -> bool:
         """Whether every rank writes a part."""
-        return not self._run.fabric.strategy.traits.replicates
+        return not self._run.traits.replicates
 
     def follow(self, windows: Windows) -> None:
         """Save the position in these windows with every checkpoint from now on."""
@@ -94,7 +94,7 @@ class Saver:
         """Return about how many bytes a checkpoint takes on all ranks; before the first step there are no moments."""
         run = self._run
         trained = {name for name, parameter in run.module.named_parameters() if parameter.requires_grad}
-        sizes = {name: prod(shape) for name, shape in run.fabric.strategy.shapes(run.module).items()}
+        sizes = {name: prod(shape) for name, shape in run.strategy.shapes(run.module).items()}
         elements = sum(sizes.values())
         if not weights_only and run.optimizers:
             moments = max(_moments(optimizer) for optimizer in run.optimizers)
@@ -188,7 +188,7 @@ class Saver:
         run, apart = self._run, self._apart
         assert apart is not None
         if self.sharded or run.world.is_global_zero:
-            strategy = run.fabric.strategy
+            strategy = run.strategy
             snapshot = self._staging.take(snapshot, [strategy.stepping_optimizer(one) for one in run.optimizers])
         else:
             # Rank 0 writes for all; what this rank holds may change from here on.

@@ -50,7 +50,7 @@ def export_run(run: Run, path: Path, dtype: Dtype, max_shard_size: Size) -> Path
     """
     check_export(dtype, max_shard_size)
     world, shards = run.world, live_weights(run)
-    if world.size == 1 or run.fabric.strategy.traits.replicates:
+    if world.size == 1 or run.traits.replicates:
         tensors = {name: shard.tensor for name, shard in shards.items()}
         return on_rank_zero(world, lambda: _write_held(tensors, path, dtype, max_shard_size))
 

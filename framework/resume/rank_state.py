@@ -39,11 +39,11 @@ def capture_rank(run: Run, windows: Windows | None) -> Any:
 def redone(run: Run) -> Generator[None, None, None]:
     """Do what a run that resumes from a checkpoint saved in between does anew: generators and figures are then those
     of the beginning."""
-    run.redone_from, run.marks = _state(run), run.loggers.mark()
+    run.replay_from(_state(run))
     try:
         yield
     finally:
-        run.redone_from = run.marks = None
+        run.replay_from(None)
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def rejoin(run: Run) -> None:
     """Put generators back to where a resumed run goes on: what came before was done anew."""
     if run.redone_from is not None:
         restore(run.redone_from["random"])
-        run.redone_from = run.marks = None
+        run.replay_from(None)
 
 
 def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
@@ -80,4 +80,4 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
         windows.source.restore([decode(document.get("data")) for document in kept], own=False)
         seed_generators(mix_seed(run.seed, run.progress.attempts, world.data_rank))
     random = mine[0]["random"] if same else capture()
-    run.redone_from, run.marks = {**_state(run), "random": random}, run.loggers.mark()
+    run.replay_from({**_state(run), "random": random})

@@ -66,7 +66,7 @@ def _compared(run: Run, checkpoint: Checkpoint) -> Resumption:
             "Start from its weights with load_from_checkpoint, or give a full checkpoint."
         )
     renames = module.checkpoint_renames
-    match = match_model(module, shapes_of(run.fabric.strategy, module), SavedModel.of(checkpoint, renames))
+    match = match_model(module, shapes_of(run.strategy, module), SavedModel.of(checkpoint, renames))
     # Read and checked now: what is damaged is to be found before anything changes.
     state = decode(document["state"], checkpoint.read_section("state"))
     plan = Resumption(checkpoint, match, state)
@@ -155,7 +155,7 @@ def _thawed(run: Run, index: int, described: Mapping[str, Any], match: Optimizer
 
 def restore_run(run: Run, plan: Resumption) -> None:
     """Put weights, optimizers, schedulers, scaler, callbacks and counters back. Collective."""
-    checkpoint, strategy, state = plan.checkpoint, run.fabric.strategy, plan.state
+    checkpoint, strategy, state = plan.checkpoint, run.strategy, plan.state
     put_model(strategy, run.module, stored_of(checkpoint, plan.model))
     left = [*plan.left, *put_extra_state(run.module, state.get("extra", {}), run.module.checkpoint_renames)]
     run.averages.load(checkpoint, plan.model.tensors, run.note)
@@ -164,8 +164,8 @@ def restore_run(run: Run, plan: Resumption) -> None:
         load_optimizer(strategy, run.optimizers[index], described, match, checkpoint, index)
     for config, scheduler_state in zip(run.schedulers[: plan.schedulers], state["schedulers"], strict=False):
         config.scheduler.load_state_dict(scheduler_state)
-    if run.fabric.scaler is not None and state["scaler"] is not None:
-        run.fabric.scaler.load_state_dict(state["scaler"])
+    if run.scaler is not None and state["scaler"] is not None:
+        run.scaler.load_state_dict(state["scaler"])
     for callback in run.callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
@@ -190,7 +190,7 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: on all ranks; they are another module's, and nothing has changed.
     """
-    module, strategy = run.module, run.fabric.strategy
+    module, strategy = run.module, run.strategy
 
     def compared() -> ModelMatch:
         own, strict = shapes_of(strategy, module), module.strict_loading

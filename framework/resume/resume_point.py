@@ -102,17 +102,15 @@ def claim_directory(
         return again or _find(given, directory.root, directory.name, callbacks, note)
 
     def claim() -> Origin:
-        root, name = directory.root, directory.name
+        continues = given == "auto" or before is not None
         found = find()
-        goes_on = given == "auto" or before is not None
-        if writes and goes_on and found.checkpoint is None:
-            there = versions(root, name) if before is None else [before.version]
-            interrupted = _interrupted(root, name, there, callbacks)
-            found = replace(found, version=found.version if interrupted is None else interrupted)
-        directory.version = found.version
+        if writes and continues and found.checkpoint is None:
+            found = _at_interrupted(found, directory, before, callbacks)
+        directory.adopt(found.version, directory.claimed)
         if writes:
-            directory.acquire(fresh=found.version not in versions(root, name) or not goes_on)
-            if _clean(directory, callbacks, note) and goes_on:
+            directory.acquire(fresh=found.version not in versions(directory.root, directory.name) or not continues)
+            # Deleting what a killed save left may bring back an older checkpoint, so look again.
+            if _clean(directory, callbacks, note) and continues:
                 found = find()
             if given == "auto":
                 _clean_passed_over(directory, found, note)
@@ -125,6 +123,15 @@ def claim_directory(
     origin = on_rank_zero(world, claim)
     directory.adopt(origin.version, True, origin.identity)
     return origin
+
+
+def _at_interrupted(
+    found: Origin, directory: RunDirectory, before: FitRecord | None, callbacks: Sequence[CallbackContract]
+) -> Origin:
+    """Return the origin in the directory of a save that was interrupted, if there is one."""
+    candidates = versions(directory.root, directory.name) if before is None else [before.version]
+    interrupted = _interrupted(directory.root, directory.name, candidates, callbacks)
+    return found if interrupted is None else replace(found, version=interrupted)
 
 
 def _continued(

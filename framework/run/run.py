@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from ..core.loss_scaler import LossScaler
     from ..core.optimizer_config import SchedulerConfig
+    from ..core.precision import Precision
     from ..distributed.world import World
     from ..fabric.fabric import Fabric
     from ..metrics.logger_threads import LoggerFanout
+    from ..parallel.optimizer_step import Updater
+    from ..parallel.strategy import Strategy, Traits
     from .context import ManualOptimizer, RunContext, RunSaver
 
 Hook = Callable[..., Any]
@@ -34,6 +38,10 @@ Hook = Callable[..., Any]
 
 class Run:
     """One stage of a module's life: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+
+    seed = 0
+    in_window = False
+    schedulers_paused = False
 
     def __init__(
         self,
@@ -56,38 +64,92 @@ class Run:
         self.stage = stage
         self.progress = Progress()
         self.heartbeat = context.heartbeat
-        self.seed = 0
         self.triggers = Triggers(self.world)
         self.accumulation = AccumulationSchedule(1)
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
         self.schedulers: list[SchedulerConfig] = []
-        self.schedulers_paused = False
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
         self.triggers.compare_names(self.train_log)
         self.latest_loss: Any = None
         self.redone_from: dict[str, Any] | None = None
-        """While something is under way that a run resumed here does anew: this rank's state when that began."""
+        """This rank's state at the start of a section that a resumed run replays; None outside of such sections."""
         self.marks: list[tuple[str, dict[str, Any]]] | None = None
-        """And where the loggers stood."""
+        """The positions of the loggers at the same time."""
         self.evaluated_batches: dict[int, int] = {}
-        """Of each validation loader, the batches that this rank has seen in the whole fit."""
+        """The batches of each validation loader that this rank has seen in the whole fit, by the loader's index."""
         self.metrics = RunMetrics(self.train_log, loggers)
-        self.sanity_checking = False
-        self.evaluating = False
+        self.sanity_checking = self.evaluating = self.stop_requested = False
         self.stop_reason: str | None = None
-        self.stop_requested = False
         self.preempted_by: tuple[int, str] | None = None
         """The rank that received a preemption signal, and the signal's name."""
         self.resumed: tuple[Path, int] | None = None
-        """The checkpoint that this run goes on from, and how many batches it had seen by then."""
-        self.in_window = False
+        """The checkpoint that this run continues from, and its number of consumed micro-batches."""
         self.manual_backward: Callable[..., None] = _no_loop
         self.restore_layers: Callable[[], None] | None = None
         self.saver: RunSaver
         """Set by ``attach_saver`` before anything runs."""
         self._register_handlers()
+
+    # ---- parts of the Fabric --------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return self.fabric.strategy
+
+    @property
+    def traits(self) -> Traits:
+        """The traits of the strategy."""
+        return self.fabric.strategy.traits
+
+    @property
+    def precision(self) -> Precision:
+        """The precision."""
+        return self.fabric.precision
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler; None where losses are not scaled, or the strategy scales them itself."""
+        return self.fabric.scaler
+
+    @property
+    def updater(self) -> Updater:
+        """Applies updates: it unscales, clips, and checks that gradients are finite."""
+        return self.fabric.updater
+
+    @property
+    def device_type(self) -> str:
+        """The type of this rank's device, such as ``"cpu"``."""
+        return self.world.device.type
+
+    # ---- state of the loops ---------------------------------------------------------------------------------------
+
+    def keep_loss(self, loss: float | Tensor) -> None:
+        """Keep the loss of the newest micro-batch, for the progress bar and optimizer closures."""
+        self.latest_loss = loss
+
+    def begin_window(self) -> None:
+        """Refuse checkpoints until ``end_window``: gradients are partly accumulated."""
+        self.in_window = True
+
+    def end_window(self) -> None:
+        """Allow checkpoints again: the update was applied or skipped."""
+        self.in_window = False
+
+    def set_evaluating(self, evaluating: bool) -> None:
+        """Record whether an evaluation is in progress."""
+        self.evaluating = evaluating
+
+    def set_sanity_checking(self, checking: bool) -> None:
+        """Record whether the sanity check of the validation loop is in progress."""
+        self.sanity_checking = checking
+
+    def replay_from(self, state: dict[str, Any] | None) -> None:
+        """Mark the start of a section that a resumed run replays: checkpoints hold this state. None ends it."""
+        self.redone_from = state
+        self.marks = None if state is None else self.loggers.mark()
 
     def check_together(self, what: str) -> None:
         """Refuse what all ranks must do where an error has parted them.
@@ -193,7 +255,7 @@ class Run:
             self.note(text)
 
     def _cut_epoch(self, sent: Sent) -> None:
-        self.progress.epoch_cut = True
+        self.progress.cut_epoch()
 
     def _withdraw_stop(self, sent: Sent) -> None:
         self.stop_requested = self.preempted_by is not None

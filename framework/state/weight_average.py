@@ -167,6 +167,13 @@ class Average:
 
     # ---- updates --------------------------------------------------------------------------------------------------
 
+    def begin_epoch_end(self, epoch_idx: int) -> bool:
+        """Return whether the end of this epoch is new: a checkpoint may have been saved after its update."""
+        if epoch_idx <= self.last_epoch:
+            return False
+        self.last_epoch = epoch_idx
+        return True
+
     def update(self) -> None:
         """Take the weights in as they are now. Collective where the strategy's state lies on a disk."""
         if not self.count or self.is_rebound:

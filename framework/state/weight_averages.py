@@ -70,11 +70,7 @@ class Averages:
     def end_epoch(self, epoch_idx: int) -> None:
         """Update at the end of a whole epoch, once for each. Collective."""
         for average in self:
-            if epoch_idx <= average.last_epoch:
-                # It was resumed from a checkpoint saved later than this.
-                continue
-            average.last_epoch = epoch_idx
-            if not average.settings.should_update(epoch_idx=epoch_idx):
+            if not average.begin_epoch_end(epoch_idx) or not average.settings.should_update(epoch_idx=epoch_idx):
                 continue
             average.update()
             if average.settings.statistics_batches != 0 and self.recompute is not None:

@@ -64,8 +64,8 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
         resumption = agree_on_resumption(run, checkpoint)
         regroup(run, resumption)
     run.heartbeat.mark_sync_point()
-    run.use_optimizers(run.fabric.strategy.setup(module, run.optimizers, training=True), run.schedulers)
-    transfer = batch_transfer(run.world.device, run.fabric.precision, module, request.datamodule)
+    run.use_optimizers(run.strategy.setup(module, run.optimizers, training=True), run.schedulers)
+    transfer = batch_transfer(run.world.device, run.precision, module, request.datamodule)
     _attach_step(run, loop, data, settings, transfer)
     if resumption is not None:
         _restore(loop, resumption, origin)
@@ -87,7 +87,7 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
     sources = data.evaluation(stage)
     require_data(sources, stage)
     _place_model(session, run)
-    run.fabric.strategy.setup(request.module, [], training=False)
+    run.strategy.setup(request.module, [], training=False)
     if request.ckpt_path is not None:
         found = on_rank_zero(
             run.world,
@@ -98,7 +98,7 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
         checkpoint = open_on_all_ranks(run.world, found)
         load_model(run, checkpoint)
     plan = evaluation_plan(session, stage, sources)
-    precision = run.fabric.precision
+    precision = run.precision
     plan.use_transfer(batch_transfer(run.world.device, precision, request.module, request.datamodule))
     return run, plan
 
@@ -178,18 +178,18 @@ def _attach_step(
 
 def _place_model(session: Session, run: Run) -> None:
     """Build what the module left for ``configure_model``, and put it on its device in its dtype."""
-    module, precision = run.module, run.fabric.precision
-    with run.fabric.strategy.building():
+    module, precision = run.module, run.precision
+    with run.strategy.building():
         module.configure_model()
     if session.settings.given.sync_batchnorm and run.world.size > 1:
-        run.restore_after(share_batch_statistics(module, run.world.device.type))
-    run.fabric.strategy.to_device(module)
+        run.restore_after(share_batch_statistics(module, run.device_type))
+    run.strategy.to_device(module)
     precision.convert_module(module)
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:
     run.use_optimizers(*resolve_optimizers(run.module.configure_optimizers(), run.module))
-    strategy = run.fabric.strategy
+    strategy = run.strategy
     if len(run.optimizers) > 1 and strategy.traits.takes_one_optimizer:
         raise ConfigurationError(
             f"configure_optimizers returned {len(run.optimizers)} optimizers, but strategy={strategy.name!r} takes "
@@ -227,7 +227,7 @@ def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
     restore_run(run, resumption)
     progress = run.progress
     if loop.windows.resumed_at is not None:
-        progress.batch_in_epoch = source.batches_before(loop.windows.resumed_at)
+        progress.resume_at(source.batches_before(loop.windows.resumed_at))
         _tell_of_other_data(run, checkpoint.document.get("data"), source.described())
     if origin.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))

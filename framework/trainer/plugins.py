@@ -65,6 +65,15 @@ def resolve_callbacks(settings: Settings) -> list[Callback]:
         return []
     _add_timer(callbacks, settings)
     _check_accumulation(callbacks, settings)
+    _add_defaults(callbacks, defaults)
+    if settings.fast_dev_run:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, CALLBACKS.load("model_checkpoint"))]
+    check_state_keys(callbacks)
+    return callbacks
+
+
+def _add_defaults(callbacks: list[Callback], defaults: dict[str, bool | None]) -> None:
+    """Add the callbacks that a Trainer has by default, unless they were switched off or the user gave them."""
     for name, wanted in defaults.items():
         if wanted is not False:
             if not _has(callbacks, CALLBACKS.load(name)):
@@ -74,10 +83,6 @@ def resolve_callbacks(settings: Settings) -> list[Callback]:
                 f"{_SWITCHES[name]}=False contradicts the {type(own).__name__} among the callbacks: leave one of them "
                 "out."
             )
-    if settings.fast_dev_run:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, CALLBACKS.load("model_checkpoint"))]
-    check_state_keys(callbacks)
-    return callbacks
 
 
 def _add_timer(callbacks: list[Callback], settings: Settings) -> None:

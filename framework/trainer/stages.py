@@ -169,7 +169,7 @@ def _release(session: Session, request: StageRequest) -> None:
     if run is not None:
         session.keep_results()
         run.saver.close()
-        run.fabric.strategy.teardown()
+        run.strategy.teardown()
         if run.restore_layers is not None:
             run.restore_layers()
         run.world.close()
