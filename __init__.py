@@ -1,6 +1,6 @@
 """phalanx: train PyTorch models on one device or many, the same model every time.
 
-The public face. Each name is fetched when it is first asked for, so that ``import phalanx`` costs next to nothing.
+Each public name is imported on first use, so that ``import phalanx`` costs next to nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
+    from . import errors as errors
+    from . import registry as registry
     from .framework.api.callback import Callback as Callback
     from .framework.api.contracts import TrainerView as TrainerView
     from .framework.api.data_module import DataModule as DataModule
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from .framework.core.accumulation import AccumulationSchedule as AccumulationSchedule
     from .framework.core.errors import PhalanxError as PhalanxError
     from .framework.data.combined_loader import CombinedLoader as CombinedLoader
+    from .framework.diagnostics.batch_dump import read_batch as read_batch
     from .framework.distributed.seed import seed_everything as seed_everything
     from .framework.fabric.fabric import Fabric as Fabric
     from .framework.trainer.trainer import Trainer as Trainer
@@ -35,8 +38,11 @@ _HOMES = {
     "Trainer": ".framework.trainer.trainer",
     "TrainerView": ".framework.api.contracts",
     "checkpoint": ".checkpoint",
+    "errors": ".errors",
+    "read_batch": ".framework.diagnostics.batch_dump",
+    "registry": ".registry",
     "seed_everything": ".framework.distributed.seed",
 }
 
 __all__ = sorted(_HOMES)
-__getattr__, __dir__ = face(__name__, _HOMES, modules=("checkpoint",))
+__getattr__, __dir__ = face(__name__, _HOMES, modules=("checkpoint", "errors", "registry"))

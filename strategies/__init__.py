@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
+    from ..framework.parallel.step_flags import StepFlags as StepFlags
+    from ..framework.parallel.strategy import StepAdapter as StepAdapter
+    from ..framework.parallel.strategy import StepFunction as StepFunction
     from ..framework.parallel.strategy import Strategy as Strategy
+    from ..framework.parallel.strategy import Traits as Traits
     from .ddp import DDPStrategy as DDPStrategy
     from .deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from .fsdp.strategy import FSDPStrategy as FSDPStrategy
@@ -19,7 +23,11 @@ _HOMES = {
     "DeepSpeedStrategy": ".deepspeed.strategy",
     "FSDPStrategy": ".fsdp.strategy",
     "SingleDeviceStrategy": ".single",
+    "StepAdapter": "..framework.parallel.strategy",
+    "StepFlags": "..framework.parallel.step_flags",
+    "StepFunction": "..framework.parallel.strategy",
     "Strategy": "..framework.parallel.strategy",
+    "Traits": "..framework.parallel.strategy",
     "hsdp": ".fsdp.strategy",
 }
 

@@ -18,6 +18,8 @@ ROOT = Path(phalanx.__file__).parent
 FACES = (
     "phalanx",
     "phalanx.checkpoint",
+    "phalanx.errors",
+    "phalanx.registry",
     "phalanx.strategies",
     "phalanx.precisions",
     "phalanx.callbacks",

@@ -13,7 +13,7 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 PLUGINS = ("strategies", "precisions", "callbacks", "loggers")
 FOLDERS = ("framework", *PLUGINS, "cli")
-FACES = ("__init__", "checkpoint")
+FACES = ("__init__", "checkpoint", "errors", "registry")
 
 # The sub-packages of framework, in order: each may import those named here, all of which stand above it.
 ROOMS: dict[str, str] = {
