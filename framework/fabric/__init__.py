@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from .contents import snapshot_of as snapshot_of
     from .loading import compare as compare
     from .loading import restore as restore
+    from .weight_files import publish_weights as publish_weights
+    from .weight_files import read_weights as read_weights
 
 _HOMES = {
+    "read_weights": ".weight_files",
+    "publish_weights": ".weight_files",
     "compare": ".loading",
     "contents_of": ".contents",
     "is_stateful": ".contents",

@@ -21,14 +21,13 @@ from ..distributed.seed import restore as restore_generators
 from ..parallel.parameter_names import renamed
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
-from . import compare, contents_of, is_stateful, parameter_names, restore, snapshot_of
+from . import compare, contents_of, is_stateful, parameter_names, publish_weights, read_weights, restore, snapshot_of
 from .collectives import Collectives
 from .contents import Contents, Filter
 from .loading import Fits, Saved
 from .module import engine_of, unwrap
 from .prepared import Prepared
 from .training import Training
-from .weight_files import publish_weights, read_weights
 
 Location = str | os.PathLike[str]
 

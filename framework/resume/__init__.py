@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from .restore import load_model as load_model
     from .restore import regroup as regroup
     from .restore import restore_run as restore_run
+    from .save_directory import make_ready as make_ready
 
 _HOMES = {
+    "make_ready": ".save_directory",
     "agree_on_resumption": ".restore",
     "capture_run": ".capture",
     "check_export": ".export",

@@ -156,5 +156,6 @@ def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool, section: str)
         warnings.warn(
             f"{type(module).__name__} took {len(match.tensors)} of {len(shapes)} tensors from {checkpoint.path}; left "
             f"as they are: {listed(left)}.",
-            stacklevel=4,
+            # The frames above: rebuild_module, its import on first call, load_from_checkpoint.
+            stacklevel=5,
         )

@@ -16,10 +16,8 @@ from ..distributed.control import Signal
 from ..fabric.fabric import Fabric
 from ..launch import launch_script
 from ..launch.exit_hooks import install_exit_codes
-from ..memory.memory_plan import MemoryPlan
-from ..resume import check_export, export_module, export_run
+from ..resume import check_export, export_module, export_run, make_ready
 from ..resume.resume_point import checked_checkpoint_path
-from ..resume.save_directory import make_ready
 from ..run.run import Run
 from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script

@@ -13,7 +13,7 @@ from host_run import ENOUGH, main
 from ranks import run_on_ranks, wait_until
 from two_hosts import ended, reason_against, two_hosts
 
-SCRIPT = Path(__file__).parent.parent / "host_run.py"
+SCRIPT = Path(__file__).parents[2] / "host_run.py"
 STALL_SECONDS = 6.0
 
 
