@@ -8,31 +8,22 @@ result. In a step there is neither a collective nor a synchronisation with a dev
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
-from ..core.errors import ConfigurationError, MetricError, did_you_mean
+from ..core.errors import ConfigurationError, MetricError
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
+from .batch_items import batch_items
 from .epoch_reduction import exchange
+from .log_arguments import kept_for, reduction_of
+from .logged_value import NO_VIEW, not_one_element, view_of
 from .metric_entry import Entry, Flags, read_devices
 from .torchmetrics_state import is_collection, is_metric, load_metric_states, metric_states
 
-_REDUCTIONS = ("mean", "sum", "min", "max")
-_EQUIVALENTS: dict[Any, str] = {
-    "avg": "mean",
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
-    sum: "sum",
-    min: "min",
-    max: "max",
-}
 _LOADER_SUFFIX = "/dataloader_idx_"
 _MARK = (1 << 20) - 1
 
@@ -62,6 +53,8 @@ class MetricLog:
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
         self._frame_size = FrameSize()
+        self._view = NO_VIEW
+        self._newest: Callable[[], Any] = NO_VIEW[0]
         self.mark = 0
         """Tells the names apart that are logged for the epoch's end by all ranks; below 2**20."""
 
@@ -110,35 +103,56 @@ class MetricLog:
 
         The first call of a name fixes how it is reduced and where it goes.
         """
-        if rank_zero_only and not self._speaks:
-            return
-        key = name + self._suffix if add_dataloader_idx and self._suffix else name
-        flags = (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
+        # This runs once for each value of each step, so it decides by identity wherever it can, and calls nothing that
+        # a plain tensor or float with the arguments of the last time does not need.
+        key = name + self._suffix if self._suffix and add_dataloader_idx else name
         entry = self._entries.get(key)
         # A plain tuple equals the named one of the entry, and takes a fraction of the time to make.
+        flags = (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
         if entry is None or entry.flags != flags:
             entry = self._entry(name, key, Flags(*flags), entry)
-        if isinstance(value, Tensor):
-            if not value.is_cpu:
-                self._keep_on_device(entry, value, batch_size)
+            if entry is None:
                 return
-            # A number at once: on a CPU that waits for nothing, and the tensor may change in place later.
-            try:
-                value = value.item()
-            except RuntimeError:
-                raise _not_one_element(name, value) from None
-        if value.__class__ is not float:
-            value = self._number(entry, value)
-            if value is None:
-                return
-        entry.last = value
+        number: float | None
+        if value.__class__ is Tensor:
+            # Several names often log one tensor. From the third on its memory is read, at half the price of ``item()``.
+            # Its value cannot be remembered instead: it may have changed since the last name, and not all changes show.
+            seen, address, cell = self._view
+            if seen() is value and value.data_ptr() == address:
+                number = cell.value
+            else:
+                number = self._read(entry, value, batch_size)
+        elif value.__class__ is float:
+            number = value
+        else:
+            number = self._number(entry, value, batch_size)
+        if number is None:
+            return
+        entry.last = number
         if entry.on_epoch:
             if batch_size is None:
-                entry.add(value, self.items or self._count_items(entry))
-            elif isinstance(batch_size, Tensor) and not batch_size.is_cpu:
-                entry.add_on_device(value, batch_size.detach().clone())
+                entry.add(number, self.items or self._count_items(entry))
             else:
-                entry.add(value, float(batch_size))
+                _add_weighted(entry, number, batch_size)
+
+    def _read(self, entry: Entry, value: Tensor, batch_size: int | float | Tensor | None) -> float | None:
+        """Return the element of a tensor on the CPU; None for one on a device, whose copy is kept there."""
+        if not value.is_cpu:
+            self._keep_on_device(entry, value, batch_size)
+            return None
+        # A number at once: on a CPU that waits for nothing, and the tensor may change in place later.
+        try:
+            number: float = value.item()
+        except RuntimeError:
+            raise not_one_element(entry.name, value) from None
+        if number.__class__ is not float:
+            return self._number(entry, number, batch_size)
+        # A weak reference: a strong one would keep the graph of a loss alive.
+        if self._newest() is value:
+            self._view = view_of(value)
+        else:
+            self._newest = ref(value)
+        return number
 
     def _count_items(self, entry: Entry) -> int:
         """Return the weight of the batch: its items, counted when a mean first needs them."""
@@ -148,7 +162,7 @@ class MetricLog:
 
     def _keep_on_device(self, entry: Entry, value: Tensor, batch_size: int | float | Tensor | None) -> None:
         if value.numel() != 1:
-            raise _not_one_element(entry.name, value)
+            raise not_one_element(entry.name, value)
         # A copy: the tensor may be a buffer, or be added to in place (`loss += penalty`) before anybody reads it.
         value = value.detach().clone()
         entry.last = value
@@ -159,8 +173,10 @@ class MetricLog:
                 batch_size = float(batch_size) if batch_size.is_cpu else batch_size.detach().clone()
             entry.add_on_device(value, batch_size)
 
-    def _number(self, entry: Entry, value: Any) -> float | None:
-        """Return a value of another type as a float; None for a metric, which holds its own state."""
+    def _number(self, entry: Entry, value: Any, batch_size: int | float | Tensor | None) -> float | None:
+        """Return a value of another type as a float; None for a metric or a tensor on a device."""
+        if isinstance(value, Tensor):
+            return self._read(entry, value, batch_size)
         if is_metric(value):
             entry.metric = value
             if entry.on_step:
@@ -177,11 +193,16 @@ class MetricLog:
             f"a value must be a number, a tensor with one element, or a torchmetrics Metric{hint}."
         )
 
-    def _entry(self, name: str, key: str, flags: Flags, old: Entry | None) -> Entry:
-        """Return the entry of a name that is new, or whose arguments are written differently than before."""
+    def _entry(self, name: str, key: str, flags: Flags, old: Entry | None) -> Entry | None:
+        """Return the entry of a name that is new, or whose arguments are written differently than before.
+
+        None on other ranks than 0 where ``rank_zero_only`` is given: they log nothing.
+        """
+        if flags.rank_zero_only and not self._speaks:
+            return None
         if not isinstance(name, str):
             raise ConfigurationError(f"log({name!r}, ...): a name must be a string.")
-        fx = _reduction(name, flags.reduce_fx)
+        fx = reduction_of(name, flags.reduce_fx)
         if old is not None:
             if old.flags._replace(reduce_fx=old.fx) == flags._replace(reduce_fx=fx):
                 old.flags = flags
@@ -190,7 +211,7 @@ class MetricLog:
                 f"log({name!r}, ...) was called with other arguments before in this epoch: the arguments "
                 "prog_bar, logger, on_step, on_epoch and reduce_fx of a name must stay the same; use another name."
             )
-        on_step, on_epoch = self._when(name, flags.on_step, flags.on_epoch)
+        on_step, on_epoch = kept_for(name, flags.on_step, flags.on_epoch, self._training, self.in_step)
         if self._loader is not None and _LOADER_SUFFIX in name and key != name:
             raise ConfigurationError(
                 f"log({name!r}, ...): the number of the loader is added by itself; leave it out of the name, or say "
@@ -207,16 +228,6 @@ class MetricLog:
 
     def _mark(self) -> int:
         return sum(zlib.crc32(name.encode()) for name in self.epoch_names()) & _MARK
-
-    def _when(self, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-        stepwise = self._training and self.in_step
-        on_step = stepwise if on_step is None else on_step
-        on_epoch = not stepwise if on_epoch is None else on_epoch
-        if on_step and not self.in_step:
-            raise ConfigurationError(f"log({name!r}, on_step=True) in a hook of the epoch: use on_epoch=True there.")
-        if not on_step and not on_epoch:
-            raise ConfigurationError(f"log({name!r}, ...) with on_step and on_epoch both False keeps nothing.")
-        return bool(on_step), bool(on_epoch)
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
@@ -336,51 +347,9 @@ class NoLog:
         raise MetricError(f"log({name!r}, ...) in {self._where}, where nothing is gathered: {self._instead}.")
 
 
-def _reduction(name: str, given: Any) -> str:
-    fx = given.lower() if isinstance(given, str) else given
-    if isinstance(fx, Hashable):
-        fx = _EQUIVALENTS.get(fx, fx)
-    if fx not in _REDUCTIONS:
-        raise ConfigurationError(
-            f"log({name!r}, reduce_fx={given!r}) is not known.{did_you_mean(str(fx), _REDUCTIONS)} "
-            f"Known: {', '.join(_REDUCTIONS)}; for anything else log a torchmetrics Metric."
-        )
-    return str(fx)
-
-
-def _not_one_element(name: str, value: Tensor) -> MetricError:
-    return MetricError(
-        f"log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; a value must have one element: "
-        "reduce it first, with .mean() for example."
-    )
-
-
-def batch_items(batch: Any) -> int:
-    """Return how many items a batch holds: the first dim of its first tensor, else the length of its first list of
-    strings, else 1."""
-    if (batch.__class__ is list or batch.__class__ is tuple) and batch and batch[0].__class__ is Tensor:
-        first: Tensor = batch[0]
-        return first.shape[0] if first.dim() else 1
-    texts: list[int] = []
-    found = next(_sizes(batch, texts), None)
-    return found if found is not None else texts[0] if texts else 1
-
-
-def _sizes(batch: Any, texts: list[int]) -> Iterator[int]:
-    """Yield the first dim of each tensor or array; note the lengths of lists of strings in ``texts``."""
-    if isinstance(batch, Tensor) or (hasattr(batch, "shape") and hasattr(batch, "dtype")):
-        yield batch.shape[0] if len(batch.shape) else 1
-    elif isinstance(batch, (str, bytes)):
-        return
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _sizes(value, texts)
-    elif isinstance(batch, Iterable) and not isinstance(batch, Iterator):
-        items = list(batch)
-        if items and isinstance(items[0], (str, bytes)):
-            texts.append(len(items))
-        for value in items:
-            yield from _sizes(value, texts)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from _sizes(getattr(batch, field.name), texts)
+def _add_weighted(entry: Entry, number: float, batch_size: int | float | Tensor) -> None:
+    """Add a number with the weight that the user gave, which may be on a device."""
+    if isinstance(batch_size, Tensor) and not batch_size.is_cpu:
+        entry.add_on_device(number, batch_size.detach().clone())
+    else:
+        entry.add(number, float(batch_size))
