@@ -6,8 +6,9 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..core.errors import ConfigurationError, did_you_mean
+from ..core.errors import ConfigurationError, MetricError, did_you_mean
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _EQUIVALENTS: dict[Any, str] = {
@@ -62,3 +63,11 @@ def kept_for(
     if not on_step and not on_epoch:
         raise ConfigurationError(f"log({name!r}, ...) with on_step and on_epoch both False keeps nothing.")
     return bool(on_step), bool(on_epoch)
+
+
+def not_one_element(name: str, value: Tensor) -> MetricError:
+    """Return the error for a tensor that has not exactly one element."""
+    return MetricError(
+        f"log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; a value must have one element: "
+        "reduce it first, with .mean() for example."
+    )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError, MetricError
@@ -19,10 +19,10 @@ from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
 from .batch_items import batch_items
 from .epoch_reduction import exchange
-from .log_arguments import kept_for, reduction_of
-from .logged_value import NO_VIEW, not_one_element, view_of
+from .log_arguments import kept_for, not_one_element, reduction_of
 from .metric_entry import Entry, Flags, read_devices
-from .torchmetrics_state import is_collection, is_metric, load_metric_states, metric_states
+from .metric_log_state import entries_state, load_entries
+from .torchmetrics_state import is_collection, is_metric
 
 _LOADER_SUFFIX = "/dataloader_idx_"
 _MARK = (1 << 20) - 1
@@ -53,8 +53,8 @@ class MetricLog:
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
         self._frame_size = FrameSize()
-        self._view = NO_VIEW
-        self._newest: Callable[[], Any] = NO_VIEW[0]
+        # Where the process can have no other device, a tensor is on the CPU without being asked.
+        self._host_only = not torch.accelerator.is_available()
         self.mark = 0
         """Tells the names apart that are logged for the epoch's end by all ranks; below 2**20."""
 
@@ -103,56 +103,41 @@ class MetricLog:
 
         The first call of a name fixes how it is reduced and where it goes.
         """
-        # This runs once for each value of each step, so it decides by identity wherever it can, and calls nothing that
-        # a plain tensor or float with the arguments of the last time does not need.
-        key = name + self._suffix if self._suffix and add_dataloader_idx else name
+        # This runs once for each value of each step: each attribute and each call below is paid a hundred times by a
+        # module that logs a hundred values. Most of what is left is ``item()``.
+        key = self._key(name, add_dataloader_idx) if self._suffix else name
         entry = self._entries.get(key)
-        # A plain tuple equals the named one of the entry, and takes a fraction of the time to make.
-        flags = (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
-        if entry is None or entry.flags != flags:
-            entry = self._entry(name, key, Flags(*flags), entry)
+        # Tuples are compared only for names with other arguments than the defaults. These are spelled as constants,
+        # which need no look-up. A plain tuple equals the named one, and takes a fraction of the time to make.
+        if entry is None or (
+            (
+                prog_bar is not False or logger is not True or on_step is not None or on_epoch is not None
+                or reduce_fx != "mean" or rank_zero_only is not False or not entry.has_default_flags
+            )
+            and entry.flags != (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
+        ):  # fmt: skip
+            flags = Flags(prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
+            entry = self._entry(name, key, flags, entry)
             if entry is None:
                 return
-        number: float | None
-        if value.__class__ is Tensor:
-            # Several names often log one tensor. From the third on its memory is read, at half the price of ``item()``.
-            # Its value cannot be remembered instead: it may have changed since the last name, and not all changes show.
-            seen, address, cell = self._view
-            if seen() is value and value.data_ptr() == address:
-                number = cell.value
-            else:
-                number = self._read(entry, value, batch_size)
-        elif value.__class__ is float:
-            number = value
-        else:
-            number = self._number(entry, value, batch_size)
-        if number is None:
-            return
-        entry.last = number
+        if type(value) is not float:
+            if type(value) is Tensor and self._host_only:
+                # Read at once: the tensor may change in place later. Two names that log one tensor do not share the
+                # read either: its ``_version`` counts neither ``all_reduce`` nor ``tensor.data.add_`` in between.
+                try:  # Where nothing is raised this is free; ``contextlib.suppress`` is a call.  # noqa: SIM105
+                    value = value.item()
+                except RuntimeError:
+                    pass  # ``_number`` finds out why: the tensor has several elements, or no data.
+            if type(value) is not float:
+                value = self._number(entry, value, batch_size)
+                if value is None:
+                    return
+        entry.last = value
         if entry.on_epoch:
             if batch_size is None:
-                entry.add(number, self.items or self._count_items(entry))
+                entry.add(value, self.items or self._count_items(entry))
             else:
-                _add_weighted(entry, number, batch_size)
-
-    def _read(self, entry: Entry, value: Tensor, batch_size: int | float | Tensor | None) -> float | None:
-        """Return the element of a tensor on the CPU; None for one on a device, whose copy is kept there."""
-        if not value.is_cpu:
-            self._keep_on_device(entry, value, batch_size)
-            return None
-        # A number at once: on a CPU that waits for nothing, and the tensor may change in place later.
-        try:
-            number: float = value.item()
-        except RuntimeError:
-            raise not_one_element(entry.name, value) from None
-        if number.__class__ is not float:
-            return self._number(entry, number, batch_size)
-        # A weak reference: a strong one would keep the graph of a loss alive.
-        if self._newest() is value:
-            self._view = view_of(value)
-        else:
-            self._newest = ref(value)
-        return number
+                entry.add_weighted(value, batch_size)
 
     def _count_items(self, entry: Entry) -> int:
         """Return the weight of the batch: its items, counted when a mean first needs them."""
@@ -174,9 +159,15 @@ class MetricLog:
             entry.add_on_device(value, batch_size)
 
     def _number(self, entry: Entry, value: Any, batch_size: int | float | Tensor | None) -> float | None:
-        """Return a value of another type as a float; None for a metric or a tensor on a device."""
+        """Return a value of any type as a float; None for a metric or a tensor on a device, which are kept."""
         if isinstance(value, Tensor):
-            return self._read(entry, value, batch_size)
+            if not value.is_cpu:
+                self._keep_on_device(entry, value, batch_size)
+                return None
+            try:
+                value = value.item()
+            except RuntimeError:
+                raise not_one_element(entry.name, value) from None
         if is_metric(value):
             entry.metric = value
             if entry.on_step:
@@ -193,6 +184,10 @@ class MetricLog:
             f"a value must be a number, a tensor with one element, or a torchmetrics Metric{hint}."
         )
 
+    def _key(self, name: str, add_dataloader_idx: bool) -> str:
+        """Return the name with the suffix of the evaluation loader."""
+        return name + self._suffix if add_dataloader_idx else name
+
     def _entry(self, name: str, key: str, flags: Flags, old: Entry | None) -> Entry | None:
         """Return the entry of a name that is new, or whose arguments are written differently than before.
 
@@ -205,8 +200,7 @@ class MetricLog:
         fx = reduction_of(name, flags.reduce_fx)
         if old is not None:
             if old.flags._replace(reduce_fx=old.fx) == flags._replace(reduce_fx=fx):
-                old.flags = flags
-                return old
+                return old.written(flags)
             raise ConfigurationError(
                 f"log({name!r}, ...) was called with other arguments before in this epoch: the arguments "
                 "prog_bar, logger, on_step, on_epoch and reduce_fx of a name must stay the same; use another name."
@@ -286,26 +280,7 @@ class MetricLog:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has recorded in the epoch so far, the metrics of the module included."""
         read_devices(self)
-        places = {id(part): name for name, part in self._module.named_modules()} if self._module is not None else {}
-        return {
-            "batches": self.batches,
-            "entries": [
-                {
-                    "name": entry.name,
-                    "flags": list(entry.flags._replace(reduce_fx=entry.fx)),
-                    "when": [entry.on_step, entry.on_epoch],
-                    "local": list(entry.local()[1:]),
-                    "in_step": in_step,
-                    "last": None if entry.last is None else float(entry.last),
-                    "metric": None if entry.metric is None else places[id(entry.metric)],
-                }
-                for in_step, scope in self._scopes.items()
-                for entry in scope.values()
-                # A metric outside the module has no name by which it could be found again.
-                if entry.metric is None or id(entry.metric) in places
-            ],
-            "metrics": metric_states(self._module) if self._module is not None else {},
-        }
+        return {"batches": self.batches, **entries_state(self._scopes, self._module)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue an epoch from what ``state_dict`` returned."""
@@ -314,42 +289,5 @@ class MetricLog:
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue an epoch from what ``state_dict`` returned on one rank or several, whose part is this one's now."""
         self.batches = sum(state["batches"] for state in states)
-        for state in states:
-            for item in state["entries"]:
-                self._restore_entry(item)
+        load_entries(self._scopes, self._module, states)
         self.mark = self._mark()
-        if self._module is not None:
-            load_metric_states(self._module, *[state["metrics"] for state in states])
-
-    def _restore_entry(self, item: Mapping[str, Any]) -> None:
-        flags = Flags(*item["flags"])
-        scope = self._scopes[item.get("in_step", True)]
-        entry = scope.setdefault(item["name"], Entry(item["name"], flags, flags.reduce_fx, *item["when"]))
-        entry.restore(*item["local"])
-        entry.last = item.get("last") if entry.last is None else entry.last
-        if item.get("metric") is not None and self._module is not None:
-            entry.metric = self._module.get_submodule(item["metric"])
-
-
-class NoLog:
-    """Takes the place of a ``MetricLog`` in hooks where logging is an error."""
-
-    def __init__(self, where: str, instead: str) -> None:
-        self._where = where
-        self._instead = instead
-
-    def log(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Refuse a value.
-
-        Raises:
-            MetricError: always.
-        """
-        raise MetricError(f"log({name!r}, ...) in {self._where}, where nothing is gathered: {self._instead}.")
-
-
-def _add_weighted(entry: Entry, number: float, batch_size: int | float | Tensor) -> None:
-    """Add a number with the weight that the user gave, which may be on a device."""
-    if isinstance(batch_size, Tensor) and not batch_size.is_cpu:
-        entry.add_on_device(number, batch_size.detach().clone())
-    else:
-        entry.add(number, float(batch_size))

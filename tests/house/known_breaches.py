@@ -11,7 +11,6 @@ LONG_FILES: dict[str, str] = {
     "framework.distributed.world": "file",
     "framework.fabric.fabric": "file",
     "framework.loop.fit_loop": "file",
-    "framework.metrics.metric_log": "file",
     "framework.parallel.strategy": "file",
     "framework.state.weight_average": "file",
     "framework.trainer.properties": "file",
@@ -30,7 +29,6 @@ LONG_FUNCTIONS: dict[str, str] = {
 BRANCHING_FUNCTIONS: dict[str, str] = {
     "framework.core.optimizer_config": "_resolved",
     "framework.distributed.gather": "gather_rows",
-    "framework.metrics.metric_log": "MetricLog.log",
     "framework.resume.resume_point": "claim_directory",
     "framework.trainer.plugins": "resolve_callbacks",
 }
@@ -56,7 +54,7 @@ FOREIGN_WRITES: dict[str, str] = {
     "self.pace.forward_counts self.progress.attempts self.progress.batch_in_epoch "
     "self.progress.global_batch self.run.latest_loss",
     "framework.metrics.epoch_reduction": "entry.loader",
-    "framework.metrics.metric_log": "entry.last entry.metric old.flags",
+    "framework.metrics.metric_log": "entry.last entry.metric",
     "framework.resume.rank_state": "run.marks run.redone_from windows.source.keeps_state",
     "framework.run.run": "self.progress.epoch_cut",
     "framework.state.weight_averages": "average.last_epoch",
@@ -66,7 +64,6 @@ FOREIGN_WRITES: dict[str, str] = {
 
 # Writes into ``__dict__``, and ``__class__`` replaced.
 REWIRED_OBJECTS: dict[str, str] = {
-    "framework.api.train_module": "self.__dict__",
     "framework.core.hyperparameters": "self.__dict__",
     "framework.fabric.loaders": "vars(narrow)",
     "framework.fabric.module": "wrapped.__dict__",
