@@ -152,7 +152,9 @@ class Entry:
             return self.fx, self.values, self.weights
         return self.fx, [] if self.extreme is None else [self.extreme], []
 
-    def restore(self, values: list[float], weights: list[float], last: float | None = None, metric: Any = None) -> None:
+    def restore(
+        self, values: list[float], weights: list[float], *, last: float | None = None, metric: Any = None
+    ) -> None:
         """Add what ``local`` returned to what is there; take the newest value if there is none, and a given metric."""
         self.last = last if self.last is None else self.last
         self.metric = self.metric if metric is None else metric

@@ -24,6 +24,8 @@ from .metric_entry import Entry, Flags, read_devices
 from .metric_log_state import entries_state, load_entries
 from .torchmetrics_state import is_collection, is_metric
 
+# Takes the place of the entry of a name that was not logged yet: no arguments are the same as these.
+_NEW = Entry("", Flags(False, True, None, None, object(), False), "", False, False)
 _LOADER_SUFFIX = "/dataloader_idx_"
 _MARK = (1 << 20) - 1
 
@@ -53,8 +55,8 @@ class MetricLog:
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
         self._frame_size = FrameSize()
-        # Where the process can have no other device, a tensor is on the CPU without being asked.
-        self._host_only = not torch.accelerator.is_available()
+        # In a build of torch without an accelerator tensors need not be asked where they are, a tenth of ``log``.
+        self._host_only = torch.accelerator.current_accelerator() is None
         self.mark = 0
         """Tells the names apart that are logged for the epoch's end by all ranks; below 2**20."""
 
@@ -106,22 +108,20 @@ class MetricLog:
         # This runs once for each value of each step: each attribute and each call below is paid a hundred times by a
         # module that logs a hundred values. Most of what is left is ``item()``.
         key = self._key(name, add_dataloader_idx) if self._suffix else name
-        entry = self._entries.get(key)
+        entry = self._entries.get(key, _NEW)
         # Tuples are compared only for names with other arguments than the defaults. These are spelled as constants,
         # which need no look-up. A plain tuple equals the named one, and takes a fraction of the time to make.
-        if entry is None or (
-            (
-                prog_bar is not False or logger is not True or on_step is not None or on_epoch is not None
-                or reduce_fx != "mean" or rank_zero_only is not False or not entry.has_default_flags
-            )
-            and entry.flags != (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
-        ):  # fmt: skip
+        if (
+            prog_bar is not False or logger is not True or on_step is not None or on_epoch is not None
+            or reduce_fx != "mean" or rank_zero_only is not False or not entry.has_default_flags
+        ) and entry.flags != (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only):  # fmt: skip
             flags = Flags(prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
-            entry = self._entry(name, key, flags, entry)
-            if entry is None:
+            known = self._entry(name, key, flags, entry)
+            if known is None:
                 return
+            entry = known
         if type(value) is not float:
-            if type(value) is Tensor and self._host_only:
+            if type(value) is Tensor and (self._host_only or value.is_cpu):
                 # Read at once: the tensor may change in place later. Two names that log one tensor do not share the
                 # read either: its ``_version`` counts neither ``all_reduce`` nor ``tensor.data.add_`` in between.
                 try:  # Where nothing is raised this is free; ``contextlib.suppress`` is a call.  # noqa: SIM105
@@ -188,7 +188,7 @@ class MetricLog:
         """Return the name with the suffix of the evaluation loader."""
         return name + self._suffix if add_dataloader_idx else name
 
-    def _entry(self, name: str, key: str, flags: Flags, old: Entry | None) -> Entry | None:
+    def _entry(self, name: str, key: str, flags: Flags, old: Entry) -> Entry | None:
         """Return the entry of a name that is new, or whose arguments are written differently than before.
 
         None on other ranks than 0 where ``rank_zero_only`` is given: they log nothing.
@@ -198,7 +198,7 @@ class MetricLog:
         if not isinstance(name, str):
             raise ConfigurationError(f"log({name!r}, ...): a name must be a string.")
         fx = reduction_of(name, flags.reduce_fx)
-        if old is not None:
+        if old is not _NEW:
             if old.flags._replace(reduce_fx=old.fx) == flags._replace(reduce_fx=fx):
                 return old.written(flags)
             raise ConfigurationError(
