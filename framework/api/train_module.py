@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..checkpoint import open_checkpoint
 from ..core.errors import ConfigurationError
 from ..core.hyperparameters import HyperparametersMixin
-from ..metrics.metric_log import MetricLog, NoLog
+from ..metrics.metric_log import MetricLog
+from ..metrics.no_log import NoLog
 from ..metrics.torchmetrics_state import logged_items
 from ..state import rebuild_module
 
@@ -48,8 +49,10 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in _LIVE:
-            self.__dict__[name] = None
+        self._run = None
+        self._metric_log = None
+        # The parameters that are toggled off, and whether they required gradients before.
+        self._toggled: dict[nn.Parameter, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module belongs to no run.
@@ -70,12 +73,13 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
     def log_to(self, log: MetricLog | NoLog | None) -> MetricLog | NoLog | None:
         """Let ``self.log`` write to another log, or to none; return the one before. Called by loops."""
-        before, self.__dict__["_metric_log"] = self._metric_log, log
+        before, self._metric_log = self._metric_log, log
         if self._logs_directly:
-            del self.__dict__["log"]
-        # Straight to it, which spares each value a call, unless a subclass or a test has a ``log`` of its own.
+            del self.log
+        # An attribute that hides the method spares each value a call and two look-ups in an ``nn.Module``, a third of
+        # what a value costs. A subclass or a test may have a ``log`` of its own, which stays.
         if log is not None and type(self).log is TrainModule.log and "log" not in self.__dict__:
-            self.__dict__["log"] = log.log
+            self.log = log.log  # type: ignore[method-assign]
         return before
 
     @property
@@ -298,18 +302,19 @@ class TrainModule(HyperparametersMixin, nn.Module):
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Let only the parameters of this optimizer gather gradients, until ``untoggle_optimizer``."""
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        kept: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
+        kept = dict(self._toggled)
         for other in self._live.optimizers:
             for group in other.param_groups:
                 for parameter in group["params"]:
                     if id(parameter) not in mine and parameter not in kept:
                         kept[parameter] = parameter.requires_grad
                         parameter.requires_grad = False
+        self._toggled = kept
         self._live.trainability_changed()
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo ``toggle_optimizer``."""
-        toggled: dict[nn.Parameter, bool] = self.__dict__.pop("_toggled", {})
+        toggled, self._toggled = self._toggled, {}
         for parameter, requires_grad in toggled.items():
             parameter.requires_grad = requires_grad
         if toggled:

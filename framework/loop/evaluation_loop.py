@@ -24,7 +24,8 @@ from torch import Tensor
 from ..data.evaluation_source import EvaluationSource
 from ..diagnostics.isolated_step import fresh, isolated
 from ..metrics.metric_entry import Entry
-from ..metrics.metric_log import MetricLog, NoLog
+from ..metrics.metric_log import MetricLog
+from ..metrics.no_log import NoLog
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from ..run.run_metrics import as_numbers

@@ -29,7 +29,7 @@ from typing import Any
 from ..core.errors import DataError
 from ..data.accumulation_window import Windows
 from ..distributed.control import Signal
-from ..metrics.metric_log import NoLog
+from ..metrics.no_log import NoLog
 from ..resume.preempted_save import leave
 from ..resume.rank_state import redone, rejoin
 from ..run.run import Run

@@ -25,6 +25,8 @@ class Flags(NamedTuple):
     rank_zero_only: bool
 
 
+_DEFAULT_FLAGS = Flags(False, True, None, None, "mean", False)
+
 Part = tuple[str, list[float], list[float]]
 """What one rank has of a name: the reduction, numbers, and for a mean numbers that add up to its weight."""
 
@@ -32,8 +34,8 @@ Part = tuple[str, list[float], list[float]]
 class Entry:
     """One logged name: its reduction, its destinations, its newest value, and the sums of the epoch so far."""
 
-    __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "last", "loader", "metric", "name", "on_epoch",
-                 "on_step", "suffix", "values", "weights")  # fmt: skip
+    __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "has_default_flags", "last", "loader", "metric",
+                 "name", "on_epoch", "on_step", "suffix", "values", "weights")  # fmt: skip
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class Entry:
         suffix: str = "",
     ) -> None:
         self.name = name
-        self.flags = flags
+        self.written(flags)
         self.fx = fx
         self.on_step = on_step
         self.on_epoch = on_epoch
@@ -59,6 +61,12 @@ class Entry:
         self.extreme: float | None = None
         self._waiting: list[tuple[Any, Any]] = []
         self._parked: list[_Parked] = []
+
+    def written(self, flags: Flags) -> Entry:
+        """Set the arguments as they are written now, which those of the next call are compared with."""
+        self.flags = flags
+        self.has_default_flags = flags == _DEFAULT_FLAGS
+        return self
 
     # ---- names ----------------------------------------------------------------------------------------------------
 
@@ -107,6 +115,13 @@ class Entry:
         if len(self.values) >= _COMPACT_AT:
             self._compact()
 
+    def add_weighted(self, value: float, weight: int | float | Tensor) -> None:
+        """Add a number with the weight that the user gave, which may be on a device."""
+        if isinstance(weight, Tensor) and not weight.is_cpu:
+            self.add_on_device(value, weight.detach().clone())
+        else:
+            self.add(value, float(weight))
+
     def _beats(self, value: float, extreme: float) -> bool:
         return value > extreme if self.fx == "max" else value < extreme
 
@@ -137,8 +152,12 @@ class Entry:
             return self.fx, self.values, self.weights
         return self.fx, [] if self.extreme is None else [self.extreme], []
 
-    def restore(self, values: list[float], weights: list[float]) -> None:
-        """Add what ``local`` returned to what is there."""
+    def restore(
+        self, values: list[float], weights: list[float], *, last: float | None = None, metric: Any = None
+    ) -> None:
+        """Add what ``local`` returned to what is there; take the newest value if there is none, and a given metric."""
+        self.last = last if self.last is None else self.last
+        self.metric = self.metric if metric is None else metric
         if self.fx in ("mean", "sum"):
             self.values, self.weights = [*self.values, *values], [*self.weights, *weights]
         else:

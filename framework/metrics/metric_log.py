@@ -8,31 +8,24 @@ result. In a step there is neither a collective nor a synchronisation with a dev
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ConfigurationError, MetricError, did_you_mean
+from ..core.errors import ConfigurationError, MetricError
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
+from .batch_items import batch_items
 from .epoch_reduction import exchange
+from .log_arguments import kept_for, not_one_element, reduction_of
 from .metric_entry import Entry, Flags, read_devices
-from .torchmetrics_state import is_collection, is_metric, load_metric_states, metric_states
+from .metric_log_state import entries_state, load_entries
+from .torchmetrics_state import is_collection, is_metric
 
-_REDUCTIONS = ("mean", "sum", "min", "max")
-_EQUIVALENTS: dict[Any, str] = {
-    "avg": "mean",
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
-    sum: "sum",
-    min: "min",
-    max: "max",
-}
+# Takes the place of the entry of a name that was not logged yet: no arguments are the same as these.
+_NEW = Entry("", Flags(False, True, None, None, object(), False), "", False, False)
 _LOADER_SUFFIX = "/dataloader_idx_"
 _MARK = (1 << 20) - 1
 
@@ -62,6 +55,8 @@ class MetricLog:
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
         self._frame_size = FrameSize()
+        # In a build of torch without an accelerator tensors need not be asked where they are, a tenth of ``log``.
+        self._host_only = torch.accelerator.current_accelerator() is None
         self.mark = 0
         """Tells the names apart that are logged for the epoch's end by all ranks; below 2**20."""
 
@@ -110,35 +105,39 @@ class MetricLog:
 
         The first call of a name fixes how it is reduced and where it goes.
         """
-        if rank_zero_only and not self._speaks:
-            return
-        key = name + self._suffix if add_dataloader_idx and self._suffix else name
-        flags = (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
-        entry = self._entries.get(key)
-        # A plain tuple equals the named one of the entry, and takes a fraction of the time to make.
-        if entry is None or entry.flags != flags:
-            entry = self._entry(name, key, Flags(*flags), entry)
-        if isinstance(value, Tensor):
-            if not value.is_cpu:
-                self._keep_on_device(entry, value, batch_size)
+        # This runs once for each value of each step: each attribute and each call below is paid a hundred times by a
+        # module that logs a hundred values. Most of what is left is ``item()``.
+        key = self._key(name, add_dataloader_idx) if self._suffix else name
+        entry = self._entries.get(key, _NEW)
+        # Tuples are compared only for names with other arguments than the defaults. These are spelled as constants,
+        # which need no look-up. A plain tuple equals the named one, and takes a fraction of the time to make.
+        if (
+            prog_bar is not False or logger is not True or on_step is not None or on_epoch is not None
+            or reduce_fx != "mean" or rank_zero_only is not False or not entry.has_default_flags
+        ) and entry.flags != (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only):  # fmt: skip
+            flags = Flags(prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
+            known = self._entry(name, key, flags, entry)
+            if known is None:
                 return
-            # A number at once: on a CPU that waits for nothing, and the tensor may change in place later.
-            try:
-                value = value.item()
-            except RuntimeError:
-                raise _not_one_element(name, value) from None
-        if value.__class__ is not float:
-            value = self._number(entry, value)
-            if value is None:
-                return
+            entry = known
+        if type(value) is not float:
+            if type(value) is Tensor and (self._host_only or value.is_cpu):
+                # Read at once: the tensor may change in place later. Two names that log one tensor do not share the
+                # read either: its ``_version`` counts neither ``all_reduce`` nor ``tensor.data.add_`` in between.
+                try:  # Where nothing is raised this is free; ``contextlib.suppress`` is a call.  # noqa: SIM105
+                    value = value.item()
+                except RuntimeError:
+                    pass  # ``_number`` finds out why: the tensor has several elements, or no data.
+            if type(value) is not float:
+                value = self._number(entry, value, batch_size)
+                if value is None:
+                    return
         entry.last = value
         if entry.on_epoch:
             if batch_size is None:
                 entry.add(value, self.items or self._count_items(entry))
-            elif isinstance(batch_size, Tensor) and not batch_size.is_cpu:
-                entry.add_on_device(value, batch_size.detach().clone())
             else:
-                entry.add(value, float(batch_size))
+                entry.add_weighted(value, batch_size)
 
     def _count_items(self, entry: Entry) -> int:
         """Return the weight of the batch: its items, counted when a mean first needs them."""
@@ -148,7 +147,7 @@ class MetricLog:
 
     def _keep_on_device(self, entry: Entry, value: Tensor, batch_size: int | float | Tensor | None) -> None:
         if value.numel() != 1:
-            raise _not_one_element(entry.name, value)
+            raise not_one_element(entry.name, value)
         # A copy: the tensor may be a buffer, or be added to in place (`loss += penalty`) before anybody reads it.
         value = value.detach().clone()
         entry.last = value
@@ -159,8 +158,16 @@ class MetricLog:
                 batch_size = float(batch_size) if batch_size.is_cpu else batch_size.detach().clone()
             entry.add_on_device(value, batch_size)
 
-    def _number(self, entry: Entry, value: Any) -> float | None:
-        """Return a value of another type as a float; None for a metric, which holds its own state."""
+    def _number(self, entry: Entry, value: Any, batch_size: int | float | Tensor | None) -> float | None:
+        """Return a value of any type as a float; None for a metric or a tensor on a device, which are kept."""
+        if isinstance(value, Tensor):
+            if not value.is_cpu:
+                self._keep_on_device(entry, value, batch_size)
+                return None
+            try:
+                value = value.item()
+            except RuntimeError:
+                raise not_one_element(entry.name, value) from None
         if is_metric(value):
             entry.metric = value
             if entry.on_step:
@@ -177,20 +184,28 @@ class MetricLog:
             f"a value must be a number, a tensor with one element, or a torchmetrics Metric{hint}."
         )
 
-    def _entry(self, name: str, key: str, flags: Flags, old: Entry | None) -> Entry:
-        """Return the entry of a name that is new, or whose arguments are written differently than before."""
+    def _key(self, name: str, add_dataloader_idx: bool) -> str:
+        """Return the name with the suffix of the evaluation loader."""
+        return name + self._suffix if add_dataloader_idx else name
+
+    def _entry(self, name: str, key: str, flags: Flags, old: Entry) -> Entry | None:
+        """Return the entry of a name that is new, or whose arguments are written differently than before.
+
+        None on other ranks than 0 where ``rank_zero_only`` is given: they log nothing.
+        """
+        if flags.rank_zero_only and not self._speaks:
+            return None
         if not isinstance(name, str):
             raise ConfigurationError(f"log({name!r}, ...): a name must be a string.")
-        fx = _reduction(name, flags.reduce_fx)
-        if old is not None:
+        fx = reduction_of(name, flags.reduce_fx)
+        if old is not _NEW:
             if old.flags._replace(reduce_fx=old.fx) == flags._replace(reduce_fx=fx):
-                old.flags = flags
-                return old
+                return old.written(flags)
             raise ConfigurationError(
                 f"log({name!r}, ...) was called with other arguments before in this epoch: the arguments "
                 "prog_bar, logger, on_step, on_epoch and reduce_fx of a name must stay the same; use another name."
             )
-        on_step, on_epoch = self._when(name, flags.on_step, flags.on_epoch)
+        on_step, on_epoch = kept_for(name, flags.on_step, flags.on_epoch, self._training, self.in_step)
         if self._loader is not None and _LOADER_SUFFIX in name and key != name:
             raise ConfigurationError(
                 f"log({name!r}, ...): the number of the loader is added by itself; leave it out of the name, or say "
@@ -207,16 +222,6 @@ class MetricLog:
 
     def _mark(self) -> int:
         return sum(zlib.crc32(name.encode()) for name in self.epoch_names()) & _MARK
-
-    def _when(self, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-        stepwise = self._training and self.in_step
-        on_step = stepwise if on_step is None else on_step
-        on_epoch = not stepwise if on_epoch is None else on_epoch
-        if on_step and not self.in_step:
-            raise ConfigurationError(f"log({name!r}, on_step=True) in a hook of the epoch: use on_epoch=True there.")
-        if not on_step and not on_epoch:
-            raise ConfigurationError(f"log({name!r}, ...) with on_step and on_epoch both False keeps nothing.")
-        return bool(on_step), bool(on_epoch)
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
@@ -275,26 +280,7 @@ class MetricLog:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has recorded in the epoch so far, the metrics of the module included."""
         read_devices(self)
-        places = {id(part): name for name, part in self._module.named_modules()} if self._module is not None else {}
-        return {
-            "batches": self.batches,
-            "entries": [
-                {
-                    "name": entry.name,
-                    "flags": list(entry.flags._replace(reduce_fx=entry.fx)),
-                    "when": [entry.on_step, entry.on_epoch],
-                    "local": list(entry.local()[1:]),
-                    "in_step": in_step,
-                    "last": None if entry.last is None else float(entry.last),
-                    "metric": None if entry.metric is None else places[id(entry.metric)],
-                }
-                for in_step, scope in self._scopes.items()
-                for entry in scope.values()
-                # A metric outside the module has no name by which it could be found again.
-                if entry.metric is None or id(entry.metric) in places
-            ],
-            "metrics": metric_states(self._module) if self._module is not None else {},
-        }
+        return {"batches": self.batches, **entries_state(self._scopes, self._module)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue an epoch from what ``state_dict`` returned."""
@@ -303,84 +289,5 @@ class MetricLog:
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue an epoch from what ``state_dict`` returned on one rank or several, whose part is this one's now."""
         self.batches = sum(state["batches"] for state in states)
-        for state in states:
-            for item in state["entries"]:
-                self._restore_entry(item)
+        load_entries(self._scopes, self._module, states)
         self.mark = self._mark()
-        if self._module is not None:
-            load_metric_states(self._module, *[state["metrics"] for state in states])
-
-    def _restore_entry(self, item: Mapping[str, Any]) -> None:
-        flags = Flags(*item["flags"])
-        scope = self._scopes[item.get("in_step", True)]
-        entry = scope.setdefault(item["name"], Entry(item["name"], flags, flags.reduce_fx, *item["when"]))
-        entry.restore(*item["local"])
-        entry.last = item.get("last") if entry.last is None else entry.last
-        if item.get("metric") is not None and self._module is not None:
-            entry.metric = self._module.get_submodule(item["metric"])
-
-
-class NoLog:
-    """Takes the place of a ``MetricLog`` in hooks where logging is an error."""
-
-    def __init__(self, where: str, instead: str) -> None:
-        self._where = where
-        self._instead = instead
-
-    def log(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Refuse a value.
-
-        Raises:
-            MetricError: always.
-        """
-        raise MetricError(f"log({name!r}, ...) in {self._where}, where nothing is gathered: {self._instead}.")
-
-
-def _reduction(name: str, given: Any) -> str:
-    fx = given.lower() if isinstance(given, str) else given
-    if isinstance(fx, Hashable):
-        fx = _EQUIVALENTS.get(fx, fx)
-    if fx not in _REDUCTIONS:
-        raise ConfigurationError(
-            f"log({name!r}, reduce_fx={given!r}) is not known.{did_you_mean(str(fx), _REDUCTIONS)} "
-            f"Known: {', '.join(_REDUCTIONS)}; for anything else log a torchmetrics Metric."
-        )
-    return str(fx)
-
-
-def _not_one_element(name: str, value: Tensor) -> MetricError:
-    return MetricError(
-        f"log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; a value must have one element: "
-        "reduce it first, with .mean() for example."
-    )
-
-
-def batch_items(batch: Any) -> int:
-    """Return how many items a batch holds: the first dim of its first tensor, else the length of its first list of
-    strings, else 1."""
-    if (batch.__class__ is list or batch.__class__ is tuple) and batch and batch[0].__class__ is Tensor:
-        first: Tensor = batch[0]
-        return first.shape[0] if first.dim() else 1
-    texts: list[int] = []
-    found = next(_sizes(batch, texts), None)
-    return found if found is not None else texts[0] if texts else 1
-
-
-def _sizes(batch: Any, texts: list[int]) -> Iterator[int]:
-    """Yield the first dim of each tensor or array; note the lengths of lists of strings in ``texts``."""
-    if isinstance(batch, Tensor) or (hasattr(batch, "shape") and hasattr(batch, "dtype")):
-        yield batch.shape[0] if len(batch.shape) else 1
-    elif isinstance(batch, (str, bytes)):
-        return
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _sizes(value, texts)
-    elif isinstance(batch, Iterable) and not isinstance(batch, Iterator):
-        items = list(batch)
-        if items and isinstance(items[0], (str, bytes)):
-            texts.append(len(items))
-        for value in items:
-            yield from _sizes(value, texts)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from _sizes(getattr(batch, field.name), texts)

@@ -12,7 +12,6 @@ LONG_FILES: dict[str, str] = {
     "framework.distributed.world": "file",
     "framework.fabric.fabric": "file",
     "framework.loop.fit_loop": "file",
-    "framework.metrics.metric_log": "file",
     "framework.parallel.strategy": "file",
     "framework.run.run": "file",
     "framework.state.weight_average": "file",
@@ -53,7 +52,6 @@ FOREIGN_WRITES: dict[str, str] = {
 
 # Writes into ``__dict__``, and ``__class__`` replaced.
 REWIRED_OBJECTS: dict[str, str] = {
-    "framework.api.train_module": "self.__dict__",
     "framework.core.hyperparameters": "self.__dict__",
     "framework.fabric.loaders": "vars(narrow)",
     "framework.fabric.module": "wrapped.__dict__",

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from phalanx import TrainModule
 from phalanx.framework.core.errors import ConfigurationError, MetricError
 from phalanx.framework.distributed.world import World
-from phalanx.framework.metrics.metric_log import MetricLog, batch_items
+from phalanx.framework.metrics.batch_items import batch_items
+from phalanx.framework.metrics.metric_log import MetricLog
 
 KINDS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
@@ -360,10 +361,23 @@ def test_a_tensor_changed_in_place_later_was_logged_as_it_was() -> None:
     assert epoch_values(log) == {"x_epoch": 2.0}
 
 
+def test_a_tensor_changed_between_two_names_is_logged_as_it_is_at_each() -> None:
+    module, log = log_of()
+    value = torch.tensor(1.0)
+    version = value._version
+    module.log("before", value)
+    # Does not count as a change in place, like `all_reduce` and a write through NumPy.
+    value.data.add_(1)
+    assert value._version == version
+    module.log("after", value)
+    assert log.step_values("logger") == {"before": 1.0, "after": 2.0}
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         ({}, {"prog_bar": True}),
+        ({"prog_bar": True}, {}),
         ({"reduce_fx": "mean"}, {"reduce_fx": "sum"}),
         ({}, {"on_epoch": True}),
         ({}, {"logger": False}),
@@ -407,6 +421,20 @@ def test_a_misspelt_argument_is_refused() -> None:
 
 def test_logging_outside_a_run_is_ignored() -> None:
     TrainModule().log("x", 1.0)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_tensors_are_read_the_same_whatever_the_build_of_torch(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
+    module, log = log_of()
+    monkeypatch.setattr(log, "_host_only", on_host)
+    for name, value in {"float": 0.5, "double": 0.1, "int": 3}.items():
+        module.log(name, torch.tensor(value, dtype=torch.float64 if name == "double" else None))
+    module.log("meta", torch.zeros((), device="meta"))
+    values = log.step_values("logger")
+    assert values.pop("meta").is_meta
+    assert values == {"float": 0.5, "double": 0.1, "int": 3.0}
+    with pytest.raises(MetricError, match=r"shape \(2,\)"):
+        module.log("several", torch.zeros(2))
 
 
 def test_a_weight_of_zero_adds_nothing() -> None:
