@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import phalanx
 from phalanx import Fabric
@@ -50,7 +51,7 @@ def test_every_public_member_has_a_docstring() -> None:
 
 def test_a_verb_can_be_overridden_and_called_through_super() -> None:
     class Doubling(Fabric):
-        def all_reduce(self, data, op="mean", *, reduce_op=None):  # type: ignore[no-untyped-def]
+        def all_reduce(self, data: Any, op: str = "mean", *, reduce_op: str | None = None) -> Any:
             return 2 * super().all_reduce(data, op, reduce_op=reduce_op)
 
     assert Doubling(accelerator="cpu", devices=1).all_reduce(3, "sum").item() == 6
