@@ -26,9 +26,7 @@ LONG_FILES: dict[str, str] = {
 LONG_FUNCTIONS: dict[str, str] = {}
 
 # Functions of framework with more than 15 branches.
-BRANCHING_FUNCTIONS: dict[str, str] = {
-    "framework.metrics.metric_log": "MetricLog.log",
-}
+BRANCHING_FUNCTIONS: dict[str, str] = {}
 
 # ``Strategy`` with more than 20 public methods, ``Traits`` with more than 8 fields.
 LARGE_CONTRACT: dict[str, str] = {
@@ -44,7 +42,7 @@ FOREIGN_WRITES: dict[str, str] = {
     "framework.loop.evaluation_loop": "log.batch log.batches log.items",
     "framework.loop.step_base": "log.batch log.batches log.items",
     "framework.metrics.epoch_reduction": "entry.loader",
-    "framework.metrics.metric_log": "entry.last entry.metric old.flags",
+    "framework.metrics.metric_log": "entry.last entry.metric",
     "framework.resume.rank_state": "windows.source.keeps_state",
     "framework.trainer.assembly": "strategy.routes_backward strategy.routes_losses",
     "strategies.deepspeed.swap": "swapper.buffers",
