@@ -111,7 +111,7 @@ def test_auto_goes_back_to_the_newest_good_one_and_says_why(tmp_path: Path) -> N
         "step=5.ckpt": "does not match its checksum",
         "step=4.ckpt": "manifest does not match its checksum",
         "step=3.ckpt": "optimizer-00000.safetensors' cannot be read",
-        "weights.ckpt": "it holds weights alone",
+        "weights.ckpt": "it holds only weights",
         "fabric.ckpt": "it was saved by Fabric",
     }
     assert set(skipped) == set(words)
