@@ -109,7 +109,7 @@ def ensure_ops(names: Iterable[str], note: Note, device_type: str = "cpu", limit
                 _build(folder, name, device_type, limit)
 
 
-# ---- what is built -------------------------------------------------------------------------------------------------
+# ---- stamps of built ops -------------------------------------------------------------------------------------------
 
 
 def _stamp() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 DeepSpeed builds an op at its first use, which is inside a rank: without a message, while other ranks wait in a
 collective, and without end if an earlier build was killed. Therefore the first process of a node builds missing ops
-before the ranks meet, in a child process with a time limit, and every rank only loads them.
+before the ranks meet, in a child process with a time limit, and each rank then only loads them.
 
 Run as a program (``python -m phalanx.strategies.deepspeed.ops``) it builds all ops that a CPU needs, or those named on
 the command line.

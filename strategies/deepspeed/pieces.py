@@ -32,7 +32,7 @@ class Piece:
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a full parameter, also while it is split."""
+    """Return the shape of a full parameter, also while it is sharded."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
