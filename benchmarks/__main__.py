@@ -1,6 +1,6 @@
 """phalanx beside the raw torch loop, Lightning and Accelerate.
 
-Figures of one run compare with each other, not with those of another run or machine.
+Results of one run compare with each other, not with those of another run or machine.
 """
 
 from __future__ import annotations

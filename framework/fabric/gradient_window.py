@@ -58,7 +58,7 @@ class GradientWindow:
         """Begin a micro-batch. It ends the window if the window is full, or at the end of the data."""
         if self._closed:
             if self._launched and self._mean is None:
-                # No optimizer stepped, but the reduction was launched: all ranks must receive it before the next one.
+                # No optimizer stepped, but the reduction was launched: all ranks must read it before the next one.
                 self._read()
             self.steps += 1
             self._begin()

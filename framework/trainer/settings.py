@@ -48,8 +48,8 @@ class TrainerSettings:
     accelerator: str = _setting("auto", '``"auto"``, ``"cpu"``, ``"gpu"`` or ``"cuda"``.')
     strategy: str | Strategy = _setting(
         "auto",
-        'how work is spread over ranks, a name or a ``Strategy``. ``"auto"`` chooses when a fit starts: on one rank '
-        "``single``, else the first of ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme`` that fits into memory.",
+        'how work is distributed over ranks, a name or a ``Strategy``. ``"auto"`` chooses when a fit starts: on one '
+        "rank ``single``, else the first of ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme`` that fits into memory.",
     )
     devices: int | str | list[int] = _setting(
         "auto", 'ranks on each node: a number, a list of CUDA indices, or ``"auto"``.'

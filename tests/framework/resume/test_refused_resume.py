@@ -150,8 +150,8 @@ silent_trainer(devices=2, strategy="fsdp", max_steps=9, default_root_dir={root!r
 @pytest.mark.parametrize(
     ("limits", "told"),
     [
-        ({"max_epochs": 1, "max_steps": -1}, "stands after 2 epochs, but max_epochs=1: raise max_epochs"),
-        ({"max_epochs": -1, "max_steps": 5}, "stands after 8 optimizer steps, but max_steps=5: raise max_steps"),
+        ({"max_epochs": 1, "max_steps": -1}, "was saved after 2 epochs, but max_epochs=1: raise max_epochs"),
+        ({"max_epochs": -1, "max_steps": 5}, "was saved after 8 optimizer steps, but max_steps=5: raise max_steps"),
     ],
 )
 def test_a_limit_that_was_passed_is_told(tmp_path: Path, limits: dict[str, int], told: str) -> None:

@@ -273,7 +273,7 @@ def test_a_hook_that_nobody_would_call_is_refused(name: str, meant: str) -> None
     base = NoOptimizers if meant == "configure_optimizers" else Regressor
     kind = type("Mine", (base,), {name: lambda self, *args: None})
     text = message(ConfigurationError, lambda: silent_trainer().fit(kind(), loader()))
-    assert text.startswith(f"Mine.{name} is called by nobody. Did you mean {meant!r}?")
+    assert text.startswith(f"phalanx never calls Mine.{name}. Did you mean {meant!r}?")
 
 
 def test_a_helper_with_a_name_of_its_own_is_fine() -> None:

@@ -148,7 +148,7 @@ def test_what_a_trainer_shows_without_a_run() -> None:
     for name in ("module", "estimated_stepping_batches"):
         with pytest.raises(ConfigurationError):
             getattr(trainer, name)
-    with pytest.raises(ConfigurationError, match="while a run is under way"):
+    with pytest.raises(ConfigurationError, match="only during a run"):
         trainer.save_checkpoint("x.ckpt")
 
 
