@@ -1,7 +1,8 @@
 """The cost per step of the small GPT of checking for non-finite gradients.
 
-Every other update of a fit goes without it, and what is compared is the time from before the look to after the
-optimizer's step: whole steps vary by many times the difference. The look by itself would be no measure, since it reads
+Every other update of a fit skips the check. The benchmark compares the time from before the check to after the
+optimizer's step, since the times of full steps vary by many times the difference. The time of only the check is not
+meaningful, since it reads
 what the optimizer reads next.
 """
 

@@ -83,7 +83,7 @@ class Checkpoints:
         Args:
             path: the checkpoint's directory.
             state: modules, optimizers and other objects, which are restored in place, and plain values, which are
-                replaced in the dict; each from what was saved under its key. A module or an optimizer alone is restored
+                replaced in the dict; each from what was saved under its key. A single module or optimizer is restored
                 from the only one in the checkpoint. Without ``state`` all contents are returned.
             strict: if False, matching tensors are loaded, and a warning lists the mismatches.
             rename: maps the first parts of saved tensor names to the current ones: ``{"net": "body.net"}``.

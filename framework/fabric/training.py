@@ -52,7 +52,7 @@ class Training:
 
         Args:
             loss: a scalar tensor.
-            model: the set-up module it comes from; needed only by strategies that hold one loss scale for each module.
+            model: the set-up module of the loss; needed only by strategies that hold one loss scale for each module.
             weight: the number of items that the micro-batch's mean loss is over, such as non-padding tokens. The update
                 is then that of the mean over all items of the window and of all ranks. Pass it on all ranks or on none.
                 By default all micro-batches weigh the same.

@@ -6,7 +6,7 @@ library.
 
 For each requested rank this process forks a child, which forks the rank and ends. The rank is then an orphan and
 becomes a child of the supervisor, which adopts orphans: it is supervised and dies with the supervisor, like a rank
-that the supervisor has started directly. The fork server of ``multiprocessing`` is no alternative: its children are
+that the supervisor has started directly. The fork server of ``multiprocessing`` cannot be used: its children are
 not children of the supervisor, share one environment and one output, and import the script a second time.
 """
 

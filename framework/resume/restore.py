@@ -54,7 +54,7 @@ def agree_on_resumption(run: Run, checkpoint: Checkpoint) -> Resumption:
 
     Raises:
         CheckpointError: on all ranks; the checkpoint holds only weights, or does not match. The message lists every
-            mismatch. With ``strict_loading`` False in the module mismatches are no error.
+            mismatch. If the module's ``strict_loading`` is False, mismatches are only reported.
     """
     return on_all_ranks(run.world, lambda: _compared(run, checkpoint))
 

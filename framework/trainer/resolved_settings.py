@@ -169,7 +169,7 @@ def _check_combinations(given: TrainerSettings) -> None:
         limits = {name: getattr(given, name) for name in ("limit_train_batches", "limit_val_batches")}
         _refuse_both("overfit_batches", given.overfit_batches, "both say how many batches to use", **limits)
     if given.barebones:
-        _refuse_both("barebones", True, "it leaves out whatever costs time",
+        _refuse_both("barebones", True, "it disables all features that cost time",
                      fast_dev_run=given.fast_dev_run or None, detect_anomaly=given.detect_anomaly or None,
                      num_sanity_val_steps=given.num_sanity_val_steps)  # fmt: skip
 

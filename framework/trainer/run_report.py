@@ -111,7 +111,7 @@ def _curves(directory: Path) -> list[str]:
     if next(directory.glob(_TENSORBOARD_FILES), None) is not None:
         return [f"curves     tensorboard --logdir {shlex.quote(shortened(directory))}"]
     table = directory / "metrics.csv"
-    return [f"figures    {shortened(table)}"] if table.is_file() else []
+    return [f"metrics    {shortened(table)}"] if table.is_file() else []
 
 
 def report(run: Run, callbacks: list[Callback]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ silent_trainer(devices=2, strategy="fsdp", max_steps=9, default_root_dir={root!r
         ({"max_epochs": -1, "max_steps": 5}, "was saved after 8 optimizer steps, but max_steps=5: raise max_steps"),
     ],
 )
-def test_a_limit_that_was_passed_is_told(tmp_path: Path, limits: dict[str, int], told: str) -> None:
+def test_a_limit_that_was_exceeded_is_refused(tmp_path: Path, limits: dict[str, int], told: str) -> None:
     saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"))
     quiet_trainer(tmp_path, saver, max_epochs=2).fit(Tiny(), rows())
     with pytest.raises(CheckpointError, match=told):
