@@ -32,8 +32,7 @@ class CheckpointRecords(Callback):
     _newest: str
     _current: float | None
     _giving_way: list[str]
-    """Checkpoints replaced by the one being saved. If the run is killed before it deletes them, the resumed run
-    does."""
+    """Checkpoints replaced by the one being saved, which a resumed run deletes if this run is killed before."""
 
     @property
     def best_model_path(self) -> str:

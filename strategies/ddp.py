@@ -140,8 +140,7 @@ class DDPStrategy(Strategy):
                 parameter.grad = part.view_as(gradient)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Broadcast rank 0's buffers, as DDP does before each forward, unless ``broadcast_buffers`` is False.
-        Collective."""
+        """Broadcast rank 0's buffers unless ``broadcast_buffers`` is False, as DDP does in forward. Collective."""
         if self._arguments.get("broadcast_buffers", True):
             share_buffers(module, self.world)
 

@@ -41,8 +41,7 @@ class Callback:
         return None
 
     def show(self, text: str) -> bool:
-        """Print a line on the console without disturbing a live display of this callback; return whether it was
-        printed."""
+        """Print a line without disturbing a live display of this callback; return whether it was printed."""
         return False
 
     def wants(self, hook: str) -> bool:

@@ -169,8 +169,7 @@ class RankOutput:
         return writing
 
     def is_blocked(self) -> bool:
-        """Whether the screen is not being read, for example by a pager or after Ctrl-S, so that ranks that print
-        wait."""
+        """Whether ranks that print wait for the screen, for example for a pager or after Ctrl-S."""
         since = self._showing_since
         return since is not None and time.monotonic() - since > _LOOK_SECONDS
 

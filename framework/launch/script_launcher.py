@@ -107,8 +107,7 @@ class _ScriptLauncher:
             self._server = None
 
     def run_attempt(self, context: LaunchContext, is_last: bool) -> Verdict:
-        """Start the ranks once and supervise them until they end. Ends the fork server once the last attempt has
-        started."""
+        """Start the ranks once and supervise them until they end. The last attempt ends the fork server."""
         self._supervisor.begin_attempt(context.directory)
         head = f"attempt {context.attempt + 1}, begun {time.strftime('%Y-%m-%d %H:%M:%S')}"
         if (ended := self._prepare_server(context)) is not None:

@@ -21,8 +21,7 @@ _ANSWER_SECONDS = 30.0
 
 
 class TimeLimit:
-    """Raises a signal ``margin`` before a job ends; in a job shorter than twice the margin, at half of the time
-    left."""
+    """Raises a signal ``margin`` before a job ends; at half of the time left if that is less than twice the margin."""
 
     def __init__(self, job: Job | None, margin: timedelta) -> None:
         self._end = None if job is None else job.end

@@ -214,8 +214,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS / 2)
 
     def kill_strays(self) -> None:
-        """Kill the children that are neither ranks nor spared: processes that failed ranks left running, such as
-        workers."""
+        """Kill children that are neither ranks nor spared: processes that failed ranks left running."""
         known = self._others | set(self._attempt.running.values())
         # Children of a rank become children of this process when the rank ends, and their children when they end:
         # repeat

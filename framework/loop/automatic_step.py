@@ -159,8 +159,7 @@ class AutomaticStep(TrainingStep):
         return [float(self.weigh(batch)) for batch in batches]
 
     def _start(self, batch: Any, index: int) -> Any:
-        """Start a batch and return it; return a filler if a hook has skipped this batch or an earlier one of the
-        epoch."""
+        """Start a batch and return it, or a filler if a hook has skipped this or an earlier batch of the epoch."""
         if batch is FILLER or self.refused:
             return FILLER
         batch = self.start_batch(batch, index)
@@ -243,8 +242,10 @@ class AutomaticStep(TrainingStep):
     # ---- the update ------------------------------------------------------------------------------------------------
 
     def _update(self, has_loss: bool, nonfinite: bool, consumed: int, index: int) -> None:
-        """Update the weights if any rank had a loss and every loss was finite; all ranks decide the same.
-        Collective."""
+        """Update the weights if any rank had a loss and every loss was finite. Collective.
+
+        The arguments are the same on all ranks: a rank that decided otherwise would leave the others in a collective.
+        """
         self.phase[0] = UPDATE
         if nonfinite:
             # Do not report this to the loss scaler: the overflow is not caused by the scale.

@@ -105,8 +105,7 @@ class LockstepFiller:
         self._window, self._first, self._next = batches, first, first + consumed
 
     def _share(self, batches: list[Any], agreement: Agreement) -> None:
-        """Send a batch of the lowest rank that has one to ranks without a batch. Collective, once, at the first
-        window."""
+        """Send a batch of the lowest rank that has one to ranks without. Collective, once, at the first window."""
         self.began = True
         world = self._run.world
         if agreement.ranks_with_data == world.size:

@@ -22,8 +22,7 @@ _BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")
 
 
 class ManualOptimizer:
-    """An optimizer as returned by ``self.optimizers()``: ``step`` reduces gradients over ranks and applies loss
-    scaling.
+    """An optimizer as returned by ``self.optimizers()``, whose ``step`` reduces and unscales gradients.
 
     All other attributes are those of the wrapped optimizer.
     """

@@ -56,8 +56,7 @@ class TrainingStep:
         return self.strategy.route(in_context(self.user_step(), context), training)
 
     def plain(self) -> StepFunction:
-        """Return the user's step in the precision's context, without the strategy's wrapper, as an evaluation runs
-        it."""
+        """Return the user's step in the precision's context, without the strategy's wrapper, as in an evaluation."""
         context = self.run.fabric.forward_context()
         return self.strategy.route(in_context(TrainingStep.user_step(self), context), False)
 

@@ -50,8 +50,7 @@ class UserUpdate:
     def _before_step(
         self, hooks: Sequence[Callable[..., Any]], clipping: tuple[float | None, str]
     ) -> Callable[[], Any] | None:
-        """Return a function that runs hooks and clipping between unscaling and the update, or None if there are
-        none."""
+        """Return a function that runs hooks and clipping after unscaling; None if there are none."""
         clip = self._clip(*clipping)
         if not hooks:
             return clip

@@ -68,8 +68,7 @@ def _described(run: Run, weights_only: bool) -> dict[str, Any]:
 def _add_training(
     run: Run, windows: Windows | None, document: dict[str, Any], sections: dict[str, dict[str, Shard]]
 ) -> None:
-    """Add the state needed to resume: optimizers, schedulers, other states, and the position in the data.
-    Collective."""
+    """Add optimizers, schedulers, other states and the position in the data. Collective."""
     names, strategy = names_of(run.module), run.fabric.strategy
     states = [optimizer_state(strategy, optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
     sections["optimizer"] = {name: shard for _, shards in states for name, shard in shards.items()}

@@ -175,7 +175,7 @@ def restore_run(run: Run, plan: Resumption) -> None:
     if forgotten:
         run.note(
             f"{checkpoint.path} holds the state of callbacks that this run does not have, or has with other arguments; "
-            f"it is left: {listed(forgotten)}"
+            f"it is not loaded: {listed(forgotten)}"
         )
     run.metrics.values["callback"].update(state["metrics"])
     for kind, values in state.get("shown", {}).items():
@@ -207,4 +207,4 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
 def _tell_left(run: Run, checkpoint: Checkpoint, left: list[str]) -> None:
     if left:
         why = "" if run.module.strict_loading else ", as strict_loading is False"
-        run.note(f"Of {checkpoint.path} this was left{why}: {listed(left)}")
+        run.note(f"Not loaded from {checkpoint.path}{why}: {listed(left)}")

@@ -18,8 +18,7 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 def batch_transfer(
     device: torch.device, precision: Precision, module: TrainModule, datamodule: DataModule | None
 ) -> Callable[[Any, int], Any] | None:
-    """Return a function from ``(batch, dataloader_idx)`` to the batch that a step receives; None if batches are
-    unchanged.
+    """Return a function from ``(batch, dataloader_idx)`` to the transferred batch; None if batches are unchanged.
 
     A hook of the DataModule has precedence over the module's hook of the same name.
     """

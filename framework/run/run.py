@@ -144,8 +144,7 @@ class Run:
         return (*first, *self.module_hook(name), *last)
 
     def hooks_around(self, name: str) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
-        """Return the hooks before and after the reduction of an epoch's metrics; those that monitor metrics run after
-        it."""
+        """Return the hooks before and after the reduction of an epoch's metrics; hooks with ``monitors`` are after."""
         watching = [callback for callback in self.callbacks if callback.monitors]
         others = [callback for callback in self.callbacks if not callback.monitors]
         return self._around_module(name, others), self._callback_hooks(name, watching)

@@ -118,8 +118,7 @@ class Trainer(TrainerProperties):
         activation_bytes: int | None = None,
         datamodule: DataModule | None = None,
     ) -> MemoryPlan:
-        """Return the memory that each strategy would need on every rank, compared with that available; prints as a
-        table.
+        """Return the memory that each strategy needs per rank, and that available; printed, it is a table.
 
         It does not train or start ranks. Unless ``activation_bytes`` is given, it runs a micro-batch on a copy of the
         module in this process, on its device, to measure the tensors saved for backward. The module, generators and
@@ -150,8 +149,7 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Validate; return the metrics of each loader. Collective. With ``ckpt_path``, load a checkpoint's weights
-        first."""
+        """Validate, with the weights of ``ckpt_path`` if given; return the metrics of each loader. Collective."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def test(
@@ -162,8 +160,7 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Test; return the metrics of each loader. Collective. With ``ckpt_path``, load a checkpoint's weights
-        first."""
+        """Test, with the weights of ``ckpt_path`` if given; return the metrics of each loader. Collective."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def predict(

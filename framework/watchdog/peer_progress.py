@@ -102,8 +102,7 @@ class PeerProgress(threading.Thread):
                 seen = self._exchange(store, seen, position)
 
     def _exchange(self, store: Any, seen: str, position: tuple[int, ...]) -> str:
-        """Publish this rank's position unless a rank without more progress renews the entry; return the current
-        entry."""
+        """Publish this position unless a rank without more progress renews the entry; return the entry."""
         own = " ".join(map(str, (*position, self._rank, self._rounds)))
         found: str = (store.get(_KEY) if seen else store.compare_set(_KEY, "", own)).decode()
         self._age = self._age + 1 if found == seen else 0

@@ -149,8 +149,7 @@ class DeepSpeedStrategy(Strategy):
         return None if self.precision.compute_dtype == torch.float32 else self.precision.compute_dtype
 
     def building(self) -> AbstractContextManager[Any]:
-        """Return stage 3's context that shards every layer as soon as it is built; for other stages one without
-        effect."""
+        """Return the context in which stage 3 shards layers as they are built; no effect in other stages."""
         if self.options.stage < 3:
             return nullcontext()
         # Parameters stay fp32 until setup has read their exact values. Those offloaded to a disk are built in the
@@ -196,8 +195,7 @@ class DeepSpeedStrategy(Strategy):
         return list(optimizers)
 
     def _set_aside(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Freeze parameters that the optimizer does not train during the fit: the engine would store their
-        gradients."""
+        """Freeze parameters without an optimizer during the fit: the engine would store their gradients."""
         self._marks = OriginalAttributes(module)
         for parameter in module.parameters():
             # The engine would add a gradient left by an earlier fit to its first one.

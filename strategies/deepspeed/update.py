@@ -95,8 +95,7 @@ class EngineUpdate:
         self._first = True
 
     def scale_by_loss_scale(self, factor: float) -> None:
-        """Make the next step divide by a loss scale that is smaller by the factor, which saves a pass over the
-        gradients."""
+        """Multiply gradients through the loss scale that the next step divides by: no pass over them is needed."""
         zero = self.zero
         self._factor *= factor
         zero.custom_loss_scaler = True
@@ -140,15 +139,14 @@ class _SplitGradients:
         self.update.scale_by_loss_scale(factor)
 
     def clear_unused(self) -> None:
-        """Zero stale gradients of the last update for parameters without a gradient so far, or they would be added
-        to."""
+        """Zero stale gradients of the last update for parameters without a gradient in this one so far."""
         kept = self.zero.accumulated_grads_in_cpu if self._mine else {}
         used = self.zero._offload_accumulated_param_ids if kept else set()
         for number in kept.keys() - used if len(used) < len(kept) else ():
             kept[number].zero_()
 
     def complete(self) -> None:
-        """Bring to offloaded masters what the window's last micro-batch has not: it brings its own parameters' only."""
+        """Copy gradients to offloaded masters that are missing, as DeepSpeed copies only those of the last micro-batch."""
         zero = self.zero
         if not self._mine or len(zero.norm_for_param_grads) == len(self._mine):
             return
@@ -218,7 +216,7 @@ class _SplitParameters:
             self._gradients[number].zero_()
 
     def complete(self) -> None:
-        """Bring to offloaded masters what the window's last micro-batch has not: it brings its own parameters' only."""
+        """Copy gradients to offloaded masters that are missing, as DeepSpeed copies only those of the last micro-batch."""
         zero = self.zero
         if zero.offload_optimizer and len(zero.norm_for_param_grads) < len(self._mine):
             zero._offload_boundary_param_ids.update(self._mine)

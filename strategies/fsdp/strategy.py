@@ -340,8 +340,7 @@ class FSDPStrategy(Strategy):
             sharded.gather(everywhere=self.gather_weights == "all")
 
     def teardown(self) -> None:
-        """Remove torch's hooks and classes from the module; with a single rank its weights are ordinary tensors
-        again."""
+        """Remove torch's hooks and classes from the module; on a single rank its weights are ordinary again."""
         sharded, self._sharded = self._sharded, None
         for hook in self._stop_hooks:
             hook.remove()
