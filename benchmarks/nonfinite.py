@@ -1,9 +1,8 @@
 """The cost per step of the small GPT of checking for non-finite gradients.
 
 Every other update of a fit skips the check. The benchmark compares the time from before the check to after the
-optimizer's step, since the times of full steps vary by many times the difference. The time of only the check is not
-meaningful, since it reads
-what the optimizer reads next.
+optimizer's step, since the times of full steps vary by many times the difference. The time of the check is not
+meaningful without the step, since it reads the data that the optimizer reads next.
 """
 
 from __future__ import annotations

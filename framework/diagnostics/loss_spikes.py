@@ -72,8 +72,8 @@ class LossSpikes:
 
     def _is_news(self, distance: float, rise: float) -> bool:
         """Whether to report an outlier, given its distance from the mean and its rise over the previous epoch."""
-        # A batch with a high loss in the previous epoch has one again, which does not count as a spike. NaN: no previous
-        # epoch.
+        # A batch with a high loss in the previous epoch has one again, which does not count as a spike. NaN: no
+        # previous epoch.
         if rise <= 0.5 * distance:
             return False
         rests = self._resting > 0

@@ -146,7 +146,7 @@ class _SplitGradients:
             kept[number].zero_()
 
     def complete(self) -> None:
-        """Copy gradients to offloaded masters that are missing, as DeepSpeed copies only those of the last micro-batch."""
+        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
         zero = self.zero
         if not self._mine or len(zero.norm_for_param_grads) == len(self._mine):
             return
@@ -216,7 +216,7 @@ class _SplitParameters:
             self._gradients[number].zero_()
 
     def complete(self) -> None:
-        """Copy gradients to offloaded masters that are missing, as DeepSpeed copies only those of the last micro-batch."""
+        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
         zero = self.zero
         if zero.offload_optimizer and len(zero.norm_for_param_grads) < len(self._mine):
             zero._offload_boundary_param_ids.update(self._mine)
