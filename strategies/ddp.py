@@ -105,8 +105,7 @@ class DDPStrategy(Strategy):
             self.sync_gradients(True)
             if self._awaits_backward:
                 # DDP broadcasts buffers before the first forward of a window. A second broadcast here would have no
-                # peer on
-                # the other ranks.
+                # peer on the other ranks.
                 ddp.require_forward_param_sync = False
             # In a list, so that the adapter does not treat it as a loss of the user.
             (loss,) = ddp(lambda: [zero_loss(ddp.module.parameters())])

@@ -217,8 +217,7 @@ class Supervisor:
         """Kill children that are neither ranks nor spared: processes that failed ranks left running."""
         known = self._others | set(self._attempt.running.values())
         # Children of a rank become children of this process when the rank ends, and their children when they end:
-        # repeat
-        # until none is left.
+        # repeat until none is left.
         for _ in range(_MOST_GENERATIONS if self._adopts_orphans else 0):
             strays = children() - known
             if not strays:

@@ -162,8 +162,7 @@ class FitLoop:
         log.in_step = True
         if run.progress.batch_in_epoch:
             # The checkpoint may have been saved between the optimizer step and the logging or validation that was due
-            # after
-            # it, so a resumed run does these first.
+            # after it, so a resumed run does these first.
             self._publish_if_due()
             if self._validates_in_epoch:
                 self._validate_in_epoch()
@@ -285,8 +284,7 @@ class FitLoop:
             across = plan.check_val_every_n_epoch is None
             count = progress.global_batch if across else progress.batch_in_epoch
             # Counted from the last validation instead of by the remainder: a window of several batches may step over
-            # the exact
-            # batch.
+            # the exact batch.
             validated = max(0, count - (progress.global_batch - progress.validated_at))
             if count // every > validated // every and (across or self._epoch_validates()):
                 self._validate()

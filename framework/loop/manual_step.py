@@ -194,8 +194,7 @@ class ManualStep(TrainingStep):
             if self.triggers.fired:
                 self.run.triggers.handle()
             # Optimizers call collectives in the user's step, which all ranks must run: batches that only some ranks
-            # have
-            # are dropped.
+            # have are dropped.
             if agreement.ranks_with_data < self.run.world.size:
                 return False
         elif self.refused:

@@ -84,8 +84,7 @@ class TrainingStep:
         """Record a loss for the progress bar and hooks, and check that it is finite."""
         if self.reads_loss:
             # The loss is read only here in a step, and only on the CPU: on a GPU the host would wait for the device,
-            # which
-            # costs the overlap between them.
+            # which costs the overlap between them.
             number = loss.item()
             if number - number != 0.0:
                 if self.guard.sees_losses:

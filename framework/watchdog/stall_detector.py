@@ -214,8 +214,8 @@ def describe(
     stacks: Mapping[int, Stacks],
 ) -> str:
     """Return the message of a stall: the stacks of all ranks, the stalled ones last, and a sentence that names them."""
-    # The stalled ranks are printed last, where they are visible in a terminal.
-    # Ranks with the same stack are shown once.
+    # The stalled ranks are printed last, where they are visible in a terminal. Ranks with the same stack are shown
+    # once.
     groups: dict[str, list[int]] = {}
     for rank in pids:
         if rank not in stalled:

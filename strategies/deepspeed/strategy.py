@@ -153,8 +153,7 @@ class DeepSpeedStrategy(Strategy):
         if self.options.stage < 3:
             return nullcontext()
         # Parameters stay fp32 until setup has read their exact values. Those offloaded to a disk are built in the
-        # compute
-        # dtype, as their files cannot change the dtype.
+        # compute dtype, as their files cannot change the dtype.
         config = self._config(0, 0, self.precision if self.options.offload_parameters == "nvme" else None)
         return building(self.world, config, self._ops, self.precision.parameter_dtype)
 
@@ -189,8 +188,7 @@ class DeepSpeedStrategy(Strategy):
                 self._hold(module, optimizers, full_precision_weights(module, self._low))
         if training:
             # Schedulers count the calls of step of the user's optimizer, which the engine never calls: without the
-            # count they
-            # would warn.
+            # count they would warn.
             optimizers[0].__dict__["_opt_called"] = True
         return list(optimizers)
 
@@ -250,8 +248,7 @@ class DeepSpeedStrategy(Strategy):
         folder = self._swap_folder
         if folder is not None:
             # Sharding starts by emptying the folder, so it must not be the folder of layers that were sharded as they
-            # were
-            # built.
+            # were built.
             folder /= "split" if elements else "built"
         return engine_config(self.options, precision, self.world.size, elements, largest or None, swap_folder=folder)
 
