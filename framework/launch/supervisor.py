@@ -177,6 +177,7 @@ class Supervisor:
             # All ranks stop at the same step, but one of them may still be writing the checkpoint.
             self._deadline = min(self._deadline, time.monotonic() + PREEMPT_SECONDS)
         if self._attempt.never_met:
+            # The others would wait for the preempted rank in the rendezvous, and have nothing to save yet.
             self._deadline = -math.inf
         return bool(self._attempt.running)
 

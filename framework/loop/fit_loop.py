@@ -186,6 +186,7 @@ class FitLoop:
         while progress.global_step < self._step_limit:
             set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
             window = take()
+            # After fetching, so that the watchdog does not count a wait for data as part of the step.
             begin_step()
             if window is None or not step(*window):
                 if not step.refused:
@@ -236,6 +237,8 @@ class FitLoop:
         if due and progress.validated_at != progress.global_batch:
             self._validate()
         before, after = run.hooks_around("on_train_epoch_end")
+        # A checkpoint that a hook saves here holds the metrics of before the reduction, which a resumed run repeats:
+        # with the reduced values it would count the epoch twice.
         with redone(run):
             run.metrics.publish_epoch(run.train_log, progress, before, run.sanity_checking)
         if whole:

@@ -73,6 +73,7 @@ class ManualOptimizer:
                 "before it: call step() without closure, or use another precision and nonfinite='raise'."
             )
         hooks = partial(self._call_hooks, optimizer) if self._hooks else None
+        # Collective, also on ranks with finite losses: a rank that decided alone would diverge from the others.
         if self._guard.agree():
             self._guard.heed_loss()
             fabric.updater.forget(optimizer)
@@ -168,10 +169,12 @@ class ManualStep(TrainingStep):
         self.note_loss(loss)
         for hook in self.before_backward:
             hook(loss)
+        # Any optimizer may hold parameters of this loss, so all of them must reduce again before their next update.
         for optimizer in self.manual_optimizers:
             optimizer.gradients_added()
         scaled = loss if scaler is None else loss * scaler.scale
         if self.closes:
+            # Only accumulate: it is not known here whether another backward pass follows before the update.
             self.strategy.sync_gradients(False)
         if self.reduced_before:
             options = {**dict(zip(_BACKWARD_ARGUMENTS, args, strict=False)), **kwargs}

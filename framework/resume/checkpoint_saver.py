@@ -118,6 +118,7 @@ class Saver:
         """
         run = self._run
         run.check_together("save_checkpoint")
+        # At most one save is pending: a second one would need its own copy of the state in memory.
         self.finish()
         if run.in_window:
             raise ConfigurationError(
@@ -210,6 +211,7 @@ class Saver:
             self._write(request, snapshot, apart, notes, lambda: work is not None and work.given_up)
 
         def over() -> None:
+            # Runs in the saving thread, which must not call ``finish``: the main thread may be in a collective.
             if run.world.is_global_zero:
                 run.triggers.post(Signal.SAVE_DONE, number)
 

@@ -157,6 +157,7 @@ def _thawed(run: Run, index: int, described: Mapping[str, Any], match: Optimizer
 def restore_run(run: Run, plan: Resumption) -> None:
     """Restore weights, optimizers, schedulers, scaler, callbacks and counters. Collective."""
     checkpoint, strategy, state = plan.checkpoint, run.fabric.strategy, plan.state
+    # Weights first: under strategies with fp32 master copies this also writes the masters.
     put_model(strategy, run.module, stored_of(checkpoint, plan.model))
     left = [*plan.left, *put_extra_state(run.module, state.get("extra", {}), run.module.checkpoint_renames)]
     run.averages.load(checkpoint, plan.model.tensors, run.note)
@@ -181,6 +182,7 @@ def restore_run(run: Run, plan: Resumption) -> None:
     for kind, values in state.get("shown", {}).items():
         run.metrics.values[kind].update(values)
     run.progress.load_state_dict(checkpoint.document["progress"])
+    # The user's hook runs last, so that it sees the restored state and may change it.
     run.call("on_load_checkpoint", state["user"])
     _tell_left(run, checkpoint, left)
 
@@ -197,6 +199,7 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
         own, strict = shapes_of(strategy, module), module.strict_loading
         return check_model(module, own, checkpoint, strict, module.checkpoint_renames, _ADVICE)
 
+    # A mismatch on any rank raises on all of them, before the collective load begins.
     match = on_all_ranks(run.world, compared)
     put_model(strategy, module, stored_of(checkpoint, match))
     run.averages.load_into_module(checkpoint, match.tensors, run.note)

@@ -69,6 +69,7 @@ class EngineUpdate:
 
     def step(self) -> bool:
         """Update the weights; return whether the update was applied. Collective."""
+        # The user's schedulers change the groups of the user's optimizer, which the engine does not read.
         self.follow()
         self.engine.step()
         if self._factor != 1.0:
@@ -78,6 +79,7 @@ class EngineUpdate:
         self._raw = None
         self.holds_gradients = False
         self._first = True
+        # False if the gradients have overflowed under the engine's own loss scale.
         applied: bool = self.engine.was_step_applied()
         return applied
 

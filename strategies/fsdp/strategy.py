@@ -57,8 +57,8 @@ class FSDPStrategy(Strategy):
 
     Args:
         units: submodules that are gathered and freed together: a class, a tuple of classes, the least number of
-            parameters
-            of a unit, or a function from a module to a bool. Default: None, the repeated blocks of the model.
+            parameters of a unit, or a function from a module to a bool. Default: None, the repeated blocks of the
+            model.
         reshard_after_forward: whether a unit is freed after its forward pass and gathered again for backward. This
             saves memory and costs one more all-gather.
         replicas: the number of groups of ranks that each hold one full model, sharded within the group.
