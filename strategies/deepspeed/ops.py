@@ -71,7 +71,7 @@ def load_ops(names: Iterable[str]) -> None:
 
 
 def _import(name: str, folder: Path) -> Any:
-    # As torch 2.13 itself imports what it has compiled.
+    # In the way in which torch 2.13 imports compiled extensions.
     from torch.utils.cpp_extension import _import_module_from_library
 
     return _import_module_from_library(name, str(folder), True)
