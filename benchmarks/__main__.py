@@ -1,6 +1,6 @@
 """phalanx beside the raw torch loop, Lightning and Accelerate.
 
-Figures of one run compare with each other, not with those of another run or machine.
+Results of one run compare with each other, not with those of another run or machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONCERNS: dict[str, Callable[[int, bool], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", action="append", choices=CONCERNS, help="measure this concern alone; may be repeated")
+    parser.add_argument("--only", action="append", choices=CONCERNS, help="measure only this concern; may be repeated")
     parser.add_argument("--rounds", type=int, default=7, help="times every side is measured, in turn (default: 7)")
     parser.add_argument(
         "--quick", action="store_true", help="two rounds of short fits: whether it runs, not what it costs"

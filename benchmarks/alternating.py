@@ -1,4 +1,4 @@
-"""What logged values add to a step of phalanx, measured within one fit: every second step logs, its neighbours do not.
+"""The cost of logged values per step of phalanx, measured within one fit in which every second step logs.
 
 A difference of a few microseconds drowns in the drift between two fits on a busy machine; neighbours share it.
 """

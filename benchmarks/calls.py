@@ -1,4 +1,4 @@
-"""How much Python a step runs: function calls, and how deep ``training_step`` lies below ``fit``."""
+"""Number of function calls per step, and the call depth of ``training_step`` below ``fit``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT, LONG = 100, 300
 
 
 def python_calls(name: str, job: Job) -> int:
-    """Return how many Python functions a fit enters."""
+    """Return the number of calls of Python functions in a fit."""
     count = 0
 
     def see(frame: FrameType, event: str, argument: object) -> None:
@@ -33,7 +33,7 @@ def python_calls(name: str, job: Job) -> int:
 
 
 def all_calls(name: str, job: Job) -> int:
-    """Return how many functions a fit calls, those written in C among them."""
+    """Return the number of function calls in a fit, including functions written in C."""
     profile = cProfile.Profile()
     profile.runcall(run, name, job)
     total: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
@@ -41,11 +41,11 @@ def all_calls(name: str, job: Job) -> int:
 
 
 def calls(rounds: int, quick: bool) -> None:
-    """Count calls for each step, as the slope between two lengths; counts do not vary, so one round does."""
+    """Count calls per step, as the slope between two lengths; counts do not vary, so one round is enough."""
     rows: list[list[object]] = []
     for label, name, job in _cells():
         if able(label, name, job(SHORT)):
-            run(name, job(SHORT))  # what happens once in a process is not the step's
+            run(name, job(SHORT))  # excludes calls that happen once per process
             python = (python_calls(name, job(LONG)) - python_calls(name, job(SHORT))) / (LONG - SHORT)
             both = (all_calls(name, job(LONG)) - all_calls(name, job(SHORT))) / (LONG - SHORT)
             deepest = getattr(getattr(sys.modules[load(name).__module__], "Task", None), "deepest", 0)

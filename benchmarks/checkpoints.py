@@ -49,7 +49,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def write_by_hand(path: Path, tensors: list[Tensor]) -> None:
-    """Write the bytes of tensors into one file and sync it: what any save has to do at least."""
+    """Write the bytes of tensors into one file and sync it: the lower bound for any save."""
     with path.open("wb", buffering=0) as file:
         for tensor in tensors:
             memory: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
@@ -120,7 +120,7 @@ def phalanx_side(directory: Path, width: int) -> Times:
             found["by hand"] = seconds(lambda: write_by_hand(directory / "hand", [*self.parameters(), *tensors]))
             (directory / "hand").unlink()
             found["phalanx"] = seconds(lambda: trainer.save_checkpoint(path))
-            # Neither from the disk: what was written past the page cache is not in it.
+            # Fill the page cache, which lacks files written with direct writes, so that neither side reads the disk.
             read_by_hand(path)
             found["read by hand"] = seconds(lambda: read_by_hand(path))
             found["read"] = seconds(lambda: read_all(path))
@@ -139,7 +139,7 @@ def phalanx_side(directory: Path, width: int) -> Times:
 
 
 def replacing_side(directory: Path, width: int) -> Times:
-    """Save with ``save_top_k=1`` every few steps, where every save replaces the one before; and the same by hand."""
+    """Save with ``save_top_k=1`` every few steps, where every save replaces the previous one; and the same by hand."""
     from phalanx import Trainer, TrainModule
     from phalanx.callbacks import ModelCheckpoint
 
@@ -189,7 +189,7 @@ def replacing_side(directory: Path, width: int) -> Times:
         default_root_dir=directory,
     )
     trainer.fit(Task(), batches(steps, width))
-    # The first save replaces nothing, and touches memory for the first time.
+    # The first save replaces no checkpoint, and touches memory for the first time.
     return {
         "top_k=1": statistics.median(blocked[1:]),
         "top_k=1 by hand": statistics.median(by_hand[1:]),
@@ -254,7 +254,7 @@ def accelerate_side(directory: Path, width: int) -> Times:
 
 
 SIDES = (phalanx_side, replacing_side, lightning_side, accelerate_side)
-# What is compared with what, and the bar that it is to stay within.
+# Pairs of measurements to compare, and the limit of their ratio.
 RATIOS = (
     ("a save over writing and syncing by hand", "phalanx", "by hand", "1.5"),
     ("a save over Lightning's", "phalanx", "lightning", "1"),

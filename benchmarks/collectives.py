@@ -1,4 +1,4 @@
-"""What two ranks say to one another under ddp: for each optimizer step, and at the end of an epoch."""
+"""Communication of two ranks under ddp, per optimizer step and at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = (0, 1, 10, 100)
 
 
 def collectives(rounds: int, quick: bool) -> None:
-    """Count, as the slope between two fits; counts do not vary, so one round does."""
+    """Count, as the slope between two fits; counts do not vary, so one round is enough."""
     steps: list[list[object]] = []
     epochs: list[list[object]] = []
     for name in NAMES:

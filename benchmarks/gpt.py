@@ -1,4 +1,4 @@
-"""A small GPT with tied embeddings: what strategies are compared on."""
+"""A small GPT with tied embeddings, the model for comparing strategies."""
 
 from __future__ import annotations
 

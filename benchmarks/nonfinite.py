@@ -1,8 +1,8 @@
-"""How much longer a step of the small GPT becomes by the look for gradients that are not finite.
+"""The cost per step of the small GPT of checking for non-finite gradients.
 
-Every other update of a fit goes without it, and what is compared is the time from before the look to after the
-optimizer's step: whole steps vary by many times the difference. The look by itself would be no measure, since it reads
-what the optimizer reads next.
+Every other update of a fit skips the check. The benchmark compares the time from before the check to after the
+optimizer's step, since the times of full steps vary by many times the difference. The time of the check is not
+meaningful without the step, since it reads the data that the optimizer reads next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .table import show
 
 
 class Alternating(SingleDeviceStrategy):
-    """Looks at the gradients of every other update; notes how many milliseconds updates take."""
+    """Checks the gradients of every other update; records the milliseconds of updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Alternating(SingleDeviceStrategy):
         self._began = 0.0
 
     def gradients_are_finite(self, parameters: Any) -> bool:
-        """Look, every other time."""
+        """Check the gradients in every other call."""
         self._began = time.perf_counter()
         return len(self.looked) > len(self.unseen) or super().gradients_are_finite(parameters)
 
@@ -45,7 +45,7 @@ class Alternating(SingleDeviceStrategy):
 
 
 class Task(TrainModule):
-    """The small GPT; notes when each of its steps begins."""
+    """The small GPT. Records the start time of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Task(TrainModule):
 
 
 def price(steps: int) -> tuple[float, float, float]:
-    """Return the median milliseconds of a step, of an update without the look and of one with it."""
+    """Return the median milliseconds of a step, of an update without the check and of one with it."""
     module, strategy = Task(), Alternating()
     Trainer(max_epochs=1, barebones=True, accelerator="cpu", strategy=strategy).fit(module, batches(steps))
     lengths = [(end - begin) * 1e3 for begin, end in zip(module.began, module.began[1:], strict=False)]
@@ -71,7 +71,7 @@ def price(steps: int) -> tuple[float, float, float]:
 
 
 def nonfinite(rounds: int, quick: bool) -> None:
-    """Print the price in one process, where nothing hides it."""
+    """Print the cost in one process, where it does not overlap with communication."""
     found = [price(40 if quick else 300) for _ in range(rounds)]
     step, unseen, looked = (statistics.median(column) for column in zip(*found, strict=True))
     shares = sorted((looked - unseen) / step for step, unseen, looked in found)

@@ -1,4 +1,4 @@
-"""Runs a benchmark in processes of its own, and reads the results that they print."""
+"""Runs a benchmark in new processes, and reads the results that they print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a counted fit: prints what it communicated. Run by ``collectives.py`` under torchrun."""
+"""One rank of a counted fit: prints its collectives. Run by ``collectives.py`` under torchrun."""
 
 from __future__ import annotations
 

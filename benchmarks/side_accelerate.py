@@ -1,4 +1,4 @@
-"""Accelerate: its verbs in a loop of one's own, with what it does not have written by hand."""
+"""Accelerate: a hand-written loop with its methods; missing features are written by hand."""
 
 from __future__ import annotations
 

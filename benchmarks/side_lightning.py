@@ -1,4 +1,4 @@
-"""Lightning's Trainer, asked for the same as phalanx's."""
+"""Lightning's Trainer, with the same settings as phalanx's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fit(job: Job) -> nn.Module:
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """Return what is asked of the Trainer."""
+    """Return the arguments of the Trainer."""
     common: dict[str, Any] = {
         "max_epochs": job.epochs,
         "accelerator": "cpu",

@@ -24,7 +24,7 @@ def fit(job: Job) -> nn.Module:
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """Return what is asked of the Trainer."""
+    """Return the arguments of the Trainer."""
     common: dict[str, Any] = {
         "max_epochs": job.epochs,
         "accelerator": "cpu",

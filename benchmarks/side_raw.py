@@ -1,4 +1,4 @@
-"""The plain torch loop, and what a person would write by hand around it."""
+"""The plain torch loop, with the usual features written by hand."""
 
 from __future__ import annotations
 

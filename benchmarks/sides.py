@@ -1,4 +1,4 @@
-"""The sides of every comparison, each loaded when it is first run, and the slope that is a price."""
+"""The sides of every comparison, each imported at its first run, and the measurement of a cost as a slope."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(name: str) -> Callable[[Job], nn.Module]:
 
 
 def run(name: str, job: Job) -> nn.Module:
-    """Fit a job in a directory of its own, with nothing shown; return the trained net."""
+    """Fit a job in a new directory, without output; return the trained net."""
     fit = load(name)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, unseen():
         return fit(replace(job, directory=Path(directory)))
@@ -35,7 +35,7 @@ def run(name: str, job: Job) -> nn.Module:
 
 @dataclass
 class Price:
-    """What one step costs, in microseconds: one figure for each round."""
+    """The cost of one step in microseconds, one value per round."""
 
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
@@ -82,7 +82,7 @@ def prices(cells: dict[str, tuple[str, Job]], rounds: int) -> dict[str, Price]:
 
 
 def able(label: str, side: str, job: Job) -> bool:
-    """Whether a side does the work at all, and ends with the raw loop's weights; prints why not."""
+    """Whether a side can run the job, and ends with the weights of the raw loop; prints the reason if not."""
     job = replace(job, steps=24)
     try:
         found = run(side, job).state_dict()

@@ -1,4 +1,4 @@
-"""The price of a step beside the raw loop: bare, everyday, with logged values, with callbacks."""
+"""The cost of a step over the raw loop: bare, with common features, with logged values, with callbacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .task import Job
 
 
 def bare_and_everyday(rounds: int, quick: bool) -> None:
-    """A step with nothing around it, and one with what everyone has around it."""
+    """The cost of a bare step, and of one with the common features."""
     steps = 500 if quick else 2000
     cells = {name: (name, Job(steps)) for name in NAMES}
     cells |= {f"{name} barebones": (name, Job(steps, barebones=True)) for name in ("phalanx", "lightning")}
@@ -32,7 +32,7 @@ def bare_and_everyday(rounds: int, quick: bool) -> None:
 
 
 def logged_values(rounds: int, quick: bool) -> None:
-    """What 1, 10 and 100 values logged in every step cost over the same fit that logs none."""
+    """The cost of logging 1, 10 and 100 values in every step, over the same fit without logging."""
     lengths = {1: 2000, 10: 1000, 100: 200}
     rows = []
     for values, steps in lengths.items():
@@ -44,7 +44,7 @@ def logged_values(rounds: int, quick: bool) -> None:
 
 
 def callbacks(rounds: int, quick: bool) -> None:
-    """What 100 callbacks cost, with one empty hook each and with none."""
+    """The cost of 100 callbacks, with one empty hook each and without hooks."""
     steps = 400 if quick else 2000
     cells: dict[str, tuple[str, Job]] = {}
     for name in NAMES:
@@ -60,7 +60,7 @@ def callbacks(rounds: int, quick: bool) -> None:
 
 
 def spread(price: Price) -> str:
-    """Return the range of a price over the rounds."""
+    """Return the range of a cost over the rounds."""
     return f"{min(price.cpu):.0f} to {max(price.cpu):.0f}"
 
 

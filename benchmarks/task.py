@@ -1,4 +1,4 @@
-"""What every side of a benchmark does: one tiny model, pre-made batches, and a description of one fit."""
+"""The common task of all sides of a benchmark: a tiny model, prepared batches, and the description of one fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """One fit. Everything but the lengths is the same for the short and the long fit whose slope is the price."""
+    """One fit. Only the lengths differ between the short and the long fit, whose slope is the cost of a step."""
 
     steps: int
     """Micro-batches in each epoch."""
@@ -32,9 +32,9 @@ class Job:
     """CSV logger, progress bar, one logged value shown on the bar, early stopping on it, a checkpoint at the end."""
     barebones: bool = False
     values: int = 0
-    """How many scalars are logged in every step, each by a call of its own."""
+    """Number of scalars logged in every step, each with a separate call."""
     epoch_values: int = 0
-    """How many scalars are averaged over the epoch and over the ranks."""
+    """Number of scalars averaged over the epoch and over the ranks."""
     callbacks: int = 0
     overriding: bool = False
     """Whether each of the callbacks overrides one hook, with an empty body."""
@@ -44,13 +44,13 @@ class Job:
 
 
 def build() -> nn.Sequential:
-    """Return the model: four parameter tensors, whose step is all overhead."""
+    """Return the model: four small parameter tensors, so that a step is mostly overhead."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
 
 
 class Batches:
-    """A loader of pre-made batches, so that loading costs nothing. (A list would be many loaders to Lightning.)"""
+    """A loader of prepared batches, so that loading costs nothing. (Lightning treats a list as several loaders.)"""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def loss_of(net: nn.Module, batch: Batch) -> Tensor:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    """Return torch's AdamW as it comes."""
+    """Return torch's AdamW with default arguments."""
     return torch.optim.AdamW(module.parameters(), lr=1e-3)
 
 
@@ -123,11 +123,11 @@ def callback_class(base: Any, overriding: bool) -> Any:
 
 
 def depth_below_fit(frame: FrameType) -> int:
-    """Return how many calls lie between the outermost ``fit`` and a frame; a direct call is 1."""
+    """Return the number of calls between the outermost ``fit`` and a frame; a direct call is 1."""
     depth, found, walked = 0, 0, frame.f_back
     while walked is not None:
         depth += 1
-        # The function that runs a side is called `fit` too, and lies in this folder.
+        # The function that runs a side, in this folder, is named `fit` too.
         if walked.f_code.co_name == "fit" and Path(walked.f_code.co_filename).parent.name != "benchmarks":
             found = depth
         walked = walked.f_back
@@ -135,7 +135,7 @@ def depth_below_fit(frame: FrameType) -> int:
 
 
 class Screen(io.StringIO):
-    """A terminal that nobody looks at, so that progress bars do their work and nothing is drawn."""
+    """A terminal without a display, so that progress bars do their work and are not shown."""
 
     def isatty(self) -> bool:
         return True
@@ -146,7 +146,7 @@ class Screen(io.StringIO):
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Send what a fit shows to a terminal that nobody looks at."""
+    """Send the output of a fit to a terminal without a display."""
     kept = sys.stdout, sys.stderr
     sys.stdout = sys.stderr = Screen()
     try:

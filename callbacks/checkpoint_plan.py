@@ -12,13 +12,13 @@ class SavePlan:
     last: str = ""
     """The path of ``last.ckpt``; empty without ``save_last``."""
     path: str = ""
-    """The path of a checkpoint that one of the rules retains; empty where no rule does."""
+    """The path of a checkpoint that one of the rules retains; empty if no rule does."""
     score: float | None = None
-    """The metric it is ranked by; None without one."""
+    """The value of the metric that ranks the checkpoint; None without a metric."""
     counts: bool = False
-    """Whether this is a checkpoint that was due, with all that it needs known."""
+    """Whether a due checkpoint is saved now, with all the metrics that it needs."""
     missing: str | None = None
-    """The metric that is not known yet, as a sentence: what needs it waits."""
+    """A sentence that names the metric that is not known yet; files that need it are saved later."""
 
     @property
     def targets(self) -> list[str]:

@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 
 class CheckpointRecords(Callback):
-    """The paths of checkpoints and their scores, and which of them are kept."""
+    """The paths and scores of the retained checkpoints."""
 
     monitor: str | None
     mode: str
     dirpath: str | None
     last_model_path: str
-    """The newest ``last.ckpt``; empty while there is none."""
+    """The newest ``last.ckpt``; empty if there is none yet."""
     _kept: Retention
     _newest: str
     _current: float | None
     _giving_way: list[str]
-    """Checkpoints replaced by the one being saved: a run killed before they are deleted deletes them when resumed."""
+    """Checkpoints replaced by the one being saved, which a resumed run deletes if this run is killed before."""
 
     @property
     def best_model_path(self) -> str:
-        """The checkpoint with the best metric; without ``monitor`` the newest. Empty while there is none."""
+        """The checkpoint with the best metric; without ``monitor`` the newest. Empty if there is none yet."""
         return self._kept.best.best if self.monitor is not None else self._newest
 
     @property
     def best_model_score(self) -> Tensor | None:
-        """The best metric, a 0-d float64 tensor; None while there is none, or without ``monitor``."""
+        """The best metric, a 0-d float64 tensor; None if there is none yet, or without ``monitor``."""
         return _as_tensor(self._kept.best.scores.get(self._kept.best.best))
 
     @property
@@ -51,12 +51,12 @@ class CheckpointRecords(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The checkpoint that the next better one replaces; empty while there is room."""
+        """The checkpoint that the next better one replaces; empty if fewer than ``save_top_k`` are saved."""
         return self._kept.best.worst
 
     @property
     def kth_value(self) -> Tensor:
-        """The metric that the next checkpoint has to beat."""
+        """The metric that the next checkpoint must exceed to be among the best."""
         room = math.inf if self.mode == "min" else -math.inf
         return torch.tensor(self._kept.best.scores.get(self._kept.best.worst, room), dtype=torch.float64)
 
@@ -77,7 +77,7 @@ class CheckpointRecords(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Checkpoints that were moved with their directory are found where they are now.
+        # If the directory was moved, its checkpoints are found in the new place.
         def here(path: str) -> str:
             before = state["dirpath"]
             if not path or not before or self.dirpath is None or not Path(path).is_relative_to(before):
@@ -95,17 +95,14 @@ class CheckpointRecords(Callback):
             self.dirpath = state["dirpath"]
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Make the records what they were."""
+        """Restore the records from a checkpoint."""
         self._kept.load_state_dict(state)
         self._newest, self.last_model_path = state["newest"], state["last_model_path"]
         self._current = state["current_score"]
         self._giving_way = list(state.get("giving_way", []))
 
     def _forget_missing(self, trainer: TrainerView) -> None:
-        """Drop what was deleted since the checkpoint that the run was resumed from, and delete what had given way.
-
-        Collective.
-        """
+        """Drop records of checkpoints that no longer exist, and delete replaced checkpoints. Collective."""
         known = {*self._kept.paths, self._newest, self.last_model_path} - {""}
         if not known:
             return
@@ -120,9 +117,9 @@ class CheckpointRecords(Callback):
         self._giving_way = []
 
     def _remove(self, paths: set[str], delete: Callable[[Path], None]) -> list[str]:
-        """Delete checkpoints in ``dirpath``; return a sentence for each that stays.
+        """Delete checkpoints in ``dirpath``; return a sentence for each that could not be deleted.
 
-        Each is renamed to a hidden name here, so that no reader finds it any more, and handed to ``delete``.
+        Each is renamed to a hidden name first, so that no reader finds it any more, and then passed to ``delete``.
         """
         notes = []
         for path in sorted(paths):

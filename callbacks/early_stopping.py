@@ -72,7 +72,7 @@ class EarlyStopping(Callback):
         if not isinstance(monitor, str) or not monitor:
             raise ConfigurationError(f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric.")
         if not min_delta >= 0:
-            raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): give 0 or more, whatever the mode.")
+            raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): give 0 or more, for any mode.")
         if not is_count(patience, 0):
             raise ConfigurationError(f"EarlyStopping(patience={patience!r}): give a whole number of checks, 0 or more.")
         self.monitor = monitor

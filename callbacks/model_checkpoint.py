@@ -1,4 +1,4 @@
-"""``ModelCheckpoint``: save the run while it trains, and keep the best, the newest and every nth."""
+"""``ModelCheckpoint``: saves checkpoints during a fit, and retains the best, the newest and every nth."""
 
 from __future__ import annotations
 
@@ -29,45 +29,43 @@ if TYPE_CHECKING:
 
 
 class ModelCheckpoint(CheckpointRecords):
-    """Save checkpoints by epochs, steps or time; keep the best by a metric, the newest, and every nth for ever.
+    """Save checkpoints by epochs, steps or time; retain the best by a metric, the newest, and every nth permanently.
 
-    A checkpoint stays as long as one of the rules wants it: it is among the best ``save_top_k``, among the newest
-    ``keep_last``, or a ``keep_every_nth``. An older one is deleted only when the new one is on the disk, so there are
-    never fewer than the rules promise. Without ``monitor`` the newest is the best (``save_top_k=1``), or all are kept
-    (-1). ``last.ckpt`` is separate: it is written whenever a checkpoint is due and once more at the end, whether or not
-    the metric was among the best; it shares its bytes with the checkpoint that was saved with it.
-
-    A checkpoint whose weights are not finite is never written, and one whose metric is NaN never among the best. What
-    decides is what rank 0 logged and rank 0's clock, so that all ranks save together.
-
-    A save that fails (a full disk, a directory that was removed) is told of, with the bytes that were needed and are
-    free; all older checkpoints are as they were, and training goes on. The third in a row raises ``StorageError``. The
-    directory is tried before the first step, and what killed runs left half written in it is deleted.
+    - Retention: a checkpoint is retained while one of the rules applies: it is among the best ``save_top_k``, among the
+      newest ``keep_last``, or selected by ``keep_every_nth``. An old checkpoint is deleted only when the new one is on
+      the disk, so there are never fewer than the rules promise.
+    - Without ``monitor`` the newest checkpoint is the best (``save_top_k=1``), or all are retained (-1).
+    - ``last.ckpt`` is separate: it is written whenever a checkpoint is due and again at the end of the fit, for any
+      value of the metric. It shares its bytes on the disk with the checkpoint that was saved at the same time.
+    - A checkpoint with weights that are not finite is never written, and one whose metric is NaN is never among the
+      best.
+    - Rank 0's values and clock decide, so that all ranks save together.
+    - A save that fails (a full disk, a removed directory) is reported with the number of bytes needed and free. Older
+      checkpoints are unchanged, and training continues. The third failure in a row raises ``StorageError``.
+    - Before the first step, writing to the directory is tested, and incomplete files of killed runs are deleted.
 
     Args:
-        dirpath: where checkpoints go; default: ``checkpoints`` in the run's directory.
-        filename: a template; default ``"{epoch}-{step}"``. Fields: ``epoch``, ``step``, and any logged metric.
-        monitor: the metric that ranks checkpoints.
-        verbose: tell of each checkpoint.
-        save_last: keep ``last.ckpt``; ``"link"`` means the same as True.
-        save_top_k: how many of the best to keep; 0 none, -1 all.
-        save_weights_only: save the model alone; no run can be resumed from that.
-        mode: ``"min"`` where a smaller metric is better, ``"max"`` where a larger one is.
-        auto_insert_metric_name: put ``name=`` before each value of the filename.
-        every_n_train_steps: save every so many optimizer steps.
-        train_time_interval: save each time so much time has passed.
-        every_n_epochs: save every so many epochs (default: 1 where nothing else is asked for; 0 never).
-        save_on_train_epoch_end: save at the end of training epochs (True) or after validations (False); default: after
-            validations where a run validates other than once per epoch.
-        enable_version_counter: append ``-v1`` and so on to a name that is taken; otherwise replace what has it.
-        asynchronous: write behind the training, which is held up only while the state is copied to memory. The next
-            save, and the end of the fit, wait until it is written. Until then ``best_model_path`` and the like name a
-            checkpoint that is still to come.
-        keep_last: how many of the newest to keep, whatever their metric.
-        keep_every_nth: of the checkpoints that are due, counted over the whole run, keep every so many-th for ever.
+        dirpath: the directory of the checkpoints; default: ``checkpoints`` in the run's directory.
+        filename: a template for names; default ``"{epoch}-{step}"``. Fields: ``epoch``, ``step``, and any logged
+        metric. monitor: the metric that ranks checkpoints. verbose: print a line for each checkpoint.
+        save_last: also save ``last.ckpt``; ``"link"`` means the same as True.
+        save_top_k: the number of best checkpoints to retain; 0 none, -1 all.
+        save_weights_only: save only the model; no run can be resumed from such a checkpoint.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. auto_insert_metric_name:
+        put ``name=`` before each value of the filename. every_n_train_steps: the number of optimizer steps between
+        saves. train_time_interval: the time between saves. every_n_epochs: the number of epochs between saves
+        (default: 1 if no other interval is given; 0: never). save_on_train_epoch_end: save at the end of training
+        epochs (True) or after validations (False); default: after
+            validations if the run does not validate exactly once per epoch.
+        enable_version_counter: append ``-v1`` and so on to a name that exists; otherwise replace the checkpoint.
+        asynchronous: write in the background; training waits only while the state is copied to memory. The next save
+            and the end of the fit wait until it is written. Until then ``best_model_path`` and the other paths may name
+            a checkpoint that does not exist yet.
+        keep_last: the number of newest checkpoints to retain, for any value of the metric.
+        keep_every_nth: retain every nth due checkpoint permanently, counted over the entire run.
 
     Raises:
-        ConfigurationError: an argument breaks its rule, or two contradict one another.
+        ConfigurationError: an argument is invalid, or two contradict one another.
     """
 
     monitors = True
@@ -127,13 +125,13 @@ class ModelCheckpoint(CheckpointRecords):
         self._first_step = self._seen_step = step
         self._saved_step = -1
         self._validated = False
-        # A save that was due before its metric was known waits for the next validation or epoch's end.
+        # A save that is due before its metric is known waits for the next validation or the end of the epoch.
         self._deferred = False
         self._schedule.restart_clock()
 
     @property
     def every_n_epochs(self) -> int:
-        """Every how many epochs it saves; 0 for never."""
+        """The number of epochs between saves; 0 for never."""
         return self._schedule.epochs
 
     @property
@@ -151,7 +149,7 @@ class ModelCheckpoint(CheckpointRecords):
 
     @property
     def saves_into(self) -> tuple[Path, Callable[[str], bool]] | None:
-        """The directory that was given, and what tells the names that this callback gives; None for the run's own."""
+        """The given directory, and a check for names of this callback; None for the run's own directory."""
         return None if self._given_dirpath is None else (Path(self._given_dirpath), self._names.gives)
 
     @property
@@ -182,7 +180,7 @@ class ModelCheckpoint(CheckpointRecords):
         self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        # Within a window, or after an update that was skipped, there is nothing new to save.
+        # Within a window, or after a skipped update, there is no new state to save.
         if step == self._seen_step:
             return
         self._seen_step = step
@@ -206,7 +204,7 @@ class ModelCheckpoint(CheckpointRecords):
             self._save_or_defer(trainer, last_chance=self._validated or not trainer.val_enabled)
 
     def _leave_out_cut_epoch(self, trainer: TrainerView) -> None:
-        """An epoch that a stop cut short has no figures of its own to rank a checkpoint by."""
+        """Drop a pending save of an epoch that a stop has cut short: it has no metrics to rank a checkpoint by."""
         self._deferred = False
         if not self._kept.paths and not self.save_last:
             trainer.note(
@@ -221,31 +219,31 @@ class ModelCheckpoint(CheckpointRecords):
             self._save(trainer, replace(self._plan(trainer), path="", counts=False))
 
     def _its_time(self, trainer: TrainerView) -> bool:
-        """Whether the time is up by rank 0's clock, of which all learn at the next step."""
+        """Whether the interval has passed by rank 0's clock; a signal informs all ranks at the next step."""
         trigger = f"save by {self.state_key}"
         if trigger in trainer.fired_triggers:
             return True
-        # Raised until it is served: a boundary between two steps may let one pass.
+        # Raised again until the save is done, since a boundary inside a window cannot save.
         if trainer.is_global_zero and self._schedule.time_is_up():
             trainer.raise_trigger(trigger)
         return False
 
-    # ---- what -------------------------------------------------------------------------------------------------------
+    # ---- plans, saves and deletions ---------------------------------------------------------------------------------
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path for metrics, among which ``epoch`` and ``step`` are; ``ver`` is appended as ``-v<ver>``.
+        """Return the path for metrics, which include ``epoch`` and ``step``; ``ver`` is appended as ``-v<ver>``.
 
         Raises:
-            MetricError: the template names a metric that is not there.
+            MetricError: the template names a metric that is not given.
         """
         template = self._template if filename is None else NameTemplate(filename, self.auto_insert_metric_name)
         return self._names.path(self.dirpath, metrics, template, ver)
 
     @property
     def _names(self) -> CheckpointNames:
-        # Made anew each time: its parts are public attributes.
+        # Constructed at each call, as the user may change these public attributes.
         last = NameTemplate(self.CHECKPOINT_NAME_LAST, self.auto_insert_metric_name)
         versions = (self.STARTING_VERSION, self.enable_version_counter)
         return CheckpointNames(self._template, last, self.CHECKPOINT_JOIN_CHAR, self.FILE_EXTENSION, *versions)
@@ -258,19 +256,19 @@ class ModelCheckpoint(CheckpointRecords):
         plan = self._plan(trainer)
         if plan.missing is not None and last_chance:
             raise MetricError(plan.missing)
-        # What can be saved without the metric is saved now.
+        # ``last.ckpt`` needs no metric and is saved now.
         if plan.missing is None or trainer.global_step != self._saved_step:
             self._save(trainer, plan)
         self._deferred = plan.missing is not None
 
     def _plan(self, trainer: TrainerView) -> SavePlan:
-        """Return what is to be done, as rank 0 sees it. Collective."""
+        """Return rank 0's plan for the save. Collective."""
         return trainer.world.broadcast_object(self._own_plan(trainer) if trainer.is_global_zero else SavePlan())
 
     def _own_plan(self, trainer: TrainerView) -> SavePlan:
         logged, names = trainer.callback_metrics, self._names
         metrics: dict[str, Any] = {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        # One that this run knows nothing of is another's.
+        # A checkpoint that is not in the records belongs to another run.
         last = names.free(self.dirpath, metrics, self.last_model_path, names.last) if self.save_last else ""
         if not self._kept.saves:
             return SavePlan(last)
@@ -283,11 +281,11 @@ class ModelCheckpoint(CheckpointRecords):
         return SavePlan(last, path, score, counts=True)
 
     def _finish_saves(self, trainer: TrainerView) -> None:
-        """Wait for the save before: what is decided next rests on what came of it. Collective."""
+        """Wait for the previous save, since the next plan depends on its result. Collective."""
         trainer.finish_saves()
 
     def _save(self, trainer: TrainerView, plan: SavePlan) -> None:
-        """Save what a plan says; the records are made first, since they are part of what is saved. Collective."""
+        """Save according to a plan; the records are updated first, as they are part of the checkpoint. Collective."""
         before, previous, targets = self.state_dict(), {*self._kept.paths, self.last_model_path}, plan.targets
         self._record(plan)
         if not targets:
@@ -309,7 +307,7 @@ class ModelCheckpoint(CheckpointRecords):
     def _finished(
         self, trainer: TrainerView, plan: SavePlan, before: dict[str, Any], error: PhalanxError | None
     ) -> None:
-        """Take note of what came of a save, on every rank."""
+        """Record the result of a save, on every rank."""
         if error is not None:
             self._restore(before)
             self._saved_step = -1
@@ -319,11 +317,11 @@ class ModelCheckpoint(CheckpointRecords):
         self._tell(trainer, plan)
 
     def _prune(self, paths: set[str], deletion: BackgroundDeletion) -> list[str]:
-        """Have the checkpoints that gave way deleted, on a thread: training does not wait for it."""
+        """Delete replaced checkpoints in a thread, so that training does not wait."""
         return self._remove(paths, deletion.add)
 
     def _record(self, plan: SavePlan) -> None:
-        """Note a checkpoint that is about to be saved."""
+        """Add a checkpoint to the records before it is saved."""
         if plan.score is not None:
             self._current = plan.score
         if plan.last:

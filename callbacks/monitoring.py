@@ -13,7 +13,7 @@ def acts_at_epoch_end(trainer: TrainerView, choice: bool | None) -> bool:
 
     ``choice`` None decides by the schedule of validations.
 
-    One validation in each epoch comes right before the epoch's end, where the training's own metrics are known too.
+    A single validation per epoch runs right before the end of the epoch, where training metrics are known too.
     """
     if choice is not None:
         return choice

@@ -92,7 +92,7 @@ class Timer(Callback):
         self._begin("train")
         if self._limit_seconds is not None:
             self._deadline = self._starts["train"] + self._limit_seconds - self._trained_before
-            # A resumed run may have reached the limit already; check now, whatever the interval.
+            # A resumed run may have reached the limit already; check now, regardless of the interval.
             self._check(trainer)
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:

@@ -1,4 +1,4 @@
-"""How work and state are spread over ranks: one file for each strategy."""
+"""Strategies, which distribute work and state over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ddp``: every rank holds the whole model and works on its part of the batch; gradients are averaged.
+"""``ddp``: every rank holds the full model and processes its part of the batch; gradients are averaged.
 
 Torch's ``DistributedDataParallel`` does the averaging, overlapped with backward (Li et al. 2020, "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training").
@@ -80,47 +80,48 @@ class DDPStrategy(Strategy):
     def sync_gradients(self, enabled: bool) -> None:
         """Set what DDP's ``no_sync`` sets, without entering a context in every micro-batch."""
         if self._ddp is not None and enabled != self._syncs:
-            # Only on a change: assigning an attribute of a module takes a microsecond.
+            # Only on a change: setting an attribute of a module takes a microsecond, in every micro-batch.
             self._ddp.require_backward_grad_sync = self._syncs = enabled
 
     def trainability_changed(self, module: nn.Module) -> bool:
-        """Wrap again where parameters were frozen or unfrozen: DDP reduces those that it saw at first. Collective."""
+        """Wrap the module again if parameters were frozen or unfrozen: DDP's set of them is fixed. Collective."""
         if self._ddp is None or self._trainable == [parameter.requires_grad for parameter in module.parameters()]:
             return False
         self.teardown()
-        # The old wrapper's hooks go with its last reference, which a reference cycle holds.
+        # The hooks of the old wrapper are removed with its last reference, which a reference cycle holds.
         gc.collect()
         self.setup(module, [], training=True)
         return True
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients; DDP reduces them as they come."""
+        """Compute gradients; DDP reduces them during the backward pass."""
         loss.backward(**options)
         self._awaits_backward = False
 
     def zero_backward(self) -> None:
-        """Run DDP's forward and backward on a loss of zero that every parameter feeds. Collective."""
+        """Run DDP's forward and backward with a loss of zero that depends on every parameter. Collective."""
         ddp = self._ddp
         if ddp is not None:
             self.sync_gradients(True)
             if self._awaits_backward:
-                # DDP broadcasts buffers before the first forward of a window. Other ranks run no second one.
+                # DDP broadcasts buffers before the first forward of a window. A second broadcast here would have no
+                # peer on the other ranks.
                 ddp.require_forward_param_sync = False
-            # In a list, so that the adapter does not take it for a loss of the user's.
+            # In a list, so that the adapter does not treat it as a loss of the user.
             (loss,) = ddp(lambda: [zero_loss(ddp.module.parameters())])
             self.backward(loss)
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients in one flat reduction for each dtype. Collective.
 
-        A parameter without gradient on this rank counts as zero where another rank has one, and stays without where
-        none has: which ones exist travels in the same reduction.
+        A parameter without gradient on this rank counts as zero if another rank has a gradient, and stays without one
+        if no rank has one. The same reduction carries the flags for this.
         """
         if self.world.size == 1:
             return
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
-            # Also one that needs no gradient now: it may have one from before another optimizer was toggled.
+            # Parameters that require no gradient now are included: they may have one from before toggle_optimizer.
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for group in by_dtype.values():
             self._reduce_group(group)
@@ -138,24 +139,24 @@ class DDPStrategy(Strategy):
                 parameter.grad = part.view_as(gradient)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Broadcast rank 0's buffers, as DDP does before each forward, unless it was told not to. Collective."""
+        """Broadcast rank 0's buffers unless ``broadcast_buffers`` is False, as DDP does in forward. Collective."""
         if self._arguments.get("broadcast_buffers", True):
             share_buffers(module, self.world)
 
     def teardown(self) -> None:
-        """Drop the wrapper, which takes its hooks off the parameters."""
+        """Drop the wrapper, which removes its hooks from the parameters."""
         self._ddp = self.flags = None
         self._syncs, self._awaits_backward = True, False
 
 
 class _Replica(nn.parallel.DistributedDataParallel):
-    """Explains torch's error about parameters that took no part in a step."""
+    """``DistributedDataParallel`` that explains torch's error about parameters unused in a step."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the step.
 
         Raises:
-            ConfigurationError: parameters took no part in the step before.
+            ConfigurationError: parameters were unused in the previous step.
         """
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -168,7 +169,7 @@ class _Replica(nn.parallel.DistributedDataParallel):
             ) from None
 
     def _unused(self, message: str) -> str:
-        """Return the names of the parameters whose numbers are in torch's message."""
+        """Return the names of the parameters whose indices are in torch's message."""
         match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
         names = [name.removeprefix("module.module.") for name, one in self.named_parameters() if one.requires_grad]
         found = [names[int(number)] for number in match[1].split()] if match else []
@@ -212,13 +213,13 @@ class _GradientFlags(StepFlags):
             self._poison = None
 
     def send(self, has_loss: bool, nonfinite: bool) -> None:
-        """Let the window's last backward pass, which DDP reduces, bring a gradient of NaN for ``nonfinite``."""
+        """Make the flag's gradient NaN in the window's last backward pass, which DDP reduces, for ``nonfinite``."""
         self._has_loss = has_loss
         if nonfinite and self._poison is None:
             self._poison = self._parameter.register_hook(_not_a_number)
 
     def read(self, checks_losses: bool) -> tuple[bool, bool]:
-        """Read the reduced gradient, unless this rank's own flag says enough: reading waits for the device."""
+        """Return the flags; read the reduced gradient only if needed, since reading waits for the device."""
         gradient = self._parameter.grad
         if gradient is None or (self._has_loss and not checks_losses):
             return self._has_loss, False

@@ -1,4 +1,4 @@
-"""What no strategy that splits gradients can take: refused with a sentence, and not by torch in the first step."""
+"""Checks of features that strategies with sharded gradients do not support, before torch fails in the first step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from ..framework.core.errors import ConfigurationError
 
-# The update of one element depends on others of its tensor, of which each rank holds a part.
+# With these the update of an element depends on others of its tensor, of which each rank holds only a part.
 NEED_WHOLE_TENSORS = ("LBFGS", "SparseAdam", "Adafactor")
 
 
@@ -15,7 +15,7 @@ def check_dense(module: nn.Module, strategy: str) -> None:
     """Refuse layers whose gradients are sparse tensors.
 
     Raises:
-        ConfigurationError: there is one; the message names it.
+        ConfigurationError: the module has such a layer; the message names it.
     """
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
@@ -26,13 +26,13 @@ def check_dense(module: nn.Module, strategy: str) -> None:
 
 
 def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
-    """Refuse optimizers that need whole tensors.
+    """Refuse optimizers that need full tensors.
 
     Raises:
-        ConfigurationError: this is one.
+        ConfigurationError: the optimizer needs full tensors.
     """
     if {kind.__name__ for kind in type(optimizer).__mro__} & set(NEED_WHOLE_TENSORS):
         raise ConfigurationError(
-            f"{type(optimizer).__name__} needs whole tensors, and strategy={strategy!r} leaves each rank a part of "
-            "them: use an optimizer that updates each element by itself, such as AdamW, or strategy='ddp'."
+            f"{type(optimizer).__name__} needs full tensors, and strategy={strategy!r} leaves each rank a part of "
+            "them: use an optimizer that updates each element independently, such as AdamW, or strategy='ddp'."
         )

@@ -1,4 +1,4 @@
-"""``single``: one process, one device, nothing in between."""
+"""``single``: one process on one device."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class SingleDeviceStrategy(Strategy):
             )
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
-        """Return the optimizers as they are."""
+        """Return the optimizers unchanged."""
         return list(optimizers)
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
-        """Return the user's step itself."""
+        """Return the user's step unchanged."""
         return step
 
     def zero_backward(self) -> None:
-        """Nothing to take part in."""
+        """Do nothing: one rank has no collectives."""
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """One rank's gradients are the average."""
+        """Do nothing: the gradients of one rank are the average."""

@@ -1,1 +1,1 @@
-"""What users subclass: `TrainModule`, `Callback`, `DataModule`."""
+"""Base classes for users: `TrainModule`, `Callback`, `DataModule`."""

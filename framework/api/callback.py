@@ -23,8 +23,8 @@ class Callback:
     hook of the same name; those with ``monitors`` run after it in ``on_train_epoch_end`` and ``on_validation_end``,
     when metrics are reduced; those with ``runs_last`` run after all others and after the module's own hook.
 
-    Callbacks run on every rank. In an optimizer step to which a rank brings no data, ``on_train_batch_end`` is called
-    there too, with a loss of 0 and the last batch it had (None before the first), so that ranks can save together.
+    Callbacks run on every rank. On a rank without data in an optimizer step, ``on_train_batch_end`` is called too,
+    with a loss of 0 and the rank's last batch (None before the first), so that all ranks can save together.
     """
 
     monitors: bool = False
@@ -32,7 +32,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name under which a checkpoint holds this callback's state; unique among the callbacks of a run."""
+        """The name of this callback's state in a checkpoint; unique among the callbacks of a run."""
         return type(self).__qualname__
 
     @property
@@ -41,25 +41,25 @@ class Callback:
         return None
 
     def show(self, text: str) -> bool:
-        """Show a line on the console without disturbing what this callback draws there; return whether it did."""
+        """Print a line without disturbing a live display of this callback; return whether it was printed."""
         return False
 
     def wants(self, hook: str) -> bool:
-        """Whether ``hook`` is to be called; asked once for each run. Default: whether the class overrides it."""
+        """Whether to call ``hook``; evaluated once per run. Default: whether the class overrides it."""
         return getattr(type(self), hook, None) is not getattr(Callback, hook, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: JSON values, tensors, and lists or dicts of them."""
+        """Return the state to save in a checkpoint: JSON values, tensors, and lists or dicts of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Restore the state that ``state_dict`` returned."""
 
     def check(self, trainer: Any, stage: str) -> None:
-        """Refuse a Trainer that this callback cannot work with. Called before any process starts.
+        """Raise if this callback does not support the Trainer. Called before any process starts.
 
         Raises:
-            ConfigurationError: with what is missing and the next step.
+            ConfigurationError: a requirement is missing; the message names it and the next step.
         """
 
     def setup(self, trainer: Any, module: TrainModule, stage: str) -> None: ...
@@ -116,7 +116,7 @@ class Callback:
 
 
 def in_call_order(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return the callbacks in the user's order, with those that run last at the end."""
+    """Return the callbacks in the user's order, with those that have ``runs_last`` at the end."""
     return sorted(callbacks, key=lambda callback: callback.runs_last)
 
 

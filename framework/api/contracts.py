@@ -1,4 +1,4 @@
-"""The contracts between what users subclass and the engine that runs it: Protocols, so that neither imports the other.
+"""Protocols between the base classes for users and the engine, so that neither imports the other.
 
 TrainerView         a Trainer as modules, DataModules and callbacks see it
 AttachedRun         the run that a module belongs to, as the module sees it
@@ -55,7 +55,7 @@ class SavedCheckpoints(Protocol):
 
 
 class CallbackContract(Protocol):
-    """A callback as the engine sees it. ``Callback`` is the base class that users take."""
+    """A callback as the engine sees it. ``Callback`` is the base class for users."""
 
     monitors: bool
     runs_last: bool

@@ -1,4 +1,4 @@
-"""``DataModule``: the loaders of an experiment and how they come about, apart from the model."""
+"""``DataModule``: the data of an experiment and its loaders, separate from the model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class DataModule(HyperparametersMixin):
-    """Base class of data modules; override the loaders you have, and what else is needed.
+    """Base class of data modules; override the loaders and hooks that you need.
 
-    ``prepare_data`` runs on one rank of each node, then ``setup`` on all ranks, then the loaders are asked for.
+    ``prepare_data`` runs on one rank of each node, then ``setup`` on all ranks, then the loaders are requested.
     """
 
     trainer: TrainerView | None = None
@@ -33,7 +33,7 @@ class DataModule(HyperparametersMixin):
         """Download or write data; called on one rank of each node. Keep no state here: other ranks would lack it."""
 
     def setup(self, stage: str) -> None:
-        """Make the datasets; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Create the datasets; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader: any loader that ``fit`` takes."""
@@ -55,19 +55,19 @@ class DataModule(HyperparametersMixin):
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on the device; override for batches that are no collections of tensors."""
+        """Return the batch on the device; override for batches that are not collections of tensors."""
         return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf, batch)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch that the step gets."""
+        """Return the batch to pass to the step."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: JSON values, tensors, and lists or dicts of them."""
+        """Return the state to save in a checkpoint: JSON values, tensors, and lists or dicts of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Restore the state that ``state_dict`` returned."""
 
     def provides(self, hook: str) -> bool:
         """Whether ``hook``, a loader for instance, is overridden in the class or set on this object."""
@@ -86,7 +86,7 @@ class DataModule(HyperparametersMixin):
     ) -> Self:
         """Return a data module over datasets, each one dataset, or a list, tuple or dict of them.
 
-        The training set is shuffled where it is map-style. ``kwargs`` go to the constructor.
+        The training set is shuffled if it is map-style. ``kwargs`` go to the constructor.
         """
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         loaders = {
@@ -94,7 +94,7 @@ class DataModule(HyperparametersMixin):
             for stage, datasets in given.items()
             if datasets is not None
         }
-        # A class of its own: whether a loader is overridden is then asked in one way for all data modules.
+        # A separate class, so that the check for overridden loaders works as for all data modules.
         own_class: type[Self] = type(cls.__name__, (cls,), loaders)
         return own_class(**kwargs)
 

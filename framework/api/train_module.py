@@ -1,4 +1,4 @@
-"""``TrainModule``: what a user subclasses. An ``nn.Module`` with steps, hooks and a way to log."""
+"""``TrainModule``: an ``nn.Module`` with training and evaluation steps, hooks and logging."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _LIVE = ("_run", "_metric_log")
 
 
 class TrainModule(HyperparametersMixin, nn.Module):
-    """A model with its training. Override ``training_step`` and ``configure_optimizers``, and what else is needed.
+    """Base class of models with their training. Override ``training_step``, ``configure_optimizers`` and other hooks.
 
-    ``training_step`` runs where PyTorch would run it: its loss is computed, then the framework calls backward, clips,
-    steps and schedules, unless ``automatic_optimization`` is False.
+    ``training_step`` computes the loss; then the framework runs backward, clips gradients, and steps the optimizer
+    and the schedulers, unless ``automatic_optimization`` is False.
     """
 
     automatic_optimization: bool = True
     strict_loading: bool = True
-    """Whether a checkpoint must fit exactly. If not, what fits is loaded, and what does not is told."""
+    """Whether a checkpoint must match exactly. If False, matching tensors are loaded and mismatches are reported."""
     checkpoint_renames: ClassVar[Mapping[str, str]] = {}
-    """What took the place of the first parts of names since checkpoints were saved: ``{"net": "body.net"}``."""
+    """Renamed prefixes of parameter names, from those in checkpoints to the current ones: ``{"net": "body.net"}``."""
     example_input_array: Any = None
     _metric_log: MetricLog | NoLog | None
     _run: AttachedRun | None = None
@@ -55,7 +55,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         self._toggled: dict[nn.Parameter, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the module belongs to no run.
+        # A copy of the module does not belong to the run.
         state = {**self.__dict__, **dict.fromkeys(_LIVE)}
         if self._logs_directly:
             del state["log"]
@@ -72,12 +72,12 @@ class TrainModule(HyperparametersMixin, nn.Module):
         self._run = None
 
     def log_to(self, log: MetricLog | NoLog | None) -> MetricLog | NoLog | None:
-        """Let ``self.log`` write to another log, or to none; return the one before. Called by loops."""
+        """Make ``self.log`` write to another log, or to none; return the previous log. Called by loops."""
         before, self._metric_log = self._metric_log, log
         if self._logs_directly:
             del self.log
-        # An attribute that hides the method spares each value a call and two look-ups in an ``nn.Module``, a third of
-        # what a value costs. A subclass or a test may have a ``log`` of its own, which stays.
+        # ``self.log`` becomes the log's own method, which saves a call and two look-ups per value, a third of its cost,
+        # unless a subclass or a test has its own ``log``.
         if log is not None and type(self).log is TrainModule.log and "log" not in self.__dict__:
             self.log = log.log  # type: ignore[method-assign]
         return before
@@ -89,14 +89,14 @@ class TrainModule(HyperparametersMixin, nn.Module):
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
-        """Return a micro-batch's loss, a 0-d tensor: the mean over the batch's items. Or a mapping with ``"loss"``.
+        """Return the loss of a micro-batch, a 0-d tensor with the mean over its items, or a mapping with ``"loss"``.
 
-        None says that this micro-batch adds nothing; its weight stays in the mean. Any subset of ranks may return None.
+        Returning None skips this micro-batch; its weight stays in the mean. Any subset of ranks may return None.
         """
         raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch; takes ``dataloader_idx=0`` too where there are several loaders."""
+        """Evaluate one batch; with several loaders also takes ``dataloader_idx=0``."""
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch."""
@@ -106,7 +106,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         return self(batch)
 
     def batch_weight(self, batch: Any) -> int | float | Tensor:
-        """Return how many items the batch's mean loss is over, such as its tokens that are no padding.
+        """Return the number of items over which the batch's loss is averaged, such as its tokens without padding.
 
         The gradient of an optimizer step is that of the weighted mean over all micro-batches of its window, on all
         ranks.
@@ -127,20 +127,21 @@ class TrainModule(HyperparametersMixin, nn.Module):
         """Build large layers here, under the strategy's context. May be called twice: build only what is missing."""
 
     def configure_tensor_parallel(self, mesh: Any) -> Mapping[str, Any] | None:
-        """Say how layers are split where several ranks share their computation; called once weights are to be sharded.
+        """Define how layers are split for tensor parallelism. Called when the strategy shards the weights.
 
         Return a plan for ``torch.distributed.tensor.parallel.parallelize_module``, such as
         ``{"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}``, or call ``parallelize_module``
-        yourself and return None. Parameters have no data yet. Layers that no plan names are computed alike by all ranks
-        of a group, which see the same batches. Attributes that are changed here stay changed after the run.
+        yourself and return None. Parameters have no data yet. Layers outside of the plan are computed
+        identically by all ranks of a group, which see the same batches. Attributes that are changed here stay changed
+        after the run.
 
         Args:
-            mesh: the ``DeviceMesh`` of this rank's group, of one axis, ``"tensor"``.
+            mesh: the ``DeviceMesh`` of this rank's group, with one axis, ``"tensor"``.
         """
         raise NotImplementedError
 
     def configure_callbacks(self) -> Sequence[CallbackContract] | CallbackContract:
-        """Return callbacks that this module brings along; they replace the Trainer's of the same class."""
+        """Return callbacks of this module; they replace the Trainer's callbacks of the same class."""
         return []
 
     def configure_gradient_clipping(
@@ -158,7 +159,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         """Download or write data; called on one rank of each node, before ``setup``."""
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, where ``fit`` is given none."""
+        """Return the training loader, if none is passed to ``fit``."""
 
     def val_dataloader(self) -> Any:
         """Return one validation loader or several."""
@@ -170,7 +171,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         """Return one prediction loader or several."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device; override for batches that are no collections of tensors."""
+        """Move a batch to the device; override for batches that are not collections of tensors."""
         return self.fabric.to_device(batch)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -178,7 +179,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch that the step gets."""
+        """Return the batch to pass to the step."""
         return batch
 
     # ---- hooks, in the order of a fit -----------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Apply an update. Backward has run by now; ``optimizer_closure`` returns the loss that it ran on."""
+        """Apply an update. Backward has already run; ``optimizer_closure`` returns its loss."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -259,17 +260,17 @@ class TrainModule(HyperparametersMixin, nn.Module):
         sync_dist_group: Any = None,
         metric_attribute: str | None = None,
     ) -> None:
-        """Log a number, a tensor with one element, or a torchmetrics ``Metric``. Costs no synchronisation.
+        """Log a number, a tensor with one element, or a torchmetrics ``Metric``. It does not synchronize.
 
         A step's value is this rank's. An epoch's value is the exact mean over all ranks, weighted by ``batch_size``
-        (default: the first dimension of the batch's first tensor), or what ``reduce_fx`` says: ``"mean"``, ``"sum"``,
+        (default: the first dimension of the batch's first tensor), or reduced by ``reduce_fx``: ``"mean"``, ``"sum"``,
         ``"min"``, ``"max"``. Defaults: in ``training_step`` the step, elsewhere the epoch. With both, the names get the
-        suffixes ``_step`` and ``_epoch``. With ``rank_zero_only`` rank 0 alone logs the name, and its value is that of
-        all. ``sync_dist``, ``enable_graph``, ``sync_dist_group`` and ``metric_attribute`` are accepted for modules
-        written for Lightning, and change nothing.
+        suffixes ``_step`` and ``_epoch``. With ``rank_zero_only`` only rank 0 logs the name, and its value is used
+        for all ranks. ``sync_dist``, ``enable_graph``, ``sync_dist_group`` and ``metric_attribute`` are accepted for
+        modules written for Lightning, and change nothing.
 
         Raises:
-            MetricError: the value is nothing that can be logged.
+            MetricError: the value has a type that cannot be logged.
         """
         sink = self._metric_log
         if sink is not None:
@@ -286,12 +287,12 @@ class TrainModule(HyperparametersMixin, nn.Module):
     # ---- manual optimization --------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of them where there are several."""
+        """Return the optimizer, or a list of several optimizers."""
         optimizers = self._live.manual_optimizers or self._live.optimizers
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, the list of them where there are several, or None."""
+        """Return the scheduler, a list of several schedulers, or None."""
         schedulers = [config.scheduler for config in self._live.schedulers]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
@@ -300,7 +301,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
         self._live.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Let only the parameters of this optimizer gather gradients, until ``untoggle_optimizer``."""
+        """Make only the parameters of this optimizer require gradients, until ``untoggle_optimizer``."""
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         kept = dict(self._toggled)
         for other in self._live.optimizers:
@@ -337,7 +338,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
     ) -> Tensor | None:
         """Clip the gradients of an optimizer's parameters by ``"norm"`` (default) or by ``"value"``. Collective.
 
-        Returns the norm before, a 0-d tensor, where it clips by norm.
+        Returns the norm before clipping, a 0-d tensor, when clipping by norm.
         """
         return self._live.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -347,7 +348,7 @@ class TrainModule(HyperparametersMixin, nn.Module):
     def _live(self) -> AttachedRun:
         if self._run is None:
             raise ConfigurationError(
-                f"{type(self).__name__} belongs to no run: hand it to Trainer.fit, validate, test or predict."
+                f"{type(self).__name__} belongs to no run: pass it to Trainer.fit, validate, test or predict."
             )
         return self._run
 
@@ -358,12 +359,12 @@ class TrainModule(HyperparametersMixin, nn.Module):
 
     @property
     def fabric(self) -> Fabric:
-        """The Fabric beneath the Trainer."""
+        """The Fabric of the Trainer."""
         return self._live.fabric
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters, or of the run where there are none."""
+        """The device of the parameters, or of the run without parameters."""
         parameter = next(self.parameters(), None)
         if parameter is not None:
             return parameter.device
@@ -413,12 +414,12 @@ class TrainModule(HyperparametersMixin, nn.Module):
         return self.fabric.all_gather(data)
 
     def freeze(self) -> None:
-        """Let no parameter gather gradients, and go to evaluation mode."""
+        """Set ``requires_grad`` of all parameters to False, and switch to evaluation mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """Let all parameters gather gradients, and go to training mode."""
+        """Set ``requires_grad`` of all parameters to True, and switch to training mode."""
         self.requires_grad_(True)
         self.train()
 
@@ -437,18 +438,18 @@ class TrainModule(HyperparametersMixin, nn.Module):
         Args:
             checkpoint_path: the checkpoint's directory.
             map_location: the device that the module's tensors are on afterwards (default: the CPU).
-            strict: whether names and shapes of weights must match exactly. If not, what fits is loaded, and a warning
-                names what was left on either side.
-            average: load this average of the weights, such as ``"ema"``, in the place of those that were trained.
+            strict: whether names and shapes of weights must match exactly. If False, matching tensors are loaded, and a
+                warning lists the mismatches on both sides.
+            average: load this average of the weights, such as ``"ema"``, instead of the trained weights.
             overrides: arguments of ``__init__`` that replace or complete the saved ones.
 
-        What ``__init__`` draws leaves every random generator as it was. ``on_load_checkpoint`` is called, if the
-        checkpoint holds more than weights, before the weights are put in.
+        The state of all random generators is unchanged. If the checkpoint holds more than weights,
+        ``on_load_checkpoint`` is called before the weights are loaded.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or its weights are not this module's.
-            ConfigurationError: there is no such device, or an override is no argument of ``__init__``.
-            UnknownNameError: there is no such average.
+            CheckpointError: the checkpoint is damaged, or its weights do not match this module.
+            ConfigurationError: the device does not exist, or an override is not an argument of ``__init__``.
+            UnknownNameError: the checkpoint has no such average.
         """
         module: Self = rebuild_module(cls, open_checkpoint(checkpoint_path), map_location, strict, overrides, average)
         return module

@@ -1,12 +1,13 @@
-"""``Trainer(debug="collectives")``: before each collective the ranks compare what they are about to call.
+"""``Trainer(debug="collectives")``: before each collective the ranks compare their next call.
 
 Ranks whose collectives differ hang, or exchange wrong numbers without an error. In this mode each rank first writes a
 description of its next collective into the process group's store (kind, shape, dtype, and the line of the user's code),
 and reads those of the others: the first difference is an error on all ranks that names both sides. It costs several
 messages for each collective, so it is for finding a fault, not for training.
 
-Compared are the functions of ``torch.distributed`` when they are called through the module, phalanx's own reductions
-and barriers, and backward passes that reduce gradients; what torch reduces in C++ during one cannot be seen from here.
+It compares the functions of ``torch.distributed`` if they are called through the module, phalanx's own reductions and
+barriers, and backward passes that reduce gradients. Reductions that torch runs in C++ during a backward pass are not
+visible in Python.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 LIMIT_SECONDS = 120.0
 _MAIN = "main"
 _LEFT = "has left the fit with"
-# The arguments that must be the same on all ranks; of a tensor its shape and dtype, of a list nothing.
+# The arguments that must be the same on all ranks. Tensors are compared by shape and dtype, lists are not compared.
 _TRACED: Mapping[str, tuple[str, ...]] = {
     "all_reduce": ("tensor", "op"),
     "broadcast": ("tensor", "src"),
@@ -71,7 +72,7 @@ def comparing_collectives(run: Run, step: object) -> Generator[None, None, None]
         trace.install(patches, step)
         try:
             yield
-            # A rank that continues would wait for collectives that never come.
+            # A rank that continues would wait for collectives that the other ranks never call.
             trace.compare("the end of the fit", "", None)
         except BaseException as error:
             trace.report_exit(error)
@@ -96,7 +97,7 @@ class CollectiveTrace:
         self._store: Any = c10d.PrefixStore(f"collectives-{token}", shared_store())
 
     def install(self, patches: ExitStack, step: object) -> None:
-        """Compare before every collective from here on, until ``patches`` is closed."""
+        """Compare before every collective from now on, until ``patches`` is closed."""
         for name, arguments in _TRACED.items():
             real = getattr(dist, name, None)
             if real is not None:
@@ -111,11 +112,11 @@ class CollectiveTrace:
         backward = self._before_backward(strategy.backward)
         _patch(patches, strategy, "backward", backward)
         if "backward" in vars(step):
-            # The step has bound the strategy's method when it was built.
+            # The step holds a bound reference to the strategy's method, so patching the strategy has no effect on it.
             _patch(patches, step, "backward", backward)
 
     def report_exit(self, error: BaseException) -> None:
-        """Let ranks that wait for this one know that it has left the fit. Not collective."""
+        """Notify ranks that wait for this one that it has left the fit. Not collective."""
         description = json.dumps([f"{_LEFT} {type(error).__name__}: {str(error)[:200]}", "", ""])
         with self._lock, suppress(RuntimeError):
             for stream in {_MAIN, *self._counts}:
@@ -127,7 +128,7 @@ class CollectiveTrace:
         @functools.wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "collective", False):
-                # torch's functions call one another; only the outermost is the user's.
+                # torch's functions call one another; only the outermost call is the user's.
                 return real(*args, **kwargs)
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
@@ -174,7 +175,7 @@ class CollectiveTrace:
         members = range(size) if group is None else dist.get_process_group_ranks(group)
         if rank not in members or len(members) == 1:
             return
-        # The calls of all ranks on their main threads have one order, whatever groups they use.
+        # The calls of the main threads of all ranks have one order, for any groups.
         is_common = len(members) == size and threading.current_thread() is threading.main_thread()
         stream = _MAIN if is_common else group.group_name if group is not None else threading.current_thread().name
         with self._lock:
@@ -188,13 +189,13 @@ class CollectiveTrace:
                     step = self._run.progress.global_step
                     raise DesyncError(_difference(number, step, (rank, mine), (other, theirs)))
         if number > 1:
-            # All ranks have come to this collective, so all have read the entry before it.
+            # All ranks have reached this collective, so all have read the previous entry.
             self._store.delete_key(self._key(stream, number - 1, rank))
 
     def _read(self, stream: str, number: int, other: int, mine: list[str]) -> list[str]:
         key = self._key(stream, number, other)
         began, pause = time.monotonic(), 1e-4
-        # The store's own wait would block it for other threads of this rank.
+        # The store's own wait would block the connection for other threads of this rank.
         while not self._store.check([key]):
             if time.monotonic() - began > self._limit:
                 raise DesyncError(
@@ -212,7 +213,7 @@ class CollectiveTrace:
 
 
 def _patch(patches: ExitStack, home: Any, name: str, value: Any) -> None:
-    """Replace an attribute until ``patches`` is closed; one that was inherited is inherited again."""
+    """Replace an attribute until ``patches`` is closed; an inherited attribute is inherited again then."""
     before = getattr(home, name)
     undo = functools.partial(setattr, home, name, before) if name in vars(home) else None
     setattr(home, name, value)
@@ -220,7 +221,7 @@ def _patch(patches: ExitStack, home: Any, name: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Return how an argument is compared: a tensor by shape and dtype, anything else by its text."""
+    """Return the text to compare for an argument: shape and dtype of a tensor, else its ``str``."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return "" if value is None else str(value).removeprefix("RedOpType.")

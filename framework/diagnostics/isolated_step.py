@@ -1,4 +1,4 @@
-"""Running steps without a trace: logs, metrics, random generators and buffers stay as they are."""
+"""Steps without side effects: logs, metrics, random generators and buffers are unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..parallel.sync_batch_norm import is_collective
 
 @contextmanager
 def isolated(module: TrainModule, keep_buffers: bool = True) -> Generator[None, None, None]:
-    """Run steps that logs, metrics and random generators do not see.
+    """Run steps without changing logs, metrics and random generators.
 
     With ``keep_buffers`` buffers keep their values too, except those of layers that compute them over all ranks.
     """
@@ -30,7 +30,7 @@ def isolated(module: TrainModule, keep_buffers: bool = True) -> Generator[None, 
         with metrics_set_aside(module):
             yield
     finally:
-        # The objects themselves come back: what autograd saved of the copies is not written to.
+        # The original objects are put back instead of copying values: tensors that autograd saved are not modified.
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
         restore(random)
@@ -48,7 +48,7 @@ def _own_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def fresh(batch: Any) -> Any:
-    """Return a batch of new containers with the same tensors: a step may take items out of a batch."""
+    """Return a batch of new containers with the same tensors, since a step may remove items from a batch."""
     if batch.__class__ is dict:
         return {key: fresh(value) for key, value in batch.items()}
     if batch.__class__ is list:

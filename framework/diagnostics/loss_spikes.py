@@ -6,7 +6,7 @@ import math
 from array import array
 
 WARM_UP = 200
-"""Losses of a fit before any is judged, so that tiny runs are left alone."""
+"""Number of losses of a fit before the first check, so that tiny runs print no notes."""
 REST = 50
 """Losses after the first note before the next note. Doubles with each note."""
 MAX_NOTES = 5
@@ -14,18 +14,18 @@ MAX_NOTES = 5
 # The first losses are averaged evenly: a running mean that starts at a single loss would take long to find its level.
 _EVEN_MEAN = 50
 _RATE = 0.02
-# Of a normal loss 10 mean deviations are 8 standard deviations; of one with an exponential tail they come once in
-# fifty thousand.
+# For a normally distributed loss 10 mean deviations are 8 standard deviations; with an exponential tail they occur
+# once in fifty thousand losses.
 _DEVIATIONS = 10.0
 _LEAST_SHARE = 0.1
-# An outlier counts into the mean and the deviation as if it were this near, so that one spike does not hide the next.
+# An outlier is clamped to this distance in the mean and the deviation, so that one spike does not hide the next.
 _CLIPPED = 3.0
-# Positions of an epoch whose last losses are remembered: 32 KiB. A hard batch that repeats often lies within them.
+# Positions of an epoch whose last losses are stored: 32 KiB. A hard batch that repeats often is among them.
 _POSITIONS = 4096
 
 
 class LossSpikes:
-    """Judges one rank's losses, one after another. A fraction of a microsecond each."""
+    """Checks the losses of one rank in order; a check costs a fraction of a microsecond."""
 
     __slots__ = ("_before", "_notes", "_resting", "deviation", "mean", "seen")
 
@@ -35,7 +35,7 @@ class LossSpikes:
         self.seen = 0
         self._notes = 0
         self._resting = 0
-        # By the batch's position in the epoch, its loss in the epoch before.
+        # The loss of the previous epoch by the batch's position in the epoch.
         self._before = array("d", [math.nan]) * _POSITIONS
 
     def __call__(self, loss: float, position: int) -> bool:
@@ -64,15 +64,16 @@ class LossSpikes:
             return False
         is_far = distance > _DEVIATIONS * self.deviation and distance > _LEAST_SHARE * abs(self.mean)
         if is_far:
-            # Judged and reported by the values before this loss counts into them.
+            # Compared with the mean and the deviation before they include this loss.
             is_far = self._is_news(distance, loss - before)
         self.mean += _RATE * (limit if distance > 0 else -limit)
         self.deviation += _RATE * (limit - self.deviation)
         return is_far
 
     def _is_news(self, distance: float, rise: float) -> bool:
-        """Whether to report an outlier, given its distance from the mean and its rise over the epoch before."""
-        # A batch that was hard in the epoch before is hard again: the run goes well. NaN: no such epoch.
+        """Whether to report an outlier, given its distance from the mean and its rise over the previous epoch."""
+        # A batch with a high loss in the previous epoch has one again, which does not count as a spike. NaN: no
+        # previous epoch.
         if rise <= 0.5 * distance:
             return False
         rests = self._resting > 0

@@ -1,6 +1,6 @@
 """Non-finite losses and gradients (NaN, Inf): detected by all ranks in the step in which they appear.
 
-Detection comes before the update, so the weights are still good:
+Detection precedes the update, so the weights are still good:
 
 - On a CPU, each rank checks its losses where they are read anyway. A non-finite loss needs no message of its own: it is
   part of a message that the step exchanges in any case. That is the flag that ``ddp`` reduces with the gradients, or
@@ -182,7 +182,7 @@ class NonFiniteGuard:
         return not local_gradient(self.run, self.rerun(), seen.batch, seen.index)
 
     def _keep(self, seen: Seen, began: str) -> str:
-        """Write the batch into the run's directory, where the run has one; return where, or why not."""
+        """Write the batch into the run's directory, if there is one; return its path, or the reason for not writing."""
         run, progress = self.run, self.run.progress
         if seen.batch is None or not run.context.writes or self._kept >= _MOST_KEPT:
             return ""

@@ -77,7 +77,7 @@ def first_module(run: Run, step: StepFunction, batch: Any, index: int) -> str:
 
 
 def local_gradient(run: Run, step: StepFunction, batch: Any, index: int) -> bool:
-    """Run a step again and return whether the gradients of its loss on this rank alone are finite."""
+    """Run a step again and return whether the gradients of its loss on only this rank are finite."""
     trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
         with isolated(run.module):

@@ -82,7 +82,7 @@ class Checkpoints:
         Args:
             path: the checkpoint's directory.
             state: modules, optimizers and other objects, which are restored in place, and plain values, which are
-                replaced in the dict; each from what was saved under its key. A module or an optimizer alone is restored
+                replaced in the dict; each from what was saved under its key. A single module or optimizer is restored
                 from the only one in the checkpoint. Without ``state`` all contents are returned.
             strict: if False, matching tensors are loaded, and a warning lists the mismatches.
             rename: maps the first parts of saved tensor names to the current ones: ``{"net": "body.net"}``.
@@ -113,7 +113,7 @@ class Checkpoints:
 
     def _warn_not_loaded(self, path: Path, problems: list[str]) -> None:
         if problems and self._ranks.world.is_global_zero:
-            # The level of the user's line: behind this method, the verb, and the Fabric's call of it.
+            # The warning must show the user's line, which is above this method, the verb, and the Fabric's call of it.
             warnings.warn(f"not loaded from {path}: {listed(problems)}.", stacklevel=4)
 
     def load_raw(
@@ -160,13 +160,13 @@ class Checkpoints:
         self._warn_not_loaded(Path(path), match.problems)
         return tensors
 
-    # ---- everything at once ---------------------------------------------------------------------------------------
+    # ---- all registered objects -----------------------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Let ``save_state`` save further objects, in this order.
 
         Raises:
-            ConfigurationError: one has no ``state_dict`` and ``load_state_dict``.
+            ConfigurationError: an object has no ``state_dict`` and ``load_state_dict``.
         """
         for value in objects:
             if not is_stateful(value):
@@ -184,12 +184,12 @@ class Checkpoints:
         """Load what ``save_state`` saved. The same objects must be set up and registered, in order. Collective.
 
         Raises:
-            CheckpointError: it does not match. Nothing has changed then.
+            CheckpointError: the checkpoint does not match. Raised before anything has changed.
         """
         state, world = self._everything(), self._ranks.world
         self.load(input_dir, state)
         documents = open_on_all_ranks(world, input_dir, verified=True).rank_documents
-        # Another number of ranks has no generators to continue with.
+        # With another number of ranks there are no matching generators to continue with.
         if len(documents) == world.size and documents[world.rank] is not None:
             restore_generators(decode(documents[world.rank])["random"])
 

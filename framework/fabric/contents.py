@@ -111,7 +111,7 @@ def snapshot_of(
         own: the state of the Fabric itself.
         steps: the number of updates so far.
         filter: functions of name and value by key; what they return False for is not saved.
-        rank_state: state of this rank alone, None for none.
+        rank_state: the state of this rank, None for none.
         is_global_zero: whether this is rank 0, which writes the tensors of ``stateful`` and ``values``.
     """
     known = [*contents.modules, *contents.optimizers, *contents.stateful, *contents.values]

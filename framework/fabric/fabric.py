@@ -1,4 +1,4 @@
-"""``Fabric``: ranks, strategy and precision as verbs for a training loop of one's own. A Trainer's loop uses the same.
+"""``Fabric``: ranks, strategy and precision for hand-written training loops. The Trainer's loop uses them too.
 
     fabric = Fabric(strategy="ddp", devices=2, accumulate=4)
     fabric.launch()
@@ -60,7 +60,7 @@ class Fabric:
         loggers: loggers that ``log`` writes to: objects or names.
 
     Attributes:
-        resources: The devices, ranks, strategy and precision that were asked for.
+        resources: The requested devices, ranks, strategy and precision.
         strategy: The strategy. Each module that is set up gets a clone of it.
         precision: The precision.
         scaler: The loss scaler; None if losses are not scaled, or if the strategy scales them.
@@ -274,7 +274,7 @@ class Fabric:
     load_state = verb("_checkpoints", Checkpoints.load_state)
     register_for_checkpointing = verb("_checkpoints", Checkpoints.register_for_checkpointing)
 
-    # ---- Accelerate's names for the same --------------------------------------------------------------------------
+    # ---- Accelerate's names ---------------------------------------------------------------------------------------
 
     num_processes = world_size
     process_index = global_rank

@@ -2,9 +2,9 @@
 
 Micro-batch i of rank r has the loss l_ri and the weight w_ri. Each loss is multiplied by its weight, strategies average
 gradients over ranks, and at the window's end the result is divided by the mean over ranks of the window's weights. That
-is the gradient of the weighted mean over all micro-batches of all ranks, whatever their number. The division comes last
-because a loop that calls ``backward`` batch by batch cannot know the total before; the total travels in one small
-reduction that is launched before the last backward and read after it.
+is the gradient of the weighted mean over all micro-batches of all ranks, for any number of them. The division is last
+because a loop that calls ``backward`` batch by batch cannot know the total before; one small reduction computes it,
+which is launched before the last backward and read after it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GradientWindow:
         """Begin a micro-batch. It ends the window if the window is full, or at the end of the data."""
         if self._closed:
             if self._launched and self._mean is None:
-                # No optimizer stepped, but the reduction was launched: all ranks must receive it before the next one.
+                # No optimizer stepped, but the reduction was launched: all ranks must read it before the next one.
                 self._read()
             self.steps += 1
             self._begin()

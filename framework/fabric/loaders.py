@@ -52,7 +52,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a loader is sharded; see ``Fabric.setup_dataloaders``."""
+    """Options for sharding a loader; see ``Fabric.setup_dataloaders``."""
 
     shard: bool = True
     split: bool = False
@@ -190,7 +190,7 @@ class FabricLoader:
         if not self._is_even or world.size == 1:
             return local_rounds(batches, rounds, world.rank)
         if isinstance(source, IterableSource) and sharing.split:
-            # Only reading the last batch shows whether it has a row for each rank.
+            # Whether the last batch has a row for each rank is known only after reading it.
             holders = None
         elif sharing.shard:
             holders = holders_of_last(source, self._given, position, world.size)

@@ -158,7 +158,7 @@ def _missing(saved: Saved, contents: Contents) -> list[str]:
     )
     known = [key for _, theirs in held for key in theirs]
     if "converted" in saved.checkpoint.document:
-        # Another library saves loaders and other objects, if at all, in its own form: they are left as they are.
+        # Other libraries save loaders and other objects in their own form, if at all, so these are not loaded.
         held = (*held[:2], *((mine, {*mine, *theirs}) for mine, theirs in held[2:]))
     return [
         f"it holds no {key!r} of that kind.{did_you_mean(key, known)} It holds: {', '.join(known) or 'nothing'}"

@@ -92,7 +92,7 @@ class FabricModule(nn.Module):
         def call(module: FabricModule, *args: Any, **kwargs: Any) -> Any:
             return module._calls(name, args, kwargs)
 
-        # `wrap_module` made the class for this object alone.
+        # The class was created by `wrap_module` and has only this instance.
         setattr(type(self), name, call)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``Prepared``: the objects that a Fabric has set up, and how its parts find them."""
+"""``Prepared``: the registry of objects that a Fabric has set up."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class Prepared:
         wanted = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         found = [one for one in self.optimizers if any(id(each) in wanted for each in parameters_of(one.optimizer))]
         if not found:
-            raise ConfigurationError("these are no parameters of an optimizer that is set up; call setup with it.")
+            raise ConfigurationError(
+                "these parameters do not belong to an optimizer that is set up; call setup with it."
+            )
         return found
 
     def engine_for(self, module: nn.Module, verb: str) -> Engine:

@@ -52,7 +52,8 @@ class Setup:
         self._precision.convert_module(original)
         strategy.routes_losses = False
         engine = Engine(original, strategy, self._prepared.scaler, self._prepared.engines)
-        # A strategy that builds its own updates gets no optimizer later: without one the module is for evaluation.
+        # A strategy that builds its own updates cannot add an optimizer later: without one the module is for
+        # evaluation.
         training = bool(optimizers) or not strategy.traits.takes_one_optimizer
         ready = strategy.setup(original, optimizers, training=training)
         self._prepared.engines.append(engine)
@@ -197,7 +198,7 @@ class Setup:
         """Return the rows of all ranks for the current batch, without those of filler batches. Collective.
 
         Call it for each batch, inside the loop over the loader: rows collected over several batches can no longer be
-        told apart. Ranks may have different numbers of rows. The result is in the order of one process. Values that are
+        separated. Ranks may have different numbers of rows. The result is in the order of one process. Values that are
         not tensors (strings, dicts of results) become a list of all ranks' items.
         """
         world, loader = self._ranks.world, self._prepared.reading.current

@@ -44,7 +44,7 @@ class Training:
         self.windows.clear()
         self._window = None
 
-    # `self` is positional-only where further keywords are taken, or it could be one of them.
+    # `self` is positional-only in methods with arbitrary keywords, which may include one named `self`.
     def backward(
         self, /, loss: Tensor, model: nn.Module | None = None, weight: float | Tensor | None = None, **options: Any
     ) -> None:
@@ -52,7 +52,7 @@ class Training:
 
         Args:
             loss: a scalar tensor.
-            model: the set-up module it comes from; needed only by strategies that hold one loss scale for each module.
+            model: the set-up module of the loss; needed only by strategies that hold one loss scale for each module.
             weight: the number of items that the micro-batch's mean loss is over, such as non-padding tokens. The update
                 is then that of the mean over all items of the window and of all ranks. Pass it on all ranks or on none.
                 By default all micro-batches weigh the same.
@@ -154,14 +154,14 @@ class Training:
             ConfigurationError: the parameter belongs to no module that is set up.
         """
         if not self._prepared.engines:
-            # A Trainer's Fabric: the strategy itself has taken over the one module.
+            # In the Fabric of a Trainer the strategy itself holds the single module.
             return self._prepared.strategy.full_gradient(parameter)
         for engine in self._prepared.engines:
             if engine.owns(parameter):
                 return engine.strategy.full_gradient(parameter)
         raise ConfigurationError(
-            f"full_gradient was given a tensor of shape {tuple(parameter.shape)} that is no parameter of a module that "
-            "is set up: take it from module.parameters() after setup, not before."
+            f"full_gradient was given a tensor of shape {tuple(parameter.shape)} that is not a parameter of a module "
+            "that is set up: take it from module.parameters() after setup, not before."
         )
 
     def clip_gradients(
@@ -220,7 +220,7 @@ class Training:
         if not finite and self._scaler is None:
             raise NonFiniteError(
                 f"the norm of the gradients is {norm.item()}. Lower the learning rate, or clip with "
-                "error_if_nonfinite=False to go on."
+                "error_if_nonfinite=False to continue."
             )
         if value is not None:
             if finite:

@@ -1,4 +1,4 @@
-"""Starting, supervising, signalling and ending ranks."""
+"""Starting ranks, supervising them, passing on signals and ending them."""
 
 from __future__ import annotations
 

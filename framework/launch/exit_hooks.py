@@ -1,4 +1,4 @@
-"""The end of a rank, or of a script, after an error: the error's exit code, and its traceback shown once."""
+"""Exit codes and tracebacks of ranks and scripts that end with an error."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..system.traceback_summary import brief_traceback
 
 
 def install_rank_hooks(placement: Placement) -> None:
-    """Have this rank end with its error's exit code, and show its traceback once. Does nothing outside a launch.
+    """Make this rank exit with its error's exit code and show its traceback once. Does nothing outside a launch.
 
-    A rank that phalanx started records the traceback, and the supervisor shows that of the rank at fault alone. Under
-    another launcher the rank prints it, each line marked with the rank. The rank ends with the process that started it,
-    also where that is torchrun, whose ranks would otherwise continue without it.
+    A rank that phalanx started records the traceback, and the supervisor shows only that of the rank at fault. Under
+    another launcher the rank prints it, each line prefixed with the rank. The rank ends with the process that started
+    it, also under torchrun, whose ranks would otherwise continue without their agent.
     """
     if placement.launcher is not None:
         sys.excepthook = partial(_end_rank, placement)
@@ -35,14 +35,15 @@ def install_rank_hooks(placement: Placement) -> None:
 
 
 def install_exit_codes() -> None:
-    """Have a script that is not a rank end with its error's exit code, where that is not Python's own 1."""
+    """Make a script that is not a rank exit with its error's exit code, if that differs from Python's default of 1."""
     if sys.excepthook is sys.__excepthook__ and can_rerun_script():
         sys.excepthook = _end_script
 
 
 def write_error(text: str) -> None:
     """Write a line to the standard error that this process started with."""
-    # torch replaces sys.stderr by a buffer while an exception hook runs, and this process ends before that is shown.
+    # torch replaces sys.stderr by a buffer while an exception hook runs, and this process ends before the buffer is
+    # shown.
     stream = sys.__stderr__ or sys.stderr
     # A closed pipe or a full disk must not replace the error that ends this process.
     with contextlib.suppress(OSError, ValueError):
@@ -52,7 +53,7 @@ def write_error(text: str) -> None:
 
 
 def report_failure(rank: int, error: BaseException) -> None:
-    """Record the error that ends this rank for its supervisor; print it without one, or where the disk is full."""
+    """Record the error that ends this rank for the supervisor; print it if there is none or the disk is full."""
     failure = Failure.of(rank, error, hiding_secrets())
     if error_dir() is None:
         text = failure.message if isinstance(error, Preempted) else failure.traceback
@@ -61,7 +62,7 @@ def report_failure(rank: int, error: BaseException) -> None:
     try:
         own_records().record_failure(failure)
     except OSError:
-        # The supervisor reads this rank's output, marks it with the rank, and shows the end of it.
+        # The supervisor reads this rank's output, prefixes it with the rank, and shows the last lines.
         write_error(failure.brief)
 
 
@@ -83,12 +84,12 @@ def _end_rank(
         report_failure(placement.rank, error.with_traceback(trace))
     finally:
         _kill_workers()
-        # The interpreter would end with 1 whatever the error, and join threads that may wait for other ranks.
+        # The interpreter would exit with 1 for any error, and join threads that may wait for other ranks.
         _exit(exit_code_of(error))
 
 
 def _kill_workers() -> None:
-    """Kill a loader's workers, which the traceback keeps alive: the exit would wait for each of them, for seconds."""
+    """Kill the DataLoader workers that the traceback keeps alive: the exit would wait seconds for each of them."""
     with contextlib.suppress(BaseException):
         # torch's handler raises when a worker dies.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""``launch_function``: runs a function in forked copies of this process, where there is no script to run again."""
+"""``launch_function``: runs a function in forked copies of this process, for notebooks and interpreters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: 
 def _check_fork() -> None:
     if not hasattr(os, "fork"):
         raise ConfigurationError(
-            "This system cannot fork a process, which several ranks in a notebook need: put the code into a script."
+            "This system cannot fork a process, which several ranks in a notebook require: put the code into a script."
         )
     if torch.cuda.is_initialized():
         raise ConfigurationError(
@@ -64,10 +64,10 @@ def _check_fork() -> None:
 
 @contextlib.contextmanager
 def _forked(ranks: Sequence[Callable[[], NoReturn]], supervisor: Supervisor) -> Iterator[None]:
-    """Start each of ``ranks`` in a copy of this process, under ``supervisor``; none is left when the context ends.
+    """Start each of ``ranks`` in a copy of this process, under ``supervisor``; on exit all of them have ended.
 
     They are forked from a new thread. A forked process has only the thread that called fork, and OpenMP's workers
-    belong to the thread that first computed: a copy of that one would wait for ever for workers it does not have.
+    belong to the thread that first computed: a copy of that thread would wait forever for workers it does not have.
     """
     finished, started = threading.Event(), threading.Event()
     errors: list[OSError] = []
@@ -79,7 +79,7 @@ def _forked(ranks: Sequence[Callable[[], NoReturn]], supervisor: Supervisor) -> 
         except OSError as error:
             errors.append(error)
         started.set()
-        # To the kernel this thread is the ranks' parent: they die with it.
+        # For the kernel this thread is the parent of the ranks, so they die with it.
         finished.wait()
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(start,), name="phalanx-fork", daemon=True)
@@ -101,7 +101,7 @@ def _forked(ranks: Sequence[Callable[[], NoReturn]], supervisor: Supervisor) -> 
 def _fork(child: Callable[[], NoReturn]) -> ForkedProcess:
     arm = die_with_parent()
     for stream in (sys.stdout, sys.stderr):
-        # Buffered output would be written by each copy once more.
+        # Each copy would write buffered output again.
         stream.flush()
     with warnings.catch_warnings():
         # Python warns of threads that the copy lacks; the ranks use none of the parent's.
@@ -114,7 +114,7 @@ def _fork(child: Callable[[], NoReturn]) -> ForkedProcess:
 
 
 def _run_rank(context: LaunchContext, rank: int, function: Callable[..., Any], args: Sequence[Any]) -> NoReturn:
-    """Run the function as a rank, and end: never return into the copied caller."""
+    """Run the function as a rank, and exit: never return into the copied caller."""
     code = 1
     try:
         _become_rank(context, rank)
@@ -131,13 +131,13 @@ def _run_rank(context: LaunchContext, rank: int, function: Callable[..., Any], a
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):
                 stream.flush()
-        # Not sys.exit: the exit handlers are the parent's.
+        # Not sys.exit: the exit handlers belong to the parent.
         os._exit(code)
 
 
 def _become_rank(context: LaunchContext, rank: int) -> None:
     adopt_environment(context.environment(rank))
-    # Else the rank's signals would wake an event loop of the parent, as a notebook has.
+    # Otherwise signals of the rank would wake the parent's event loop, which a notebook has.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

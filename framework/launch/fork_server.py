@@ -1,7 +1,7 @@
-"""``ForkServer``: a process that has imported what every rank needs, once, and from which the ranks are forked.
+"""``ForkServer``: a process that imports the modules of every rank once, and from which the ranks are forked.
 
-Importing torch and what an optimizer needs takes a rank seconds of CPU time; a fork takes milliseconds. So all ranks of
-a machine cost one import, and ranks that are started again cost none.
+Importing torch and the modules of an optimizer takes seconds of CPU time per rank; a fork takes milliseconds. So all
+ranks of a machine cost one import, and restarted ranks cost none.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..system.processes import ForkedProcess, die_with_parent
 from . import fork_server_main
 from .fork_server_main import NO_RANK, READY, SIGNALS, Preparation, RankRequest
 
-# Packages whose modules are imported for the ranks where this process has imported them. None of them reads its rank
-# while it is imported, as torchmetrics does: in the server there is no rank yet.
+# Packages whose modules the server imports if this process has imported them. None of them reads the rank when it is
+# imported, as torchmetrics does: in the server there is no rank yet.
 _SHARED = frozenset({"torch", "numpy", __name__.partition(".")[0]})
 _ANSWER_SECONDS = 60.0
 
 
 class ServerGone(Exception):
-    """No rank can be forked: the server has ended, or has imported a module that rules it out."""
+    """Raised when no rank can be forked: the server has ended, or has imported a module that prevents forking."""
 
 
 class ForkServer:
@@ -38,8 +38,8 @@ class ForkServer:
     This process must have called ``adopt_orphans``.
 
     Args:
-        script: what the ranks run.
-        environment: the variables with which libraries are loaded: those of any of the ranks.
+        script: the script that the ranks run.
+        environment: the environment variables for loading libraries: those of any of the ranks.
         libraries: modules to import besides those of torch, numpy and phalanx that this process has imported.
     """
 
@@ -67,12 +67,12 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         pid: int = self._process.pid
         return pid
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def has_settled(self) -> bool:
@@ -85,11 +85,11 @@ class ForkServer:
     def fork(
         self, environment: Mapping[str, str], stdout: int, stderr: int, inherited: Mapping[str, int]
     ) -> ForkedProcess:
-        """Start a rank, and return it. ``inherited`` names the variables for the numbers of descriptors.
+        """Start a rank, and return it. ``inherited`` names the environment variables for the numbers of descriptors.
 
         Raises:
-            OSError: the system has no room for another process.
-            ServerGone: no rank can be forked; a process may have been forked whose number is not known.
+            OSError: the system cannot create another process.
+            ServerGone: no rank can be forked; a process with an unknown id may have been forked.
         """
         try:
             self._connection.send(tuple(RankRequest({**environment}, [*inherited])))
@@ -115,7 +115,7 @@ class ForkServer:
 
 
 def _prepared() -> Callable[[], None]:
-    """Return the first call of the server's process: it blocks signals that are meant for ranks."""
+    """Return the function that the server's process calls first: it blocks signals that are meant for ranks."""
     arm = die_with_parent()
 
     def prepare() -> None:

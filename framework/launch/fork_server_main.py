@@ -1,12 +1,13 @@
-"""The fork server: the process from which a script's ranks are forked, after it has imported what each rank needs.
+"""The fork server: the process that imports the modules of a script's ranks, and from which they are forked.
 
-It is run by its path, followed by the script and its arguments, which so appear in a list of processes. Nothing of
-phalanx can be imported before the supervisor has sent ``sys.path``, so this file uses the standard library alone.
+The supervisor runs this file by its path, followed by the script and its arguments, which thus appear in a list of
+processes. phalanx cannot be imported before the supervisor has sent ``sys.path``, so this file uses only the standard
+library.
 
-For each rank that is requested this process forks a child, which forks the rank and ends. The rank is an orphan then,
-and becomes a child of the supervisor, which adopts orphans: it is watched, and dies with the supervisor, like a rank
-that the supervisor has started itself. ``multiprocessing``'s fork server cannot serve here: its children are not the
-supervisor's, share one environment and one output, and import the script a second time.
+For each requested rank this process forks a child, which forks the rank and ends. The rank is then an orphan and
+becomes a child of the supervisor, which adopts orphans: it is supervised and dies with the supervisor, like a rank
+that the supervisor has started directly. The fork server of ``multiprocessing`` cannot be used: its children are
+not children of the supervisor, share one environment and one output, and import the script a second time.
 """
 
 from __future__ import annotations
@@ -32,33 +33,33 @@ from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 NAME = b"phalanx-forks"
-"""The name of this process, of at most 15 bytes, in a list of processes; its ranks have the interpreter's."""
+"""The name of this process in a list of processes, at most 15 bytes; its ranks have the interpreter's name."""
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
-"""Signals that may be sent to a rank as soon as it exists: they are blocked until it can handle them."""
+"""Signals that may be sent to a rank as soon as it exists; they are blocked until it can handle them."""
 READY = "ready"
 NO_RANK = 0
-"""The answer where a rank could not use an accelerator: a module that was imported has initialized one already."""
+"""The reply if a rank could not use an accelerator, because an imported module has initialized it already."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_GET_NAME = 16
 _LOOK_SECONDS = 0.0005
-# Whether a script finds modules in its own folder; before Python 3.11 only -I prevents it.
+# Whether a script can import modules from its own folder; before Python 3.11 only -I prevents it.
 _SEARCHES_OWN_FOLDER = not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
 
 
 class Preparation(NamedTuple):
-    """The modules to import before the first rank is forked, and what ranks then run."""
+    """The modules to import before the first rank is forked, and the target that ranks run."""
 
     parent: int
     path: list[str]
-    """``sys.path`` for the imports alone: ranks begin with that of a new process."""
+    """``sys.path`` for the imports only: ranks start with the ``sys.path`` of a new process."""
     modules: list[str]
     target: str
     is_module: bool
     arguments: list[str]
     command: list[str]
     mask: list[int]
-    """The signals that ranks begin with blocked."""
+    """The signals that are blocked when a rank starts."""
 
 
 class RankRequest(NamedTuple):
@@ -75,7 +76,7 @@ def serve(connection: Connection, name: bytes) -> tuple[RankRequest, list[int]]:
         try:
             request = RankRequest(*connection.recv())
         except (EOFError, OSError):
-            # The supervisor needs no more ranks. The interpreter's own exit would tear down all that was imported.
+            # The supervisor needs no more ranks. A regular exit would tear down all imported modules, which takes time.
             os._exit(0)
         with socket(fileno=os.dup(connection.fileno())) as line:
             descriptors = recvfds(line, 2 + len(request.inherited))
@@ -111,13 +112,13 @@ def _fork_rank(connection: Connection) -> int | OSError | None:
     os.close(writing)
     with open(reading, "rb") as answers:
         number = int(answers.read() or NO_RANK)
-    # Once the process between has been waited for, the rank is the supervisor's child.
+    # Once the intermediate process has been waited for, the rank is a child of the supervisor.
     os.waitpid(between, 0)
     return number if number >= 0 else OSError(-number, os.strerror(-number))
 
 
 def _fork_again() -> int | None:
-    """Fork the rank in the process between; return its pid, ``NO_RANK`` or a negative error number; None in it."""
+    """Fork the rank in the intermediate process; return its pid, ``NO_RANK`` or a negative errno; None in the rank."""
     for name in ("torch.cuda", "torch.xpu"):
         is_in_bad_fork: Callable[[], bool] | None = getattr(sys.modules.get(name), "_is_in_bad_fork", None)
         if is_in_bad_fork is not None and is_in_bad_fork():
@@ -136,7 +137,7 @@ def _fork() -> int:
 
 
 def _wait_for_parent(parent: int, between: int) -> None:
-    """Wait until this process is a child of ``parent``, and have the kernel kill it when that one ends."""
+    """Wait until this process is a child of ``parent``, and make the kernel kill it when the parent ends."""
     while os.getppid() == between:
         time.sleep(_LOOK_SECONDS)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -145,7 +146,7 @@ def _wait_for_parent(parent: int, between: int) -> None:
 
 
 def _process_name(name: bytes) -> bytes:
-    """Set the name of this process in a list of processes, and return the name before."""
+    """Set the name of this process in a list of processes, and return the previous name."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.create_string_buffer(16)
     prctl(_PR_GET_NAME, before, 0, 0, 0)
     prctl(_PR_SET_NAME, name, 0, 0, 0)
@@ -153,7 +154,7 @@ def _process_name(name: bytes) -> bytes:
 
 
 def _import(preparation: Preparation) -> None:
-    """Import what ranks will need. A module that cannot be imported is left to the ranks, which report the error."""
+    """Import the modules of the ranks. The error of a module that cannot be imported is left to the ranks to report."""
     before = sys.path[:]
     sys.path[:] = preparation.path
     for module in preparation.modules:
@@ -161,15 +162,15 @@ def _import(preparation: Preparation) -> None:
             importlib.import_module(module)
     sys.path[:] = before
     for stream in (sys.stdout, sys.stderr):
-        # Buffered output of an import would be printed by each rank once more.
+        # Each rank would print buffered output of an import again.
         stream.flush()
-    # No rank examines these objects for garbage, which would copy the memory that all ranks share.
+    # Excludes these objects from garbage collection in the ranks, which would copy the memory that all ranks share.
     gc.collect()
     gc.freeze()
 
 
 def _become_rank(request: RankRequest, descriptors: Sequence[int], command: list[str]) -> None:
-    """Take over the state that a new process would have begun with."""
+    """Set the state with which a new process would start."""
     for descriptor, standard in zip(descriptors, (1, 2), strict=False):
         os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -180,7 +181,7 @@ def _become_rank(request: RankRequest, descriptors: Sequence[int], command: list
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
     if random := sys.modules.get("numpy.random"):
-        # Python seeds its own generator again after a fork; torch's begins with the same seed in any process.
+        # Python reseeds its own generator after a fork; torch's starts with the same seed in every process.
         random.seed()
     sys.orig_argv[:] = command
 
@@ -202,7 +203,7 @@ def _run_target(given: Preparation) -> None:
 
 
 def _run(given: Preparation) -> NoReturn:
-    """Run the target, and end as Python does; the frames of this file are left out of a traceback."""
+    """Run the target, and exit as Python does; the frames of this file are left out of a traceback."""
     try:
         _run_target(given)
     except SystemExit:
@@ -212,7 +213,7 @@ def _run(given: Preparation) -> NoReturn:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        # It has been shown. The interpreter still has to end as after any error: with 1, or by SIGINT.
+        # The error has been shown. The interpreter must still exit as after any error: with 1, or by SIGINT.
         sys.excepthook = lambda *_: None
         raise
     sys.exit(0)
@@ -221,12 +222,12 @@ def _run(given: Preparation) -> NoReturn:
 def main() -> NoReturn:
     """Import the modules, fork ranks, and become one in each of them."""
     name = _process_name(NAME)
-    # If SIGCHLD were ignored, as it may be inherited, the kernel would drop the exit code of the process between.
+    # With SIGCHLD ignored, which may be inherited, the kernel would drop the exit code of the intermediate process.
     on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if _SEARCHES_OWN_FOLDER:
         # This file's own folder: its modules must not shadow those of the script.
         del sys.path[0]
-    # The supervisor is connected to the standard input; that of a rank is empty.
+    # The standard input is the connection to the supervisor; a rank gets an empty one.
     connection = Connection(os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

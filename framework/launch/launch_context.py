@@ -19,13 +19,13 @@ from ..system.launcher_env import STORE_FD
 from ..system.processes import is_running
 from .restart_policy import attempt_directory
 
-# The name of a launch's private directory; the supervisor's process number follows.
+# Prefix of the name of a launch's private directory; the supervisor's pid follows.
 _PREFIX = "phalanx-"
 
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """A private directory for the records of the ranks, and a socket that listens on the loopback interface alone."""
+    """A private directory for the records of the ranks, and a socket that listens only on the loopback interface."""
 
     directory: str
     listener: socket.socket
@@ -47,13 +47,13 @@ class LaunchContext:
         )
 
     def inherited(self, rank: int) -> dict[str, int]:
-        """Return the descriptors that a rank inherits, by the variable that holds the descriptor's number."""
+        """Return the descriptors that a rank inherits, by the environment variable with the descriptor's number."""
         return {STORE_FD: self.listener.fileno()} if rank == 0 else {}
 
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[str]:
-    """Create the directory of a launch; it is removed at the end."""
+    """Create the directory of a launch; remove it on exit."""
     _remove_stale(Path(tempfile.gettempdir()))
     directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

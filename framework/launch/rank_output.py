@@ -1,9 +1,9 @@
-"""``RankOutput``: rank 0's output goes to the screen as it is printed, and every rank's into a file.
+"""``RankOutput``: shows the output of rank 0 on the screen, and writes the output of every rank to a file.
 
-The supervisor reads the output through pipes, so a rank that is killed loses nothing that it printed. A rank's file is
-``ranks/rank_<n>.log`` in the run's directory; until the run has a directory, the beginning is held in memory. A run
-without files shows the lines of the other ranks on the screen too, each marked with its rank. Where the screen is a
-terminal, rank 0 gets a terminal as well, so that its progress bar is drawn live.
+The supervisor reads the output through pipes, so the output of a killed rank is not lost. A rank's file is
+``ranks/rank_<n>.log`` in the run's directory; until the run has a directory, the output is held in memory. A run
+without files shows the lines of the other ranks on the screen too, each prefixed with its rank. If the screen is a
+terminal, rank 0 writes to a pseudo-terminal, so that its progress bar is drawn live.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 FOLDER = "ranks"
 _CHUNK_BYTES = 1 << 16
-# Held in memory: the beginning, until there is a directory; and the end of everything, to be shown after a failure.
+# Bytes held in memory: the beginning, until there is a directory; and the end, which is shown after a failure.
 _HELD_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 13
 _LOOK_SECONDS = 0.2
@@ -33,7 +33,7 @@ _FINISH_SECONDS = 2.0
 
 
 class _RankLog:
-    """The output of one rank: its file, or what is held for it."""
+    """The output of one rank: its file, or the text held in memory for it."""
 
     def __init__(self, rank: int, hide: Callable[[str], str]) -> None:
         self.rank = rank
@@ -51,7 +51,7 @@ class _RankLog:
             self._held += data
 
     def open(self, folder: Path, head: str) -> None:
-        """Begin the file with what was held. Does nothing if that was done before."""
+        """Open the file and write the text held so far. Does nothing if the file is open already."""
         if self._held is None:
             return
         held, self._held = bytes(self._held), None
@@ -62,7 +62,7 @@ class _RankLog:
 
     def _write(self, data: bytes, is_last: bool = False) -> None:
         data = self._line + data
-        # Only complete lines are written: a secret that came in two parts would not be recognized.
+        # Only complete lines are written: a secret that arrives in two parts would not be recognized.
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if is_last or (not end and len(data) > _HELD_BYTES):
             end = len(data)
@@ -71,7 +71,7 @@ class _RankLog:
             if self._file is not None:
                 self._file.write(text.encode(errors="surrogateescape"))
         except OSError:
-            # A full disk ends the file, not the run.
+            # On a full disk the file ends, and the run continues.
             self._file = None
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class _Screen:
         self._is_open = True
 
     def show(self, data: bytes) -> None:
-        """Show output: at once, or line by line where each line gets a label."""
+        """Show output: immediately, or line by line if each line gets a label."""
         if self._label:
             *lines, self._line = (self._line + data).split(b"\n")
             data = b"".join(self._label + line + b"\n" for line in lines)
@@ -106,11 +106,11 @@ class _Screen:
 
 
 class RankOutput:
-    """Reads the output of the ranks of one attempt, in a thread of its own.
+    """Reads the output of the ranks of one attempt, in a separate thread.
 
     Args:
-        find_directory: returns the run's directory, or None while it has none; called at intervals.
-        head: the line with which this attempt begins in each file.
+        find_directory: returns the run's directory, or None while there is none; called at intervals.
+        head: the first line of this attempt in each file.
         shows_all: whether the lines of ranks other than 0 are shown too.
         hide: removes secrets from text that is written to files.
     """
@@ -131,9 +131,9 @@ class RankOutput:
         self._finishing = False
         self._showing_since: float | None = None
         self.folder: Path | None = None
-        """The folder of the files, once there are any."""
+        """The folder of the files; None before the first file."""
         for stream in (sys.stdout, sys.stderr):
-            # What this process has printed so far comes before the output of the ranks.
+            # Flushed so that the output of this process so far precedes the output of the ranks.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         self._thread = threading.Thread(target=self._run, name="phalanx-output", daemon=True)
@@ -153,7 +153,7 @@ class RankOutput:
         shown = rank == 0 or self._shows_all
         label = b"" if rank == 0 else b"[rank %d] " % rank
         output = self._stream(log, _Screen(1, label) if shown else None, shown and rank == 0 and os.isatty(1))
-        # Where both streams go to one place, one pipe keeps their order.
+        # If both streams have the same destination, a single pipe preserves their order.
         error = output
         if shown and not _same_file(1, 2):
             error = self._stream(log, _Screen(2, label), rank == 0 and os.isatty(2))
@@ -169,7 +169,7 @@ class RankOutput:
         return writing
 
     def is_blocked(self) -> bool:
-        """Whether the screen is not being read, as by a pager or after Ctrl-S: ranks that print wait for that."""
+        """Whether ranks that print wait for the screen, for example for a pager or after Ctrl-S."""
         since = self._showing_since
         return since is not None and time.monotonic() - since > _LOOK_SECONDS
 
@@ -178,13 +178,13 @@ class RankOutput:
         return self._hide(self._logs[rank].tail.decode(errors="replace")).splitlines()[-lines:]
 
     def add(self, rank: int, text: str) -> None:
-        """Add a text to a rank's file alone, after ``finish``."""
+        """Add a text only to a rank's file, after ``finish``."""
         self._logs[rank].add(text.encode(errors="backslashreplace"))
 
     def finish(self) -> None:
-        """Read the rest, after the ranks have ended. May be called twice.
+        """Read the remaining output after the ranks have ended. May be called twice.
 
-        The end of a pipe is not waited for: processes that ranks left running may hold its other end.
+        It does not wait for the end of a pipe: processes that ranks have left running may hold its other end.
         """
         self._finishing = True
         self._thread.join(_FINISH_SECONDS)
@@ -242,7 +242,7 @@ class RankOutput:
 
 
 def _write(descriptor: int, data: bytes) -> bool:
-    """Write all data; return False if it cannot be read by anyone any more."""
+    """Write all data; return False if the reading end is closed."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]
@@ -261,11 +261,11 @@ def _same_file(one: int, other: int) -> bool:
 
 
 def _terminal() -> tuple[int, int]:
-    """Return the reading and the writing end of a terminal of this one's size that passes output on unchanged."""
+    """Return the ends of a pseudo-terminal with the size of this terminal that passes output on unchanged."""
     reading, writing = os.openpty()
     with contextlib.suppress(OSError, termios.error):
         modes = termios.tcgetattr(writing)
-        # Else it would write "\r\n" for each "\n", and the real terminal would do so once more.
+        # Otherwise it would write "\r\n" for each "\n", and the real terminal would convert it again.
         modes[1] &= ~termios.OPOST
         termios.tcsetattr(writing, termios.TCSANOW, modes)
         size = fcntl.ioctl(1 if os.isatty(1) else 2, termios.TIOCGWINSZ, b"\0" * 8)

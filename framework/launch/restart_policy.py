@@ -1,8 +1,8 @@
-"""``RestartPolicy``: whether failed ranks are started again; and the records by which each fit finds its predecessor.
+"""``RestartPolicy``: decides on restarts of failed ranks; also the records by which a fit finds its predecessor.
 
-The ranks of the next attempt run the script from its beginning. Each fit of an attempt records where it writes, and the
-n-th fit of the next attempt continues in the directory of the n-th fit before it, never in that of an older run with
-the same name.
+The ranks of the next attempt run the script from its beginning. Each fit of an attempt records its directory, and the
+n-th fit of the next attempt continues in the directory of the n-th fit of the previous attempt, never in that of an
+older run with the same name.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from pathlib import Path
 from ..core.errors import CheckpointError, ConfigurationError, Preempted
 from ..system.failure_records import INTERRUPTED, write_atomically
 
-# Exit codes after which a restart would end in the same way, or which the user wanted.
+# Exit codes after which a restart would fail in the same way, or which the user requested.
 _FINAL = frozenset({0, ConfigurationError.exit_code, CheckpointError.exit_code, Preempted.exit_code, INTERRUPTED})
-# The wait before a restart: doubled after each failure that came no further than the one before.
+# Seconds before a restart; doubled after each failure without progress since the previous one.
 FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 60.0
 
 
 class RestartPolicy:
-    """Counts the restarts of a launch, and decides whether there is another one."""
+    """Counts the restarts of a launch, and decides whether to restart again."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
         self.done = 0
         self.refusal = ""
-        """The reason why the ranks are not started again, where the user asked for restarts."""
+        """The reason why the ranks are not restarted although the user has requested restarts."""
         self._step: int | None = None
         self._setbacks = 0
 
     def wait_before_restart(self, exit_code: int, step: int | None) -> float | None:
-        """Return how many seconds to wait before the ranks are started again, or None to give up.
+        """Return the number of seconds to wait before the restart, or None to give up.
 
-        ``step`` is the optimizer step at which they failed, None where training had not begun.
+        ``step`` is the optimizer step at which the ranks failed, None if training had not begun.
         """
         self.refusal = ""
         if not self.allowed or exit_code in _FINAL:
@@ -56,13 +56,13 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class FitRecord:
-    """The place where a fit of a launch writes."""
+    """The directory and the identity of a fit of a launch."""
 
     version: int
     directory: str
     """The run's directory; empty for a run without files."""
     identity: str | None
-    """The identity in its checkpoints, also where several runs share a folder; None before there is one."""
+    """The run's identity in its checkpoints, which may share a folder with other runs; None before it is known."""
 
 
 def attempt_directory(launch_directory: str, attempt: int) -> str:
@@ -79,17 +79,17 @@ def fits(directory: str) -> list[FitRecord]:
 
 
 def record_fit(directory: str, fit: FitRecord) -> None:
-    """Add a fit to those of an attempt."""
+    """Add a fit to the records of an attempt."""
     write_atomically(_path(directory, len(fits(directory))), json.dumps(asdict(fit)))
 
 
 def run_directory(directory: str) -> Path | None:
-    """Return the directory of an attempt's first fit that has files, or None while there is none."""
+    """Return the directory of the first fit of an attempt that has files, or None if there is none yet."""
     return next((Path(fit.directory) for fit in fits(directory) if fit.directory), None)
 
 
 def earlier_fit(directory: str, attempt: int) -> FitRecord | None:
-    """Return the fit that corresponds to the next one of ``attempt``, in the latest attempt that came so far."""
+    """Return the fit that corresponds to the next fit of ``attempt``, from the latest attempt with as many fits."""
     number = len(fits(directory))
     for before in range(attempt - 1, -1, -1):
         earlier = fits(attempt_directory(str(Path(directory).parent), before))

@@ -1,4 +1,4 @@
-"""``launch_script``: runs the script once for each rank of this machine; this process becomes the supervisor."""
+"""``launch_script``: runs the script once for each rank of this machine and supervises the ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .restart_policy import RestartPolicy, run_directory
 from .supervisor import Supervisor
 from .verdict import Verdict
 
-# Lines of output that are shown of a rank that ended without a traceback.
+# Lines of output to show for a rank that ended without a traceback.
 _LAST_LINES = 10
 
 
@@ -38,13 +38,13 @@ def launch_script(
     """Run this script once for each rank, watch the ranks, and end with their exit code.
 
     Args:
-        num_ranks: how many ranks to start.
-        max_restarts: how often failed ranks may be started again, unless that would not change how they end.
-        keeps_files: whether the run has files for the ranks' output; without them all of it is shown.
+        num_ranks: the number of ranks to start.
+        max_restarts: how often failed ranks may be restarted. Failures that a restart cannot change are not retried.
+        keeps_files: whether the run has files for the ranks' output; if not, all output is shown.
         libraries: modules that every rank will import.
 
     Raises:
-        SystemExit: always, once all ranks have ended. The code after this call runs in the ranks alone.
+        SystemExit: always, once all ranks have ended. The code after this call runs only in the ranks.
         ConfigurationError: there is no script to run again.
     """
     if not can_rerun_script():
@@ -63,7 +63,7 @@ def launch_script(
         write_error(f"phalanx: {restarts.refusal}")
     if verdict.message:
         write_error(verdict.message)
-    # Without this the interpreter collects garbage among all objects of torch once more as it ends: up to a second.
+    # Without this the interpreter collects garbage among all objects of torch at exit, which takes up to a second.
     gc.freeze()
     raise SystemExit(verdict.exit_code)
 
@@ -71,7 +71,7 @@ def launch_script(
 def _run_attempts(
     launcher: _ScriptLauncher, supervisor: Supervisor, restarts: RestartPolicy, directory: str, num_ranks: int
 ) -> Verdict:
-    """Run the ranks until they succeed, or are not started again; return how the last attempt ended."""
+    """Run the ranks until they succeed or are not restarted; return the verdict on the last attempt."""
     while True:
         with launch_context(directory, num_ranks, restarts.done) as context:
             verdict = launcher.run_attempt(context, is_last=restarts.done >= restarts.allowed)
@@ -89,7 +89,7 @@ def _run_attempts(
 
 
 class _ScriptLauncher:
-    """Starts the ranks of a script, watches them to their end, and may start them again."""
+    """Starts the ranks of a script, supervises them until they end, and may restart them."""
 
     def __init__(self, script: Script, supervisor: Supervisor, libraries: Sequence[str], shows_all: bool) -> None:
         self._script = script
@@ -97,7 +97,7 @@ class _ScriptLauncher:
         self._libraries = libraries
         self._shows_all = shows_all
         self._server: ForkServer | None = None
-        # A file of byte code has no source that the fork server could compile.
+        # The fork server compiles the script's source, which a byte code file does not have.
         self._can_fork = sys.platform == "linux" and not script.is_compiled
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class _ScriptLauncher:
             self._server = None
 
     def run_attempt(self, context: LaunchContext, is_last: bool) -> Verdict:
-        """Start the ranks once and watch them to their end. After the last attempt starts, the fork server ends."""
+        """Start the ranks once and supervise them until they end. The last attempt ends the fork server."""
         self._supervisor.begin_attempt(context.directory)
         head = f"attempt {context.attempt + 1}, begun {time.strftime('%Y-%m-%d %H:%M:%S')}"
         if (ended := self._prepare_server(context)) is not None:
@@ -146,7 +146,7 @@ class _ScriptLauncher:
                 try:
                     return self._server.fork(environment, stdout, stderr, inherited)
                 except ServerGone:
-                    # It may have forked a process whose number never arrived: that one is a stray.
+                    # The server may have forked a process whose pid never arrived: it is killed as a stray.
                     self._can_fork = False
                     self.close()
                     self._supervisor.kill_strays()
@@ -162,7 +162,7 @@ class _ScriptLauncher:
 
 
 def _amend_report(verdict: Verdict, directory: Path | None) -> None:
-    """Write the verdict into the run's report: rank 0, which wrote it, may have seen only another rank's end."""
+    """Write the verdict into the run's report: rank 0, its author, may have seen only the end of another rank."""
     if not verdict.failed or directory is None:
         return
     path = directory / REPORT
@@ -173,7 +173,7 @@ def _amend_report(verdict: Verdict, directory: Path | None) -> None:
 
 
 def _show_output(verdict: Verdict, output: RankOutput, shown: bool) -> None:
-    """Show the last output of the rank at fault, where the screen lacks it, and where the files are."""
+    """Show the last output of the rank at fault if it was not on the screen, and the location of the files."""
     if verdict.rank is None:
         return
     if verdict.traceback:

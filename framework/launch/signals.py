@@ -1,8 +1,8 @@
-"""Being told from outside to end: a signal sets a flag, the flag rides the triggers, all ranks leave at one step.
+"""Preemption signals: a signal sets a flag that ranks exchange, so that all ranks stop at the same step.
 
-A handler does nothing else: it enters no collective, waits for nothing and writes no file. What it sets is seen at the
-next boundary between two optimizer steps, where the run is saved and ends with an exit code that says "run the same
-command again".
+A handler does nothing else: it calls no collective, does not wait and writes no file. The flag is read at the next
+boundary between two optimizer steps, where the run is saved and exits with the code that means "run the same command
+again".
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from ..data.worker_process import HANDLED_SIGNALS, SIGNALS, end_worker_later
 from ..distributed.control import Signal, Triggers
 from ..distributed.rendezvous import is_waiting
 
-# Whoever interrupts a process group interrupts the ranks and what passes it on to them.
+# Seconds in which two SIGINT count as one: an interrupt of a process group reaches a rank both directly and through
+# the supervisor.
 SAME_SECONDS = 1.0
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 def check_signals(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the signals that a run is to end at in good order.
+    """Return the signals at which a run saves and ends.
 
     Raises:
-        ConfigurationError: one is not known, or is no signal that a process may handle so.
+        ConfigurationError: a name is unknown, or not a signal that a process can handle.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(f"preemption_signals={names!r} must be a list of names such as 'SIGTERM'.")
@@ -44,10 +45,10 @@ def check_signals(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class SignalWatch:
-    """Takes note of signals while it is entered; the handlers that were there are put back at the end.
+    """Records signals within its context; restores the previous handlers on exit.
 
-    Signals that this process ignores stay ignored: a shell that starts a job in the background sets SIGINT so. Outside
-    of the main thread, where Python handles no signals, nothing is taken note of.
+    Signals that this process ignores stay ignored: a shell starts background jobs with SIGINT ignored. Outside of the
+    main thread, where Python cannot install handlers, no signals are recorded.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -75,7 +76,7 @@ class SignalWatch:
         self._before = {}
 
     def tell(self, triggers: Triggers) -> None:
-        """Have signals raise a trigger, one that came before this call too."""
+        """Make signals raise a control signal, including one that arrived before this call."""
         self._triggers = triggers
         if self._told is not None:
             triggers.set(Signal.PREEMPT, self._told)
@@ -96,7 +97,7 @@ class SignalWatch:
             self._interrupt()
 
     def _interrupt(self) -> None:
-        """Let the second SIGINT stop at once, unless it is the first one once more, from another sender."""
+        """Stop immediately at the second SIGINT, unless it is the first one delivered again by another sender."""
         now = time.monotonic()
         if self._interrupted is None:
             self._interrupted = now
@@ -106,9 +107,9 @@ class SignalWatch:
             signal.raise_signal(signal.SIGINT)
 
     def _leave_to_others(self, signum: int, frame: FrameType | None) -> None:
-        """Be a process that was forked from this one: it has the handlers that there would be without this watch."""
+        """In a forked process, restore the handlers that it would have without this object."""
         if getattr(multiprocessing.current_process(), "_target", None) is _worker_loop:
-            # A loader's, which has not come to its own yet.
+            # A DataLoader worker that has not installed its own handlers yet.
             end_worker_later(signum, frame)
             return
         self.__exit__()

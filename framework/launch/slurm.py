@@ -1,6 +1,6 @@
-"""The SLURM job that this process belongs to: its time limit, and its way back into the queue.
+"""The SLURM job of this process: its time limit, and requeueing.
 
-TimeLimit   has all ranks save and end some time before the job is ended, as a signal would
+TimeLimit   makes all ranks save and end some time before the job's time limit, as a signal would
 requeue     puts the job back into the queue, after a signal that the user chose
 """
 
@@ -16,12 +16,12 @@ from ..system.launcher_env import Job
 
 NEAR_END = "time limit"
 REQUEUED_AT = ("SIGUSR1", "SIGUSR2")
-"""Signals of ``sbatch --signal``. SIGTERM comes from a queue that decides by itself what to do with the job."""
+"""Signals of ``sbatch --signal``. After SIGTERM the queue itself decides whether to requeue the job."""
 _ANSWER_SECONDS = 30.0
 
 
 class TimeLimit:
-    """Raises a trigger ``margin`` before a job ends; in a job shorter than twice that, at half of the time left."""
+    """Raises a signal ``margin`` before a job ends; at half of the time left if that is less than twice the margin."""
 
     def __init__(self, job: Job | None, margin: timedelta) -> None:
         self._end = None if job is None else job.end
@@ -37,7 +37,7 @@ class TimeLimit:
             self._timer.join()
 
     def tell(self, triggers: Triggers, trigger: str) -> None:
-        """Start the timer. On one rank is enough: the trigger reaches all of them."""
+        """Start the timer. One rank is enough, as the signal reaches all ranks."""
         if self._end is None:
             return
         left = max(0.0, self._end - time.time())

@@ -1,13 +1,14 @@
 """``Supervisor``: watches the ranks of one machine, and ends all of them when one fails.
 
-How a run ends when one rank dies:
+Sequence of events when one rank dies:
 
 1. ``watch`` polls every 20 ms and sees a bad exit code, or an error that a rank recorded (system/failure_records.py).
-2. ``_wait_for_cause`` gives ranks that are exiting 0.4 s to run their exit handlers, and 0.05 s more for a crash to
-   show, so that the cause is known before the supervisor interferes.
-3. ``stop`` sends SIGTERM to the others, and SIGKILL 0.8 s later. All of it stays below 2 s.
-4. ``judge`` (verdict.py) names the rank at fault. What ranks left running, such as loader workers, is killed.
-5. The launcher shows the message and ends with its exit code, or starts the ranks again (script_launcher.py).
+2. ``_wait_for_cause`` gives exiting ranks 0.4 s to run their exit handlers, and 0.05 s more for a crash to show, so
+that
+   the cause is known before the supervisor sends signals.
+3. ``stop`` sends SIGTERM to the others, and SIGKILL 0.8 s later. The sum of all steps stays below 2 s.
+4. ``judge`` (verdict.py) names the rank at fault. Processes that ranks left running, such as loader workers, are
+killed. 5. The launcher shows the message and ends with its exit code, or restarts the ranks (script_launcher.py).
 
 No rank outlives the supervisor: the kernel kills the ranks when it ends, even by SIGKILL.
 """
@@ -31,14 +32,15 @@ from .attempt import Attempt
 from .verdict import Verdict, judge
 
 POLL_SECONDS = 0.02
-# How long a crash on another rank may still show after a failure was seen: the kernel takes longer to end a process
-# that dumps core than a broken connection takes to raise an exception elsewhere.
+# Seconds in which a crash on another rank may still show after a failure was seen: ending a process that dumps core
+# takes the kernel longer than a broken connection takes to raise an exception elsewhere. Without this wait the
+# consequence would be reported as the cause.
 SETTLE_SECONDS = 0.05
-# The time of a rank that has recorded its error, or is leaving, for its exit handlers.
+# Seconds for the exit handlers of a rank that has recorded its error or is exiting.
 EXIT_HANDLER_SECONDS = 0.4
-# From SIGTERM to SIGKILL once a rank failed; with the two above it keeps the end of all within 2 s.
+# Seconds from SIGTERM to SIGKILL after a failure. With the two times above, all ranks have ended within 2 s.
 TERMINATE_SECONDS = 0.8
-# How long preempted ranks may take outside of the sections of a stage, which have limits of their own.
+# Seconds that preempted ranks may take outside of the sections of a stage, which have limits of their own.
 PREEMPT_SECONDS = 30.0
 _MOST_GENERATIONS = 50
 
@@ -46,10 +48,10 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Supervisor:
-    """Watches the ranks of one machine. Ranks are added in order as they start; ``begin_attempt`` forgets them.
+    """Watches the ranks of one machine. Ranks are added in order as they start; ``begin_attempt`` removes them.
 
-    With ``adopts_orphans``, what dead ranks leave running becomes a child of this process, and is killed after a
-    failure.
+    With ``adopts_orphans``, processes that dead ranks leave running become children of this process, which kills them
+    after a failure. Without it they would keep ports and device memory that the restarted ranks need.
     """
 
     def __init__(self, directory: str, adopts_orphans: bool = False) -> None:
@@ -61,7 +63,7 @@ class Supervisor:
         self._stall: Stall | None = None
         self._detector = StallDetector(self._attempt.heartbeats)
         if self._adopts_orphans:
-            # Children that the script has started before must survive its ranks.
+            # Children that the script started earlier must survive its ranks.
             self._others = children()
             adopt_orphans()
 
@@ -71,13 +73,13 @@ class Supervisor:
         return self._attempt.received is not None
 
     def begin_attempt(self, directory: str) -> None:
-        """Forget the ranks that have ended; the next ones record into ``directory``."""
+        """Remove the ranks that have ended; the next ones write their records into ``directory``."""
         before, self._attempt = self._attempt, Attempt(directory)
         if before.received is not None:
-            # Read after the exchange: a signal that came meanwhile must not be lost.
+            # Read after the new attempt is in place: a signal that arrives in between must not be lost.
             self._attempt.receive(before.received)
         self._stall = None
-        # Limits are learned again: after a restart the first steps compile and fill caches once more.
+        # Limits are learned again: after a restart the first steps are slow, as they compile and fill caches.
         self._detector = StallDetector(self._attempt.heartbeats)
         if not self.was_told_to_end:
             self._deadline = math.inf
@@ -87,7 +89,7 @@ class Supervisor:
         self._others.add(pid)
 
     def pause(self, seconds: float = math.inf, until: Callable[[], bool] = lambda: False) -> Verdict | None:
-        """Wait while no rank runs; return a verdict if a signal to end arrives first, else None."""
+        """Wait while no rank is running; return a verdict if a shutdown signal arrives first, else None."""
         end = time.monotonic() + seconds
         while not self.was_told_to_end and not until() and (left := end - time.monotonic()) > 0:
             time.sleep(min(POLL_SECONDS, left))
@@ -103,33 +105,34 @@ class Supervisor:
         self._attempt.add(process)
 
     def watch(self, is_held_up: Callable[[], bool] = lambda: False) -> Verdict:
-        """Wait until all ranks have ended, and return how; when one fails, the others are ended.
+        """Wait until all ranks have ended, and return the verdict; when one fails, end the others.
 
-        While ``is_held_up``, as by a pager that does not read, silent ranks do not count as stalled.
+        While ``is_held_up`` returns True, for example for a pager that does not read, silent ranks do not count as
+        stalled: they wait for the screen.
         """
         while self._poll():
-            # In this order: an error on one rank explains the silence of the others, which wait for it.
+            # Failures are checked first: an error on one rank explains the silence of the others, which wait for it.
             if self._has_failure():
                 self._wait_for_cause()
                 self.stop()
             elif self._is_overdue():
                 self.stop()
             elif not is_held_up() and self._has_stalled():
-                # A rank that hangs, or waits for one that does, cannot act on SIGTERM.
+                # Python handlers do not run in a rank that hangs in a collective, so SIGTERM would have no effect.
                 self._kill()
             else:
                 time.sleep(POLL_SECONDS)
         verdict = judge(self._attempt, self._stall)
-        # After success what ranks left running is the user's wish, such as a server for the results.
+        # After success, processes that ranks left running are intended, such as a server for the results.
         if verdict.failed:
             self.kill_strays()
         return verdict
 
     def stop(self) -> None:
-        """End all ranks: SIGTERM, and soon SIGKILL."""
+        """End all ranks: SIGTERM, then SIGKILL after a short time."""
         self._attempt.terminate()
         self._wait(TERMINATE_SECONDS)
-        # A rank that ignores SIGTERM, or whose handler cannot run while it waits in a collective, would never end.
+        # A rank that ignores SIGTERM, or whose handler cannot run while it waits in a collective, ends only by SIGKILL.
         self._kill()
 
     def _kill(self) -> None:
@@ -138,11 +141,11 @@ class Supervisor:
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Pass signals that this process receives on to the ranks, within the context. In the main thread only."""
+        """Pass signals that this process receives on to the ranks, within the context. Main thread only."""
         handlers = {signum: signal.getsignal(signum) for signum in _FORWARDED}
-        # A shell that starts a job in the background has it ignore SIGINT, and so it should stay.
+        # A shell starts background jobs with SIGINT ignored, which must stay so: Ctrl-C is meant for another job.
         taken = [signum for signum in _FORWARDED if handlers[signum] is not signal.SIG_IGN]
-        # If SIGCHLD were ignored, or a handler waited for children, the exit codes of ranks would be lost.
+        # With SIGCHLD ignored, or a handler that waits for children, the exit codes of ranks would be lost.
         on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for signum in taken:
             signal.signal(signum, self._on_signal)
@@ -155,7 +158,7 @@ class Supervisor:
                 signal.signal(signum, handlers[signum])
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Pass a signal on. The ranks finish their step and save; a second Ctrl-C stops them at once."""
+        """Pass a signal on. The ranks finish their step and save; a second Ctrl-C stops them immediately."""
         received = self._attempt.received
         if signum == signal.SIGINT and received is signal.SIGINT:
             self._deadline = -math.inf
@@ -164,31 +167,33 @@ class Supervisor:
         if signum == signal.SIGINT or (signum == signal.SIGTERM and received is None):
             self._attempt.receive(signal.Signals(signum))
             self._deadline = time.monotonic() + PREEMPT_SECONDS
-        # Ctrl-C in a terminal has reached the ranks already; they take two within a second for one (signals.py).
+        # Ctrl-C in a terminal has reached the ranks already; they count two within a second as one (signals.py).
         for rank in self._attempt.ranks:
             rank.send(signum)
 
     def _poll(self) -> bool:
-        """Check all processes; return whether any rank still runs."""
+        """Check all processes; return whether any rank is still running."""
         if any(rank.code == Preempted.exit_code for rank in self._attempt.poll()):
-            # All ranks stop at one step; one of them may still be writing the checkpoint.
+            # All ranks stop at the same step, but one of them may still be writing the checkpoint.
             self._deadline = min(self._deadline, time.monotonic() + PREEMPT_SECONDS)
         if self._attempt.never_met:
+            # The others would wait for the preempted rank in the rendezvous, and have nothing to save yet.
             self._deadline = -math.inf
         return bool(self._attempt.running)
 
     def _has_failure(self) -> bool:
-        # After Ctrl-C ranks end with errors of all kinds, for none of which the others must be hurried.
+        # After Ctrl-C ranks end with errors of all kinds. None of them is a reason to kill the others, which may be
+        # saving.
         if self._attempt.received is signal.SIGINT:
             return False
-        # A recorded error counts before its rank has ended: it may hang in an exit handler.
+        # A recorded error counts before its rank has ended, as the rank may hang in an exit handler.
         return any(self._attempt.has_failed(rank) for rank in self._attempt.ranks) or bool(self._attempt.failures())
 
     def _is_overdue(self) -> bool:
-        """Whether preempted ranks have had their time.
+        """Whether preempted ranks have exceeded their time.
 
-        Inside a stage the limits of its sections apply instead: a validation is finished first, and a save takes as
-        long as it takes.
+        Inside a stage the limits of its sections apply instead: a validation is finished first, and the time of a save
+        depends on the size of the checkpoint.
         """
         if math.isfinite(self._deadline) and self._attempt.is_in_stage:
             self._deadline = time.monotonic() + PREEMPT_SECONDS
@@ -199,20 +204,21 @@ class Supervisor:
         return self._stall is not None
 
     def _wait_for_cause(self) -> None:
-        """Wait until it shows which rank failed first: exiting ranks end, and a crash is seen."""
+        """Wait until the rank that failed first is known: exiting ranks have ended, and a crash has been seen."""
         self._wait(EXIT_HANDLER_SECONDS, lambda: not any(map(self._attempt.is_exiting, self._attempt.ranks)))
         self._wait(SETTLE_SECONDS)
 
     def _wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        # Polling, rather than waiting for a process: `_poll` also records in which order the ranks end.
+        # Polls instead of waiting for one process: `_poll` also records the order in which the ranks end.
         until = time.monotonic() + seconds
         while self._poll() and not is_over() and time.monotonic() < until:
             time.sleep(POLL_SECONDS / 2)
 
     def kill_strays(self) -> None:
-        """Kill the children that are neither ranks nor spared: what failed ranks left running, such as workers."""
+        """Kill children that are neither ranks nor spared: processes that failed ranks left running."""
         known = self._others | set(self._attempt.running.values())
-        # Children of a rank become children of this process once it is gone, and theirs once they are.
+        # Children of a rank become children of this process when the rank ends, and their children when they end:
+        # repeat until none is left.
         for _ in range(_MOST_GENERATIONS if self._adopts_orphans else 0):
             strays = children() - known
             if not strays:

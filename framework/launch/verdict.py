@@ -1,8 +1,8 @@
-"""``judge``: decides which rank is at fault, from how all ranks of an attempt ended and what they recorded.
+"""``judge``: determines the rank at fault from the exit codes and records of all ranks of an attempt.
 
-When one rank fails, the others fail soon after it: their connections break, or the supervisor ends them. Their errors
-are consequences, and often recorded earlier than the cause, which takes its time to exit. So the times that count are
-those at which an error was raised, or at which a rank began to leave.
+When one rank fails, the others fail soon after: their connections break, or the supervisor ends them. Their errors are
+consequences, and often recorded earlier than the cause, whose rank may exit slowly. So the verdict compares the times
+at which an error was raised or a rank began to exit.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from ..watchdog.heartbeat import HeartbeatRecord
 from ..watchdog.stall_detector import Stall
 from .attempt import Attempt, RankProcess
 
-# Signals that ask a process to end. No rank dies of one as a consequence of another rank's death.
+# Shutdown signals. A rank does not die of one as a consequence of another rank's failure.
 _PREEMPTING = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The common end of the ranks. ``message`` is empty after success."""
+    """The outcome of an attempt. ``message`` is empty after success."""
 
     exit_code: int
     message: str
     failed: bool
     step: int | None = None
-    """The optimizer step that was under way at a failure; None where training had not begun."""
+    """The optimizer step in progress at a failure; None if training had not begun."""
     rank: int | None = None
     """The rank at fault, if there is one."""
     traceback: str = ""
-    """The full traceback of that rank, which ``message`` shortens."""
+    """The full traceback of the rank at fault, which ``message`` shortens."""
 
 
 def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
-    """Return how the ranks of ``attempt`` ended together; ``stall`` is the one for which they were killed.
+    """Return the verdict on ``attempt``; ``stall`` is the stall for which the ranks were killed, if any.
 
-    The first of these that applies:
+    The first of these cases that applies:
 
-    1. Ctrl-C: the user wanted the end, and no rank is at fault.
-    2. A stall, unless a rank recorded an error: a rank that hangs as it exits is what the others wait for.
-    3. A crash. A killed process records nothing, so any traceback is another rank's, which only lost its connection.
-    4. A rank preempted before all had met: what the others then fail of has no cause of its own.
-    5. A rank that ended, or began to leave, without an exception before any other failed.
+    1. Ctrl-C: the user ended the run, and no rank is at fault.
+    2. A stall, unless a rank recorded an error: then the others wait for that rank, which hangs during its exit.
+    3. A crash. A killed process records no error, so any traceback is from another rank, which lost its connection.
+    4. A rank preempted before the process group was complete: errors of the other ranks are consequences.
+    5. A rank that ended, or began to exit, without an exception before any other rank failed.
     6. The error that was raised first.
-    7. Otherwise no rank failed: they were preempted, ended by SIGTERM, or all is well.
+    7. Otherwise no rank failed: the ranks were preempted, ended by SIGTERM, or successful.
     """
-    # Each step below reads files that the ranks wrote; all ranks have ended, so none of them changes any more.
+    # Each step below reads files that the ranks wrote, which no longer change as all ranks have ended.
     if attempt.received is signal.SIGINT:
         return Verdict(INTERRUPTED, "interrupted", failed=True)
     failures = attempt.failures()
@@ -61,7 +61,7 @@ def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
     if attempt.never_met:
         return _without_failure(attempt)
     # sys.exit, os._exit and a killed teardown leave no error, yet break the connections of the others, which then
-    # record errors. The time at which the rank began to leave shows which came first.
+    # record errors. The time at which the rank began to exit shows which was first.
     silent = _first_without_error(attempt, {failure.rank for failure in failures})
     if silent and (not failures or _left_at(attempt, silent) < failures[0].seconds):
         code = silent.code or 0
@@ -71,11 +71,11 @@ def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
 
 
 def _crash(attempt: Attempt) -> Verdict:
-    # Of several crashes the first one: the kernel may have ended others as their memory or their peers went away.
+    # Of several crashes the first one counts: others may be consequences, such as access to memory of an ended rank.
     rank = min(attempt.crashed, key=lambda rank: rank.ended_at)
     signum = -(rank.code or 0)
     if signum in _PREEMPTING and not attempt.any_joined:
-        # Ranks that have not met have nothing to save yet; the handlers that would have saved come later.
+        # Before the process group is complete there is nothing to save, and the handlers that save are not installed.
         text = f"{rank} was ended by {_signal_name(signum)} as it started; run the same command again"
         return Verdict(Preempted.exit_code, text, failed=True)
     return _blame(attempt, rank, 128 + signum, f"{rank} was killed by {_signal_name(signum)}")
@@ -83,11 +83,11 @@ def _crash(attempt: Attempt) -> Verdict:
 
 def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:
     first = failures[0]
-    # Exit code 0 looks like success, but inside a stage it leaves the others waiting for a rank that never comes.
+    # Exit code 0 looks like success, but inside a stage it leaves the others waiting for a rank that has ended.
     if (quitter := _first_to_quit(attempt, first.seconds)) is not None:
         text = f"rank {quitter.rank} (pid {quitter.pid}) exited the process group with exit code 0"
         return _blame(attempt, attempt.ranks[quitter.rank], first.exit_code, text, quitter)
-    # SIGINT was sent to ranks, and not to the supervisor.
+    # SIGINT was sent to ranks instead of the supervisor.
     if all(failure.exit_code == INTERRUPTED for failure in failures):
         return Verdict(INTERRUPTED, "interrupted", failed=True)
     # The same error on every rank is a common decision, and its message names the cause.
@@ -107,27 +107,27 @@ def _blame(attempt: Attempt, rank: RankProcess, exit_code: int, text: str, failu
 
 
 def _first_without_error(attempt: Attempt, recorded: set[int]) -> RankProcess | None:
-    """Return the first rank that ended, or began to leave, by itself and without an exception."""
+    """Return the first rank that ended, or began to exit, on its own and without an exception."""
     unexplained = [rank for rank in attempt.ranks if attempt.has_failed(rank) and rank.rank not in recorded]
-    # A rank that the supervisor ended is not the cause, unless it had begun to leave before.
+    # A rank that the supervisor ended is not the cause, unless it had begun to exit before.
     ended = [rank for rank in unexplained if not rank.was_signalled or _left_at(attempt, rank)]
     return min(ended, key=lambda rank: (_left_at(attempt, rank), rank.ended_at), default=None)
 
 
 def _first_to_quit(attempt: Attempt, before: float) -> Failure | None:
-    """Return the ``SystemExit`` with which a rank quit a stage, code 0, before others failed because of it."""
+    """Return the ``SystemExit`` with code 0 with which a rank left a stage before others failed because of it."""
     pending = [attempt.records.pending_error(rank.rank) for rank in attempt.ranks if rank.code == 0]
     quits = [one for one in pending if one is not None and one.kind == "SystemExit" and one.seconds < before]
     return min(quits, key=lambda one: one.seconds, default=None)
 
 
 def _left_at(attempt: Attempt, rank: RankProcess) -> float:
-    """Return when ``rank`` began to leave; 0, before all else, if it recorded nothing, as after ``os._exit``."""
+    """Return the time at which ``rank`` began to exit; 0, before any other time, without a record (``os._exit``)."""
     return attempt.records.left_at(rank.rank) or 0.0
 
 
 def _without_failure(attempt: Attempt) -> Verdict:
-    # Here a signal to a rank means that it was overdue: after a failure this function is not reached.
+    # A signal to a rank means here that it was overdue: after a failure this function is not called.
     late = [str(rank) for rank in attempt.ranks if rank.was_signalled]
     overdue = f"; {', '.join(late)} did not end in time and had to be killed" if late else ""
     # One preempted rank is enough: the others may have finished, or have been killed before they could save.

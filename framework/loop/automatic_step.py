@@ -1,23 +1,24 @@
 """One optimizer step under automatic optimization. All dispatch is resolved in ``__init__``.
 
-The gradient rule: each loss is multiplied by ``weight / mean over ranks of the window's total weight``, and strategies
-average gradients over ranks. The sum is the gradient of the weighted mean over the global batch, for windows of any
-length, uneven weights and ranks without data. Nothing else divides for accumulation.
+Gradient rule: each loss is multiplied by ``weight / mean over ranks of the window's total weight``, and strategies
+average gradients over ranks. The accumulated sum is then the gradient of the weighted mean over the global batch, for
+windows of any length, for uneven weights and for ranks without data. No other code divides by the number of
+accumulated batches.
 
 A step is a window of micro-batches, always in these phases:
 
     start the control reduction: the weight of the window over all ranks, and signals
     for each micro-batch:
         on_train_batch_start, transfer, training_step
-        (after the first: read the control reduction, handle signals, drop the gradients of the step before)
-        (before the last: ranks start to agree on whether any had a loss, and whether one was not finite)
+        (after the first: read the control reduction, handle signals, zero the gradients of the previous step)
+        (before the last: start the reduction of two flags: any rank had a loss, any loss was not finite)
         backward
-        on_train_batch_end, but for the last
+        on_train_batch_end, except for the last
     clip, update, learning rates
     on_train_batch_end of the last micro-batch
 
-A rank with fewer micro-batches than others, or with a batch that has no loss, still takes part in what ranks do
-together: its window ends with fillers, micro-batches of weight 0 (see ``filler_batches``).
+A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives: its window
+is filled up with filler batches, micro-batches of weight 0 (see ``filler_batches``).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .window_totals import LocalTotals, ReducedTotals
 
 
 class AutomaticStep(TrainingStep):
-    """Forward, backward and update for a window, with one optimizer."""
+    """Runs forward, backward and update for an accumulation window, with one optimizer."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class AutomaticStep(TrainingStep):
         self.optimizer = run.optimizers[0]
         self.filler = self._filler(windows)
         self.forward = self.routed()
-        # An attribute of its own: the check of collectives replaces it for a time.
+        # An instance attribute, so that the collective trace can replace it temporarily.
         self.backward = self.strategy.backward
         self.scaler = run.scaler
         self.weigh = module.batch_weight if is_overridden("batch_weight", module) else None
@@ -72,8 +73,9 @@ class AutomaticStep(TrainingStep):
         self.zero_grad = update.zero_grad
         self.apply = update.apply
         self.step_schedulers = any(config.interval == "step" for config in run.schedulers)
-        # With several ranks the first batch starts before the control reduction, so that what its hooks raise travels
-        # with it and acts in this step, not in the next. Without hooks the reduction need not wait for the transfer.
+        # With several ranks the hooks of the first batch run before the control reduction starts, so that a signal
+        # that they raise is part of it and takes effect in this step instead of the next. Without hooks the reduction
+        # starts first, so that it overlaps with the transfer of the batch.
         self.starts_early = self.several and bool(self.batch_start)
         self.is_single = not self.several and self.weigh is None
         self.checked = False
@@ -85,10 +87,11 @@ class AutomaticStep(TrainingStep):
 
         Args:
             batches: this rank's micro-batches, fewer than ``consumed`` or none where its data has run out.
-            consumed: the length of the window, the same on every rank.
+            consumed: the number of micro-batches in the window, the same on every rank.
         """
         self.refused = False
         if self.is_single and len(batches) == 1:
+            # The common case of small models: without weights and reductions a step costs several microseconds less.
             self._run_single(batches[0])
             return True
         index = self.progress.batch_in_epoch
@@ -97,6 +100,7 @@ class AutomaticStep(TrainingStep):
         window = self.totals.open(batches, weights, consumed)
         if window is None:
             return False
+        # Saves are refused until the update: a checkpoint in between would lose the accumulated gradients.
         self.run.begin_window()
         self.has_loss = False
         final, ended = len(window) - 1, None
@@ -104,12 +108,15 @@ class AutomaticStep(TrainingStep):
             zip_longest([*early, *window[len(early) :]], weights, fillvalue=0.0)
         ):
             self.phase[0] = position
+            # Reduced only in the last backward pass: a reduction per micro-batch would give the same sum at a higher
+            # cost.
             self.strategy.sync_gradients(position == final)
             if position >= len(early):
                 batch = self._start(batch, index + position)
             output, loss = self._forward(batch, index + position)
             if position == 0:
-                # Not earlier: the forward pass hides the reduction. Not later: losses are scaled by it.
+                # Not earlier: the forward pass overlaps with the reduction, which costs a round trip otherwise. Not
+                # later: the result scales the losses of the backward pass.
                 self.totals.wait()
                 self._drop_gradients()
             self._backward(loss, weight, position == final)
@@ -120,7 +127,8 @@ class AutomaticStep(TrainingStep):
         last = index + max(len(batches) - 1, 0)
         self._update(*self.flags.read(self.guard.sees_losses), consumed, last)
         self.run.end_window()
-        # What callbacks do after an update, such as saving, may need all ranks: those without a loss of their own too.
+        # Callbacks may call collectives after an update, for example to save a checkpoint, so ranks without a loss call
+        # them too. A rank that left them out would hang the others.
         self.last_batch = batches[-1] if batches else self.last_batch
         if ended is not None and not self.refused:
             self._end_batch(*ended)
@@ -129,7 +137,7 @@ class AutomaticStep(TrainingStep):
         return True
 
     def _run_single(self, batch: Any) -> None:
-        """Run a window of one micro-batch on one rank: the same phases with nothing to weigh, reduce or fill in."""
+        """Run a window of one micro-batch on one rank: the same phases without weights, reductions and fillers."""
         index = self.progress.batch_in_epoch
         self.run.begin_window()
         batch = self.start_batch(batch, index)
@@ -155,7 +163,7 @@ class AutomaticStep(TrainingStep):
         return [float(self.weigh(batch)) for batch in batches]
 
     def _start(self, batch: Any, index: int) -> Any:
-        """Start a batch and return it; return a filler where a hook has refused it or one before it."""
+        """Start a batch and return it, or a filler if a hook has skipped this or an earlier batch of the epoch."""
         if batch is FILLER or self.refused:
             return FILLER
         batch = self.start_batch(batch, index)
@@ -167,7 +175,7 @@ class AutomaticStep(TrainingStep):
     def _forward(self, batch: Any, index: int) -> tuple[Any, Tensor | None]:
         """Run the user's step on a batch; return its output, and its loss if it has one."""
         if batch is FILLER:
-            # In lockstep a filler is a full pass. Otherwise there is nothing to run.
+            # In lockstep a filler is a full pass, because the forward pass contains collectives. Otherwise it is empty.
             return (None if self.filler is None else self.forward(FILLER, index)), None
         output = self.forward(batch, index)
         loss = output if output.__class__ is Tensor else loss_of(output)
@@ -182,7 +190,7 @@ class AutomaticStep(TrainingStep):
         self.checked = True
 
     def _leave_out_of_log(self) -> None:
-        """Let this rank log fewer names than others: what they log in a step with a loss, it need not."""
+        """Allow this rank to log fewer names than the others, which may log in steps in which it has no loss."""
         if self.several:
             self.log.batches -= 1
 
@@ -193,7 +201,7 @@ class AutomaticStep(TrainingStep):
         self.flags.reset()
 
     def _backward(self, loss: Tensor | None, weight: float, is_last: bool) -> None:
-        """Run the backward pass of a micro-batch. Where it adds nothing here, take part in what ranks do together."""
+        """Run the backward pass of a micro-batch; without a loss on this rank, run only its collectives."""
         if is_last:
             self.phase[0] = LAST_BACKWARD
         counts = loss is not None and weight != 0
@@ -201,7 +209,7 @@ class AutomaticStep(TrainingStep):
             self.has_loss = True
             self.note_loss(loss)
         if is_last:
-            # Before the backward pass, which hides the exchange.
+            # Before the backward pass, which overlaps with the reduction of the flags.
             self.flags.send(self.has_loss, self.guard.bad is not None)
         if loss is not None and counts:
             self._weighted_backward(loss, weight / self.totals.mean_weight)
@@ -228,7 +236,7 @@ class AutomaticStep(TrainingStep):
                 hook(outputs, batch, index)
 
     def _end_without_loss(self, batch: Any, index: int) -> None:
-        """Call the callbacks, with a loss of 0, after a step that this rank added nothing to."""
+        """Call the callbacks with a loss of 0 after a step to which this rank contributed nothing."""
         module = self.run.module
         log = module.log_to(None)
         for hook in self.callbacks_batch_end:
@@ -238,7 +246,7 @@ class AutomaticStep(TrainingStep):
     # ---- the update ------------------------------------------------------------------------------------------------
 
     def _update(self, has_loss: bool, nonfinite: bool, consumed: int, index: int) -> None:
-        """Update the weights, if any rank had a loss and every loss was finite. The same on all ranks. Collective."""
+        """Update the weights if any rank had a loss and every loss was finite, as all ranks agree. Collective."""
         self.phase[0] = UPDATE
         if nonfinite:
             # Do not report this to the loss scaler: the overflow is not caused by the scale.
@@ -261,9 +269,9 @@ class AutomaticStep(TrainingStep):
         return self.strategy.flags or MessageFlags(self.run.world)
 
     def refresh(self) -> None:
-        """Look again at what may change between epochs. Collective."""
+        """Refresh the values that may change between epochs. Collective."""
         super().refresh()
-        # A strategy that wrapped the module again has other flags.
+        # A strategy that has wrapped the module again, for example after unfreezing, has a new flags object.
         self.flags = self._flags()
 
     def _filler(self, windows: Windows | None) -> LockstepFiller | None:
@@ -275,17 +283,17 @@ class AutomaticStep(TrainingStep):
         return LockstepFiller(self.run, self.transfer, windows, forward)
 
     def routed(self, training: bool = True) -> StepFunction:
-        """Return the user's step, in the precision's context, through the strategy; with fillers where needed."""
+        """Return the user's step in the precision's context, routed through the strategy, with fillers where needed."""
         step = super().routed(training)
         return step if self.filler is None else self.filler.hide_loss(step)
 
     def user_step(self) -> StepFunction:
-        """Return the user's step, or a filler batch's where it gives no loss."""
+        """Return the user's step, wrapped so that a batch without a loss is replaced by a filler batch where needed."""
         step = super().user_step()
         return step if self.filler is None else self.filler.wrap(step)
 
     def flush(self) -> None:
-        """Wait for losses that are still being watched, and leave the module without hooks."""
+        """Wait for losses that are still being checked, and remove the filler hooks from the module."""
         super().flush()
         if self.filler is not None:
             self.filler.release()

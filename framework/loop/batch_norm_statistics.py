@@ -1,7 +1,8 @@
-"""Running statistics of batch norm layers computed anew, for weights that are an average: nothing has run with those.
+"""Batch norm statistics for averaged weights, recomputed in a pass over the training data.
 
-Layers take in all batches alike (momentum None); every other layer is in evaluation mode. Over ranks, statistics are
-averaged by how many batches they are of, which is what one process would have got from all of them.
+The module has never run with averaged weights, so its running statistics do not fit them. During the pass batch norm
+layers weigh all batches equally (momentum None); every other layer is in evaluation mode. Statistics are averaged over
+ranks, weighted by the number of batches, which gives the same result as one process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..state.weight_average import Average
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the layers that keep running statistics of their inputs, by name."""
+    """Return the layers that maintain running statistics of their inputs, by name."""
     return {
         name: part
         for name, part in module.named_modules()
@@ -43,10 +44,10 @@ class StatisticsPass:
     source: EvaluationSource
     transfer: Callable[[Any, int], Any] | None
     limit: int | None
-    """The training batches of an epoch, of all ranks together."""
+    """The number of training batches in an epoch, summed over ranks."""
 
     def __call__(self, average: Average) -> None:
-        """Compute the statistics, and hold them in the average. Collective."""
+        """Compute the statistics and store them in the average. Collective."""
         module = self.run.module
         layers = batch_norms(module)
         wanted = average.settings.statistics_batches
@@ -65,7 +66,7 @@ class StatisticsPass:
         average.swap_out()
 
     def _feed(self, limit: int | None, layers: dict[str, _BatchNorm]) -> int:
-        """Run this rank's batches; return how many. Collective where forward passes are."""
+        """Run this rank's batches and return their number. Collective if forward passes contain collectives."""
         run = self.run
         context = run.fabric.forward_context()
         step = with_arity(run.module.training_step, ("batch", "batch_idx"))
@@ -81,13 +82,13 @@ class StatisticsPass:
             count += 1
 
     def _all_have(self, batch: Any) -> bool:
-        """Whether every rank has a batch: what some have beyond that is left out. Collective."""
+        """Whether every rank has a batch; batches that only some ranks have are left out. Collective."""
         have = torch.tensor([float(batch is not None)], dtype=torch.float64)
         self.run.world.control_reduce(have).wait()
         return have.item() == self.run.world.size
 
     def _agreed(self, layers: dict[str, _BatchNorm], count: int) -> dict[str, Tensor]:
-        """Return the statistics over all ranks by buffer name; nothing where no rank had a batch. Collective."""
+        """Return the statistics over all ranks by buffer name; an empty dict if no rank had a batch. Collective."""
         total = self.run.world.all_reduce(torch.tensor(float(count), device=self.run.world.device))
         if not total.item():
             return {}
@@ -107,17 +108,17 @@ def statistics_pass(
     transfer: Callable[[Any, int], Any] | None,
     batches: int | None,
 ) -> StatisticsPass | None:
-    """Return the pass that a run's averages need, or None where the module keeps no batch statistics.
+    """Return the pass that a run's averages need, or None if the module has no batch statistics.
 
     Args:
         run: the fit.
         loaders: returns the training loaders as the user gave them.
-        source: returns a source that reads the training data apart from training.
-        transfer: moves a batch of loader 0 to the device; None where batches stay where they are.
-        batches: micro-batches of each rank in an epoch; None where that is not known.
+        source: returns a source that reads the training data independently of training.
+        transfer: moves a batch of loader 0 to the device; None if batches are not moved.
+        batches: micro-batches of each rank in an epoch; None if unknown.
 
     Raises:
-        ConfigurationError: the training data cannot be read apart from training.
+        ConfigurationError: the training data cannot be read independently of training.
     """
     asked = any(average.settings.statistics_batches != 0 for average in run.averages)
     if not asked or not batch_norms(run.module):
@@ -126,8 +127,8 @@ def statistics_pass(
     if not is_map_style(given):
         raise ConfigurationError(
             "StochasticWeightAveraging computes batch norm's statistics in a pass over the training data, which "
-            f"train_dataloaders ({type(given).__name__}) cannot be read for without moving where training stands in "
-            "it: give one DataLoader over a dataset with indices, or statistics_batches=0 to use the module's own."
+            f"train_dataloaders ({type(given).__name__}) does not support without changing the position of training "
+            "in it: give one DataLoader over a dataset with indices, or statistics_batches=0 to use the module's own."
         )
     limit = None if batches is None else batches * run.world.data_size
     return StatisticsPass(run, source(), transfer, limit)
@@ -135,7 +136,7 @@ def statistics_pass(
 
 @contextmanager
 def _gathering(module: nn.Module, layers: dict[str, _BatchNorm]) -> Generator[None, None, None]:
-    """Have layers gather statistics from nothing; afterwards all is as it was before."""
+    """Let layers compute statistics from scratch; on exit restore their momentum, mode and statistics."""
     modes = {part: part.training for part in module.modules()}
     momenta = {layer: layer.momentum for layer in layers.values()}
     kept = [

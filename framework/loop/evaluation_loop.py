@@ -1,13 +1,13 @@
-"""Validation, test and prediction: every sample exactly once, on any number of ranks.
+"""Validation, test and prediction loops: every sample exactly once, on any number of ranks.
 
     for each loader:
         for each of this rank's batches:
             on_<stage>_batch_start -> <stage>_step -> on_<stage>_batch_end
-    metrics are reduced in one exchange; on_<stage>_epoch_end, which sees them; on_<stage>_end
+    reduce metrics in one collective -> on_<stage>_epoch_end, which sees them -> on_<stage>_end
 
-Ranks take whole batches in turn, composed as one process would compose them, so that a metric is the same number
-however many ranks there are. Nothing is exchanged between batches, so ranks may have different numbers of them; but for
-strategies whose forward passes hold collectives, under which a rank that has run out goes on with stand-ins.
+Ranks take full batches in turn, composed as one process would compose them, so that a metric has the same value for any
+number of ranks. There are no collectives between batches, so ranks may have different numbers of batches. If the
+strategy's forward passes contain collectives, a rank that has run out of batches runs filler batches.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..run.run import Run
 from ..run.run_metrics import as_numbers
 from .lockstep_evaluation import in_rounds
 
-# How many batches' step figures wait on a device before they are read for the loggers.
+# Number of batches whose step values wait on the device before they are read for the loggers: each read synchronizes.
 _STEPS_WAITING = 256
 _PREFIX = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 @dataclass
 class EvaluationPlan:
-    """What to evaluate: a stage, its loaders and how many batches of each, counted as in one process."""
+    """A stage, its loaders, and the number of batches of each loader, counted as in one process."""
 
     stage: str
     sources: Sequence[EvaluationSource]
@@ -46,10 +46,10 @@ class EvaluationPlan:
     transfer: Callable[[Any, int], Any] | None
     inference_mode: bool = True
     seen: dict[int, int] = field(default_factory=dict)
-    """Of each loader, the batches that this rank has seen so far, in all evaluations of this plan."""
+    """Batches of each loader that this rank has seen so far, in all evaluations of this plan."""
 
     def use_transfer(self, transfer: Callable[[Any, int], Any] | None) -> None:
-        """Move batches to the device by this function; None leaves them where they are."""
+        """Move batches to the device with this function; with None they are not moved."""
         self.transfer = transfer
 
     def use_sources(self, sources: Sequence[EvaluationSource], limits: Sequence[int | None]) -> None:
@@ -57,19 +57,19 @@ class EvaluationPlan:
         self.sources, self.limits = sources, limits
 
     def count_in(self, seen: dict[int, int]) -> None:
-        """Count the batches of each loader in this dict."""
+        """Count the batches of each loader in this dict from now on."""
         self.seen = seen
 
     @property
     def prefix(self) -> str:
-        """How the stage's hooks and step are named."""
+        """The prefix of the names of the stage's hooks and step."""
         return _PREFIX[self.stage]
 
 
 def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | None = None) -> list[dict[str, float]]:
-    """Evaluate all loaders; return one dict of metrics for each. Collective.
+    """Evaluate all loaders; return one dict of metrics per loader. Collective.
 
-    ``evaluated`` is called once the metrics are known, before the hooks of the end.
+    ``evaluated`` is called once the metrics are known, before the hooks at the end.
     """
     log = MetricLog(plan.stage, run.world)
     several = len(plan.sources) > 1
@@ -96,9 +96,9 @@ def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | Non
 
 
 def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]]:
-    """Predict over all loaders; return for each the outputs of all batches, in the dataset's order. Collective.
+    """Predict over all loaders; return the outputs of all batches per loader, in the dataset's order. Collective.
 
-    With ``keep`` False the outputs are let go, once the hooks have seen them.
+    With ``keep`` False the outputs are released once the hooks have seen them.
     """
     outputs: list[list[tuple[int, Any]]] = [[] for _ in plan.sources]
     refusal = NoLog("predict", "return it from predict_step, or hand it to self.logger")
@@ -115,7 +115,7 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
 
 
 def _in_order(ranks: list[list[list[tuple[int, Any]]]]) -> list[list[Any]]:
-    """Return the outputs of each loader by the numbers of their batches, from the numbered outputs of all ranks."""
+    """Return the outputs of each loader in the order of batch numbers, from the numbered outputs of all ranks."""
     loaders = [[item for rank in ranks for item in rank[index]] for index in range(len(ranks[0]))]
     return [[output for _, output in sorted(loader, key=itemgetter(0))] for loader in loaders]
 
@@ -126,9 +126,9 @@ def _start(run: Run, plan: EvaluationPlan) -> None:
 
 
 class _StepFigures:
-    """What is logged with ``on_step=True`` in an evaluation, for the loggers, by the number of batches seen.
+    """Values logged with ``on_step=True`` in an evaluation, for the loggers, indexed by the number of batches seen.
 
-    Figures wait a while, so that a device is not waited for in every batch.
+    Values are read in groups, since reading a value from a device waits for the device.
     """
 
     def __init__(self, run: Run, plan: EvaluationPlan, log: MetricLog, loader: int) -> None:
@@ -139,7 +139,7 @@ class _StepFigures:
         self._waiting: list[tuple[int, dict[str, Any]]] = []
 
     def note(self) -> None:
-        """Take down the figures of a batch."""
+        """Record the step values of a batch."""
         seen = self._seen[self._loader] = self._seen.get(self._loader, 0) + 1
         if (values := self.log.step_values("logger")) and not self._run.sanity_checking:
             self._waiting.append((seen, values))
@@ -147,7 +147,7 @@ class _StepFigures:
                 self.flush()
 
     def flush(self) -> None:
-        """Hand over what waits."""
+        """Send the recorded values to the loggers."""
         for step, values in self._waiting:
             self._run.loggers.log_metrics({**as_numbers(values), "epoch": float(self._run.progress.epoch)}, step)
         self._waiting = []
@@ -160,7 +160,7 @@ def _run_loader(
     index: int,
     sink: _StepFigures | list[tuple[int, Any]] | None,
 ) -> None:
-    """Run this rank's batches of a loader; a list gets the numbered outputs."""
+    """Run this rank's batches of a loader; append the numbered outputs to the list, if one is given."""
     from lightning_utilities.core.apply_func import apply_to_collection
 
     names = ("batch", "batch_idx", "dataloader_idx")
@@ -177,7 +177,7 @@ def _run_loader(
             numbered, _certain_count(source, plan.limits[index]), run.world, _idle_step(run, plan, step, index)
         )
     phase = run.heartbeat.phase
-    # By position of the rank's own batches, as the user's step would count them.
+    # ``batch_idx`` counts this rank's own batches, as the user's step expects.
     for batch_index, (place, batch) in enumerate(numbered):
         phase[0] += 1
         if plan.transfer is not None:
@@ -201,12 +201,12 @@ def _run_loader(
 
 
 def _certain_count(source: EvaluationSource, limit: int | None) -> int | None:
-    """Return how many batches a rank has, or None where the loader's word is all there is."""
+    """Return the number of batches of a rank, or None if only the loader's own length is known."""
     return source.len_local(limit) if source.counts_exactly else None
 
 
 def _idle_step(run: Run, plan: EvaluationPlan, step: Callable[..., Any], index: int) -> Callable[[Any], None]:
-    """Return a call of a step on a batch that nobody sees. Collective where the step is."""
+    """Return a function that runs a step on a batch and discards its output and logs. Collective if the step is."""
 
     def idle(batch: Any) -> None:
         with isolated(run.module):
@@ -217,19 +217,19 @@ def _idle_step(run: Run, plan: EvaluationPlan, step: Callable[..., Any], index: 
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """Return a tensor to keep on the host: of its own memory where it is a small part of something larger."""
+    """Return a tensor to store on the host, copied if it is a small view of a larger storage."""
     tensor = tensor.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _of_loader(reduced: dict[Entry, float], index: int) -> dict[str, float]:
-    """Return the metrics of one loader: those logged in it, and those that belong to none."""
+    """Return the metrics of one loader: those logged for it, and those that belong to no loader."""
     return {entry.epoch_name: value for entry, value in reduced.items() if entry.loader in (None, index)}
 
 
 @contextmanager
 def evaluating(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
-    """Have the module evaluated: with the buffers of one rank, and with averaged weights where there are any."""
+    """Prepare the module for evaluation: the buffers of one rank, and averaged weights if there are any."""
     run.strategy.sync_buffers(run.module)
     with run.averages.evaluated(), in_evaluation_mode(run, plan):
         yield
@@ -237,7 +237,7 @@ def evaluating(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
 
 @contextmanager
 def in_evaluation_mode(run: Run, plan: EvaluationPlan) -> Generator[None, None, None]:
-    """Put the module in evaluation mode without gradients; afterwards each part is in the mode it was in."""
+    """Put the module in evaluation mode without gradients; on exit restore the mode of each submodule."""
     modes = {part: part.training for part in run.module.modules()}
     own_eval = run.module_hook(f"on_{plan.prefix}_model_eval")
     for hook in own_eval:
@@ -261,7 +261,7 @@ def in_evaluation_mode(run: Run, plan: EvaluationPlan) -> Generator[None, None, 
 
 @contextmanager
 def logging_to(run: Run, log: MetricLog | NoLog) -> Generator[None, None, None]:
-    """Let ``self.log`` write to another log."""
+    """Make ``self.log`` write to another log."""
     kept = run.module.log_to(log)
     if isinstance(log, MetricLog):
         run.metrics.include(log)

@@ -1,9 +1,9 @@
 """Filler batches for ranks without data or without a loss, where passes through the model contain collectives.
 
 Some strategies gather weights in every forward pass, or reduce gradients as backward passes produce them; some layers
-exchange statistics. There all ranks must run the same number of passes, or the job hangs. A rank whose data has run
-out, or whose step returned None, runs a filler batch: one that gave a loss before, with weight 0. Hooks, logs, metrics,
-buffers and random generators do not see it.
+exchange statistics. With these, all ranks must run the same number of passes, or the job hangs. A rank whose data has
+run out, or whose step returned None, runs a filler batch: a batch that returned a loss before, with weight 0. Hooks,
+logs, metrics, buffers and random generators do not see it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
 from ..run.run import Run
 
 FILLER: Any = object()
-"""A micro-batch of weight 0 that is no data of the user's."""
-# A batch that follows may give no loss either. Looking ahead holds the batches in memory, so it has an end.
+"""A micro-batch of weight 0 without user data."""
+# The next batch may have no loss either. Batches read ahead stay in memory, so their number is limited.
 _MAX_LOOKAHEAD = 16
 _OTHER_INDICES = 4
 
@@ -36,10 +36,11 @@ class LockstepFiller:
 
     Args:
         run: the fit.
-        transfer: moves a batch to the device; None where it is there already.
-        windows: the rank's data, to look ahead for a batch with a loss.
-        forward_has_collectives: whether forward passes contain collectives. If not, backward passes alone do, and one
-            forward pass more or less does no harm.
+        transfer: moves a batch to the device; None if it is there already.
+        windows: the rank's data, read ahead to find a batch with a loss.
+        forward_has_collectives: whether forward passes contain collectives. If False, only backward passes do, and
+        ranks
+            may run different numbers of forward passes.
     """
 
     def __init__(
@@ -55,18 +56,18 @@ class LockstepFiller:
         self._first = self._next = 0
         self._filled = False
         self.began = False
-        """Whether a window was run. After it each rank has a batch to fill in with."""
+        """Whether a window was run. After the first window every rank holds a batch to use as a filler."""
         self._loss: Tensor | None = None
 
-    # ---- what the training step uses -------------------------------------------------------------------------------
+    # ---- used by the training step ---------------------------------------------------------------------------------
 
     def wrap(self, step: StepFunction) -> StepFunction:
-        """Return the step that the strategy routes instead of the user's."""
+        """Return the step that the strategy routes instead of the user's step."""
         self._step = step
         return self._routed
 
     def hide_loss(self, routed: StepFunction) -> StepFunction:
-        """Return the routed step with None for the output of a filler, whose loss is retained for ``backward``."""
+        """Return the routed step, with output None for a filler, whose loss is retained for ``backward``."""
 
         def forward(batch: Any, index: int) -> Any:
             output = routed(batch, index)
@@ -78,32 +79,33 @@ class LockstepFiller:
         return forward
 
     def backward(self, backward: Callable[[Tensor], None], loss: Tensor | None) -> None:
-        """Run the backward pass of a micro-batch that adds nothing, with gradients of exactly zero. Collective.
+        """Run the backward pass of a filler, with gradients of exactly zero. Collective.
 
         Args:
             backward: the strategy's backward pass.
-            loss: a loss of weight 0, or None for that of the filler that was run last.
+            loss: a loss of weight 0, or None for the loss of the filler that was run last.
         """
         if loss is None:
-            # As the strategy returned it: DDP and FSDP add to the graph of what leaves their forward pass.
+            # The output as the strategy returned it: DDP and FSDP add autograd nodes to it, whose backward runs
+            # collectives.
             loss, self._loss = self._loss, None
         assert loss is not None
         with zero_gradients(loss) as zero:
             backward(zero)
 
     def missing(self, batches: list[Any], agreement: Agreement, count: int) -> int:
-        """Return how many fillers make this rank's window as long as that of the others. Collective."""
+        """Return the number of fillers that make this rank's window as long as the longest one. Collective."""
         if not self.began:
             self._share(batches, agreement)
-        # Where all ranks have the same number, the window is short for all of them: the epoch ends with it.
+        # If all ranks have the same number, the window is short on all of them: the epoch ends with it.
         return 0 if agreement.batches is not None else count - len(batches)
 
     def begin(self, batches: list[Any], first: int, consumed: int) -> None:
-        """Record the window in progress: this rank's batches, the index of the first, and how many it counts."""
+        """Record the window in progress: this rank's batches, the index of the first, and the window's length."""
         self._window, self._first, self._next = batches, first, first + consumed
 
     def _share(self, batches: list[Any], agreement: Agreement) -> None:
-        """Give ranks without a batch one of the lowest rank that has any. Collective, once, at the first window."""
+        """Send a batch of the lowest rank that has one to ranks without. Collective, once, at the first window."""
         self.began = True
         world = self._run.world
         if agreement.ranks_with_data == world.size:
@@ -118,13 +120,13 @@ class LockstepFiller:
         if self._watch is not None:
             self._watch.remove()
 
-    # ---- inside what the strategy wraps ---------------------------------------------------------------------------
+    # ---- runs inside the module that the strategy wraps ------------------------------------------------------------
 
     def _routed(self, batch: Any, index: int) -> Any:
         self._filled = batch is FILLER
         if self._filled:
             return self._fill(None, index)
-        # Copied before the step, which may take the batch apart.
+        # Copied before the step, which may modify the batch's containers.
         own = fresh(self._window[index - self._first])
         output, loss, calls = self._run_step(batch, index)
         if loss is not None:
@@ -132,7 +134,7 @@ class LockstepFiller:
             return output
         self._filled = True
         if self._watch is not None and calls:
-            # The forward pass ran with its collectives and a second one would be one too many: use its outputs.
+            # The forward pass has run with its collectives. A second one would hang the other ranks: use its outputs.
             return self._watch.idle_loss(calls)
         return self._fill(own, index)
 
@@ -162,16 +164,16 @@ class LockstepFiller:
                 if self._watch is not None and calls:
                     return self._watch.idle_loss(calls)
         raise LoopError(
-            f"training_step returned None on rank {self._run.world.rank} for every batch that could fill in for one "
-            "without a loss, but this strategy or model makes all ranks run the same passes: let training_step return "
-            "a loss on every rank, and give batches that are not to count a batch_weight of 0."
+            f"training_step returned None on rank {self._run.world.rank} for every batch that could replace one "
+            "without a loss, but this strategy or model requires all ranks to run the same passes: let training_step "
+            "return a loss on every rank, and give batches that must not count a batch_weight of 0."
         )
 
     def _candidates(self, own: Any, index: int) -> Generator[tuple[Any, int], None, None]:
-        """Yield batches to fill in with and their indices.
+        """Yield candidates for the filler batch and their indices.
 
-        First the one that gave a loss last, then those that come next, and in the end known batches with other indices:
-        a step may decide by the index whether it returns a loss.
+        The order is: the batch that returned a loss most recently, the next batches, and finally known batches with
+        other indices, since a step may decide by the index whether it returns a loss.
         """
         known = [] if self._last_good is None else [self._last_good]
         yield from known

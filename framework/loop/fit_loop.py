@@ -9,13 +9,14 @@
             for each micro-batch:
                 on_train_batch_start -> training_step -> (zero_grad at the first) -> backward
                 (after the last: clip, update, schedulers) -> on_train_batch_end
-            log, heed triggers, validate if due, stop if due
+            log, handle signals, validate if due, stop if due
         validate if due
-        on_train_epoch_end; metrics are reduced in one exchange; callbacks that monitor them
-        schedulers by epoch; all ranks agree on whether to stop
+        on_train_epoch_end; reduce metrics in one collective; callbacks that monitor them
+        schedulers with interval "epoch"; all ranks agree on whether to stop
     on_train_end, on_fit_end
 
-Between two boundaries, that is the ends of optimizer steps, nothing decides by what only one rank knows.
+A boundary is the end of an optimizer step. Between two boundaries no decision depends on a value that only one rank
+knows: ranks that decide differently would call different collectives, and the job would hang.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .manual_step import ManualStep
 
 @dataclass
 class FitPlan:
-    """When a fit ends, logs and validates. Counts of batches are micro-batches of each rank."""
+    """Limits and intervals of a fit: its end, logging and validation. Batches are micro-batches of each rank."""
 
     max_epochs: int | None
     min_epochs: int | None
@@ -53,11 +54,11 @@ class FitPlan:
     validate_at_epoch_end: bool = True
     validate_every_seconds: float | None = None
     sanity_batches: int | None = 0
-    """Batches of the validation loop to try before training; None for all."""
+    """Batches of the sanity check of the validation loop before training; None for all."""
 
 
 class FitLoop:
-    """One fit: the windows of its data, the step that uses them, and the plan of when what happens."""
+    """One fit: the accumulation windows of its data, the training step, and the plan of limits and intervals."""
 
     def __init__(self, run: Run, plan: FitPlan, windows: Windows, clock: Callable[[], float]) -> None:
         self.run = run
@@ -73,7 +74,7 @@ class FitLoop:
         self._warned_of_no_end = False
 
     def use_step(self, step: AutomaticStep | ManualStep, transfer: Callable[[Any, int], Any] | None) -> None:
-        """Train by this step; ``transfer`` moves validation batches to the device."""
+        """Train with this step; ``transfer`` moves validation batches to the device."""
         self.step = step
         if self.plan.validation is not None:
             self.plan.validation.use_transfer(transfer)
@@ -83,7 +84,7 @@ class FitLoop:
         self.reload_every, self.reload = every, reload
 
     def estimated_steps(self) -> int | float:
-        """Return the optimizer steps of the whole fit; infinite where unknown."""
+        """Return the number of optimizer steps of the entire fit; infinite if unknown."""
         plan, windows = self.plan, self.windows
         limit = plan.max_steps if plan.max_steps >= 0 else math.inf
         if windows.full is None or plan.max_epochs is None or plan.max_epochs < 0:
@@ -115,7 +116,7 @@ class FitLoop:
         run.averages.keep_in_module()
         with logging_to(run, NoLog("on_train_end or on_fit_end", "log in on_train_epoch_end instead")):
             run.call("on_train_end")
-            # What is told at the end is on the disk by then.
+            # The save is complete before the hooks at the end run, so that the paths that they report exist.
             run.saver.finish()
             run.call("on_fit_end")
         if run.progress.epoch_ended:
@@ -134,7 +135,8 @@ class FitLoop:
             self.reload()
         self.windows.begin()
         if not begins:
-            # What the hooks drew came before, in the run that was interrupted.
+            # The interrupted run has already drawn the random numbers of these hooks. Drawing them again would
+            # shift the generators, and the resumed run would differ from an uninterrupted one.
             rejoin(run)
         step = progress.global_step
         self._end_epoch(whole=self._batches())
@@ -150,16 +152,17 @@ class FitLoop:
             self._warned_of_no_end = True
             self.run.note(
                 f"epoch {self.run.progress.epoch} made no optimizer step, and only max_steps={plan.max_steps} ends "
-                "this run: where training_step returns None for every batch, or every update overflows, it never gets "
-                "there. Set max_epochs as well."
+                "this run: where training_step returns None for every batch, or every update overflows, it never "
+                "reaches this limit. Set max_epochs as well."
             )
 
     def _batches(self) -> bool:
-        """Train on the epoch's batches; return whether they were all taken."""
+        """Train on the epoch's batches; return whether all of them were used."""
         run, log = self.run, self.run.train_log
         log.in_step = True
         if run.progress.batch_in_epoch:
-            # The checkpoint of a resumed run may have been saved when a publication or a validation was due next.
+            # The checkpoint may have been saved between the optimizer step and the logging or validation that was due
+            # after it, so a resumed run does these first.
             self._publish_if_due()
             if self._validates_in_epoch:
                 self._validate_in_epoch()
@@ -171,9 +174,10 @@ class FitLoop:
             run.heartbeat.enter("epoch")
 
     def _steps(self) -> bool:
-        """Run optimizer steps until the epoch ends or training stops; return whether all batches were taken.
+        """Run optimizer steps until the epoch ends or training stops; return whether all batches were used.
 
-        The body is executed for every step: whatever is the same for all of them is bound before.
+        The body is executed for every step, so values that do not change are bound to local names first: attribute
+        look-ups here cost time in every step.
         """
         run, step, take = self.run, self.step, self.windows.take
         progress, triggers = run.progress, run.triggers
@@ -182,15 +186,16 @@ class FitLoop:
         while progress.global_step < self._step_limit:
             set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
             window = take()
+            # After fetching, so that the watchdog does not count a wait for data as part of the step.
             begin_step()
             if window is None or not step(*window):
                 if not step.refused:
                     self._check_not_empty()
                 return True
-            # A skipped update leaves the count of steps as it was: its values were published before.
+            # A skipped update does not increase the step count: the values of this count were published already.
             if progress.global_step % log_every == 0 and progress.global_step != progress.published:
                 self._publish_if_due()
-            # With several ranks the control reduction of the step has let triggers fire already.
+            # With several ranks the control reduction of the step has already run the signal handlers.
             if one_rank and (triggers.raised or triggers.fired or triggers.posted):
                 triggers.take()
             if triggers.fired:
@@ -222,7 +227,7 @@ class FitLoop:
             )
 
     def _end_epoch(self, whole: bool) -> None:
-        """Close an epoch; one that a stop cut short is closed too, but does not count as done."""
+        """Close an epoch. An epoch that a stop has cut short is closed too, but does not count as completed."""
         run, plan = self.run, self.plan
         progress = run.progress
         if whole:
@@ -232,6 +237,8 @@ class FitLoop:
         if due and progress.validated_at != progress.global_batch:
             self._validate()
         before, after = run.hooks_around("on_train_epoch_end")
+        # A checkpoint that a hook saves here holds the metrics of before the reduction, which a resumed run repeats:
+        # with the reduced values it would count the epoch twice.
         with redone(run):
             run.metrics.publish_epoch(run.train_log, progress, before, run.sanity_checking)
         if whole:
@@ -242,9 +249,9 @@ class FitLoop:
         self._agree()
 
     def _call_epoch_start(self, begins: bool) -> None:
-        """Call ``on_train_epoch_start``; in a resumed epoch again, for what hooks set up.
+        """Call ``on_train_epoch_start``; call it again in a resumed epoch, because hooks may set up state in it.
 
-        What they drew and logged before the checkpoint was saved is part of it.
+        Random numbers drawn and values logged by the first call are part of the checkpoint.
         """
         run = self.run
         hooks = run.hooks("on_train_epoch_start")
@@ -270,7 +277,8 @@ class FitLoop:
     def _validate_in_epoch(self) -> None:
         progress, plan = self.run.progress, self.plan
         every = plan.validate_every_batches
-        # A preempted run saves and ends first; the validation is due again when it resumes.
+        # A preempted run saves and ends without validating, as the grace period may be short. The resumed run
+        # validates.
         if self.run.preempted_by is not None:
             return
         if plan.validation is None or progress.validated_at == progress.global_batch:
@@ -278,7 +286,8 @@ class FitLoop:
         if every is not None:
             across = plan.check_val_every_n_epoch is None
             count = progress.global_batch if across else progress.batch_in_epoch
-            # Counted from the last validation, not by remainders: a window may step over the exact batch.
+            # Counted from the last validation instead of by the remainder: a window of several batches may step over
+            # the exact batch.
             validated = max(0, count - (progress.global_batch - progress.validated_at))
             if count // every > validated // every and (across or self._epoch_validates()):
                 self._validate()
@@ -286,7 +295,7 @@ class FitLoop:
             self._validate_by_clock(plan.validate_every_seconds)
 
     def _validate_by_clock(self, seconds: float) -> None:
-        # Rank 0's clock decides for all.
+        # Rank 0's clock decides for all ranks: clocks differ, and validation is collective.
         run = self.run
         if Signal.VALIDATE in run.triggers.fired:
             self._validated_time = self.clock()
@@ -301,7 +310,7 @@ class FitLoop:
         run.train_log.in_step = False
 
         with ExitStack() as anew:
-            # A run resumed from a checkpoint that was saved within a validation has all of it to do.
+            # A checkpoint saved during a validation has the validation still due: a resumed run repeats all of it.
             anew.enter_context(redone(run))
 
             def validated() -> None:
@@ -329,14 +338,14 @@ class FitLoop:
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def _agree(self) -> None:
-        """Exchange what callbacks have raised at a boundary outside the batches. Collective."""
+        """Exchange signals that callbacks have raised at a boundary outside the batches. Collective."""
         run = self.run
         run.triggers.agree()
         run.triggers.handle()
         self._leave_if_preempted()
 
     def _leave_if_preempted(self) -> None:
-        """Save and end a preempted run. Collective where the run is preempted, which is the same on all ranks."""
+        """Save and end the run if it is preempted, which is the same on all ranks. Collective if it is."""
         if self.run.preempted_by is not None:
             leave(self.run, self.run.context.preemption_directory())
 
@@ -357,6 +366,6 @@ class FitLoop:
         if plan.max_steps >= 0 and progress.global_step >= plan.max_steps:
             return True
         if self.windows.full == 0:
-            # limit_train_batches=0: a loader without batches was refused before.
+            # Only with limit_train_batches=0: a loader without batches has raised an error before.
             return True
         return self.run.stop_requested and self._may_stop()

@@ -1,7 +1,7 @@
-"""Evaluation where forward passes hold collectives: all ranks run the same number of them over each loader.
+"""Evaluation in lockstep: all ranks run the same number of forward passes, because these contain collectives.
 
-A rank that has run out of batches goes on with its last one, unseen by everything that counts. Ranks agree on it while
-they run, so that loaders may have any length, known or not.
+A rank that has run out of batches repeats its last batch; hooks, logs and metrics do not see it. Ranks agree batch by
+batch on whether to continue, so loaders may have any length, known or unknown.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def in_rounds(
 ) -> Iterator[Numbered]:
     """Yield a rank's batches, then call ``stand_in`` with a batch as often as others have more. Collective.
 
-    ``count`` is how many batches this rank has, where that is certain. A rank that has none at all gets one of the
-    lowest rank that has any.
+    ``count`` is the number of batches of this rank, if it is certain. A rank without any batch receives one from the
+    lowest rank that has one.
     """
     upcoming = next(batches, None)
     told = world.all_gather_object((upcoming is not None, count))
@@ -40,9 +40,9 @@ def in_rounds(
     while True:
         item = upcoming
         if item is not None:
-            # Before the step, which may take the batch apart.
+            # Before the step, which may modify the batch's containers.
             upcoming, last = next(batches, None), fresh(item[1])
-        # The question is answered while the model runs.
+        # The reduction overlaps with the model's forward pass.
         more = torch.tensor([float(upcoming is not None)], dtype=torch.float64)
         pending = world.control_reduce(more) if rounds is None else None
         if item is not None:

@@ -22,9 +22,9 @@ _BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")
 
 
 class ManualOptimizer:
-    """An optimizer as ``self.optimizers()`` returns it: its ``step`` reduces gradients over ranks and obeys precision.
+    """An optimizer as returned by ``self.optimizers()``, whose ``step`` reduces and unscales gradients.
 
-    Everything else is the optimizer's own.
+    All other attributes are those of the wrapped optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, run: Run, guard: NonFiniteGuard, applied: Callable[[], None]) -> None:
@@ -61,17 +61,19 @@ class ManualOptimizer:
             loss = closure()
             self.reduced = False
             self.reduce()
-            # By the loss an optimizer may decide how often to evaluate: it must be the same one on all ranks.
+            # The optimizer may decide by the loss how often to evaluate, so all ranks must see the same value:
+            # otherwise they would call different numbers of collectives.
             return self._run.world.all_reduce(loss.detach().clone(), "mean") if isinstance(loss, Tensor) else loss
 
         if closure is None:
             self.reduce()
         elif fabric.updater.guarded:
             raise ConfigurationError(
-                "step(closure) computes its gradients inside the update, so they can be neither unscaled nor looked at "
+                "step(closure) computes its gradients inside the update, so they cannot be unscaled or checked "
                 "before it: call step() without closure, or use another precision and nonfinite='raise'."
             )
         hooks = partial(self._call_hooks, optimizer) if self._hooks else None
+        # Collective, also on ranks with finite losses: a rank that decided alone would diverge from the others.
         if self._guard.agree():
             self._guard.heed_loss()
             fabric.updater.forget(optimizer)
@@ -82,14 +84,14 @@ class ManualOptimizer:
         return result
 
     def gradients_added(self) -> None:
-        """Reduce again before the next update: a backward pass adds gradients of this rank alone.
+        """Mark gradients as not reduced, after a backward pass has added local gradients.
 
-        Averaging gradients that were averaged before leaves them as they are.
+        Averaging gradients a second time does not change the part that was averaged before.
         """
         self.reduced = False
 
     def reduce(self) -> None:
-        """Average the gradients over ranks, once for each update: before it, or before they are clipped. Collective."""
+        """Average the gradients over ranks, once per update: before it, or before they are clipped. Collective."""
         if self._reduces and not self.reduced:
             strategy, parameters = self._run.strategy, parameters_of(self.optimizer)
             if self._closes:
@@ -108,14 +110,14 @@ class ManualOptimizer:
         self._run.updater.forget(self.optimizer)
 
     def _evaluate_once(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure before the update, as an optimizer does that asks for the loss once.
+        """Run a closure before the update, for an optimizer that evaluates the loss once.
 
         Raises:
-            ConfigurationError: the optimizer asks for it several times, and moves the weights in between.
+            ConfigurationError: the optimizer evaluates the loss several times and changes the weights in between.
         """
         if needs_closure(self.optimizer):
             raise ConfigurationError(
-                f"{type(self.optimizer).__name__} evaluates the loss several times for an update, and moves whole "
+                f"{type(self.optimizer).__name__} evaluates the loss several times for an update, and changes full "
                 f"weights in between, which strategy={self._run.strategy.name!r} splits over ranks: use another "
                 "optimizer, or strategy='ddp'."
             )
@@ -123,7 +125,7 @@ class ManualOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Generator[None, None, None]:
-        """Let only this optimizer's parameters gather gradients."""
+        """Make only this optimizer's parameters require gradients."""
         with self._run.module.toggled_optimizer(self.optimizer):
             yield
 
@@ -133,23 +135,24 @@ class ManualOptimizer:
 
 
 def closes_windows(traits: Traits) -> bool:
-    """Whether gradients add up only where the strategy knows the last backward pass of an update.
+    """Whether the strategy must know which backward pass is the last one of an update.
 
-    Under manual optimization the last pass is not known. Where every rank holds full weights between passes,
-    one more pass can follow that starts from the weights themselves, with a gradient of zero.
+    Under manual optimization the last pass is unknown until the optimizer steps. If every rank holds full weights
+    between passes, one more backward pass with gradients of zero, started from the weights, closes the window.
     """
     return traits.reduces_in_backward and not traits.forward_has_collectives
 
 
 class ManualStep(TrainingStep):
-    """Calls ``training_step`` for each batch; a batch in which any optimizer stepped is one optimizer step."""
+    """Calls ``training_step`` for each batch; a batch in which any optimizer stepped counts as one optimizer step."""
 
     def __init__(self, run: Run, transfer: Callable[[Any], Any] | None, nonfinite: str) -> None:
         super().__init__(run, transfer, nonfinite)
         self.reduced_before = self.strategy.traits.reduces_in_backward
         self.closes = closes_windows(self.strategy.traits)
-        # Elsewhere gradients are reduced when an optimizer steps, which may be many times in a step, and not by the
-        # strategy's own forward and backward.
+        # With other strategies gradients are reduced when an optimizer steps, which may happen several times in a
+        # training step. The strategy's own forward and backward would reduce after every backward pass, so they are
+        # bypassed.
         self.forward = self.routed(training=self.reduced_before)
         self.stepped = False
         self.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
@@ -161,15 +164,17 @@ class ManualStep(TrainingStep):
         self.stepped = True
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss, scaled where the precision needs it."""
+        """Compute gradients of a loss, scaled if the precision uses loss scaling."""
         scaler = self.run.scaler
         self.note_loss(loss)
         for hook in self.before_backward:
             hook(loss)
+        # Any optimizer may hold parameters of this loss, so all of them must reduce again before their next update.
         for optimizer in self.manual_optimizers:
             optimizer.gradients_added()
         scaled = loss if scaler is None else loss * scaler.scale
         if self.closes:
+            # Only accumulate: it is not known here whether another backward pass follows before the update.
             self.strategy.sync_gradients(False)
         if self.reduced_before:
             options = {**dict(zip(_BACKWARD_ARGUMENTS, args, strict=False)), **kwargs}
@@ -180,7 +185,7 @@ class ManualStep(TrainingStep):
             hook()
 
     def __call__(self, batches: list[Any], consumed: int) -> bool:
-        """Run a batch; return False where no rank had one. Collective."""
+        """Run a batch; return False if no rank had one. Collective."""
         index = self.progress.batch_in_epoch
         self.refused = False
         if batches:
@@ -191,7 +196,8 @@ class ManualStep(TrainingStep):
             agreement = self.triggers.read()
             if self.triggers.fired:
                 self.run.triggers.handle()
-            # Optimizers communicate in the user's step, so a batch counts only where every rank has one.
+            # Optimizers call collectives in the user's step, which all ranks must run: batches that only some ranks
+            # have are dropped.
             if agreement.ranks_with_data < self.run.world.size:
                 return False
         elif self.refused:

@@ -37,7 +37,7 @@ class TrainingStep:
         self.before_update = run.hooks("on_before_optimizer_step")
         self.averages = run.averages if len(run.averages) else None
         self.forward: StepFunction
-        # Whether a hook has returned -1: it refuses this batch and the rest of the epoch.
+        # Whether a hook has returned -1, which skips this batch and the rest of the epoch.
         self.refused = False
         self.index = 0
         self.guard = NonFiniteGuard(run, nonfinite, self.plain, lambda: Seen(None, self.log.batch, self.index))
@@ -50,12 +50,12 @@ class TrainingStep:
         self.pace.count_forward(not self.strategy.traits.forward_has_collectives)
 
     def routed(self, training: bool = True) -> StepFunction:
-        """Return the user's step, in the precision's context, through the strategy."""
+        """Return the user's step in the precision's context, routed through the strategy."""
         context = self.run.fabric.forward_context()
         return self.strategy.route(in_context(self.user_step(), context), training)
 
     def plain(self) -> StepFunction:
-        """Return the user's step as an evaluation would run it, in the precision's context."""
+        """Return the user's step in the precision's context, without the strategy's wrapper, as in an evaluation."""
         context = self.run.fabric.forward_context()
         return self.strategy.route(in_context(TrainingStep.user_step(self), context), False)
 
@@ -64,15 +64,16 @@ class TrainingStep:
         return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
 
     def report(self, number: float, step: int) -> None:
-        """Stop all ranks for a loss that was copied from a device in the background.
+        """Stop all ranks because a loss copied from a device in the background is not finite.
 
-        One process stops at once. Several stop through a signal, at the next step boundary.
+        One process stops immediately. Several ranks stop through a signal at the next step boundary: a rank that raised
+        alone would leave the others waiting in a collective.
         """
         where = f" on rank {self.run.world.rank}" if self.several else ""
         message = (
             f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
             f"batch {self.progress.batch_in_epoch}){where}. Lower the learning rate or clip gradients; "
-            "Trainer(nonfinite='skip') leaves such updates out, 'ignore' goes on."
+            "Trainer(nonfinite='skip') leaves such updates out, 'ignore' continues."
         )
         if not self.several:
             raise NonFiniteError(message)
@@ -81,7 +82,8 @@ class TrainingStep:
     def note_loss(self, loss: Tensor) -> None:
         """Record a loss for the progress bar and hooks, and check that it is finite."""
         if self.reads_loss:
-            # The only time that the loss is read in a step. On a GPU it would make the host wait.
+            # The loss is read only here in a step, and only on the CPU: on a GPU the host would wait for the device,
+            # which costs the overlap between them.
             number = loss.item()
             if number - number != 0.0:
                 if self.guard.sees_losses:
@@ -95,12 +97,12 @@ class TrainingStep:
                 self.watch(loss, self.progress.global_step, self.index)
 
     def judge(self, number: float, step: int, position: int) -> None:
-        """Judge a loss that was copied from a device in the background."""
+        """Check a loss that was copied from a device in the background."""
         if self.spikes(number, position):
             self.report_spike(number, step)
 
     def report_spike(self, number: float, step: int) -> None:
-        """Send rank 0 a note of a loss of this rank that is far above those before it."""
+        """Send rank 0 a message about a loss of this rank that is far above the previous ones."""
         where = f" on rank {self.run.world.rank}" if self.several else ""
         self.triggers.set(
             Signal.NOTE,
@@ -109,7 +111,7 @@ class TrainingStep:
         )
 
     def meet_nonfinite(self, number: float) -> None:
-        """Record a loss of this rank that is not finite."""
+        """Handle a loss of this rank that is not finite."""
         self.guard.see(number, self.log.batch, self.index)
 
     def advance(self, consumed: int) -> None:
@@ -119,7 +121,7 @@ class TrainingStep:
             self.pace.updated()
 
     def start_batch(self, batch: Any, index: int) -> Any:
-        """Transfer a batch, give it to the log and call the hooks; return the batch."""
+        """Transfer a batch, pass it to the log and call the hooks; return the batch."""
         if self.transfer is not None:
             batch = self.transfer(batch)
         self.index = index
@@ -134,11 +136,11 @@ class TrainingStep:
         return batch
 
     def refresh(self) -> None:
-        """Look again at what may change between epochs. Collective."""
+        """Refresh the values that may change between epochs. Collective."""
         if self.strategy.trainability_changed(self.run.module):
             self.forward = self.routed()
 
     def flush(self) -> None:
-        """Wait for losses that are still being watched."""
+        """Wait for losses that are still being checked."""
         if self.watch is not None:
             self.watch.flush()

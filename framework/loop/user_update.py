@@ -1,6 +1,6 @@
-"""The update of automatic optimization as the user's hooks change it, resolved once per fit.
+"""The update of automatic optimization with the user's hooks, resolved once per fit.
 
-What is not overridden costs nothing: without hooks an update is the strategy's own, and clipping is the updater's.
+Hooks that are not overridden cost nothing: without hooks the strategy updates, and the updater clips.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..run.run import Run
 
 
 class UserUpdate:
-    """Binds ``zero_grad`` and ``apply`` to the shortest way that the module's overridden hooks allow.
+    """Binds ``zero_grad`` and ``apply`` to the shortest code path that the module's overridden hooks allow.
 
     Args:
         run: the fit.
@@ -23,9 +23,9 @@ class UserUpdate:
     """
 
     zero_grad: Callable[[], None]
-    """Drops the gradients of the update before."""
+    """Drops the gradients of the previous update."""
     apply: Callable[[int], bool]
-    """Applies the update after the batch of an index; returns whether it was applied. Collective."""
+    """Applies the update after the batch with an index; returns whether it was applied. Collective."""
 
     def __init__(self, run: Run, hooks: Sequence[Callable[..., Any]], clipping: tuple[float | None, str]) -> None:
         self._run = run
@@ -34,7 +34,8 @@ class UserUpdate:
         self._updater = run.updater
         self._optimizer = run.optimizers[0]
         self._index = 0
-        # A strategy whose gradients or weights are not the parameters' own is asked to step and to drop gradients.
+        # Some strategies hold gradients or weights outside of the parameters, so the strategy must do the step and drop
+        # the gradients.
         reduces = self._strategy.traits.reduces_in_backward
         self._for_user: Any = StrategyOptimizer(self._optimizer, self._strategy) if reduces else self._optimizer
         self.zero_grad = self._zero_grad()
@@ -49,7 +50,7 @@ class UserUpdate:
     def _before_step(
         self, hooks: Sequence[Callable[..., Any]], clipping: tuple[float | None, str]
     ) -> Callable[[], Any] | None:
-        """Return the hooks and clipping between unscaling and the update, or None without any."""
+        """Return a function that runs hooks and clipping after unscaling; None if there are none."""
         clip = self._clip(*clipping)
         if not hooks:
             return clip

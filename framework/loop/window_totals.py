@@ -1,8 +1,8 @@
-"""The totals of an accumulation window over all ranks, from which the scale of its losses follows.
+"""Totals of an accumulation window over all ranks, which determine the scale of its losses.
 
 Before the first backward pass every rank must know the weight of the window summed over the ranks, and whether any rank
-has data at all. One rank knows both at once. Several ranks launch one small reduction as soon as their windows are
-fetched and read it behind the first forward pass, which hides it.
+has data at all. A single rank knows both immediately. Several ranks launch one small reduction as soon as their windows
+are fetched, and read it after the first forward pass, which overlaps with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LocalTotals:
 
     def __init__(self) -> None:
         self.mean_weight = 1.0
-        """The window's weight, averaged over the ranks. Each loss is multiplied by its own weight over this."""
+        """The window's weight, averaged over ranks. Each loss is multiplied by its own weight divided by this value."""
 
     def open(self, batches: list[Any], weights: Sequence[float], consumed: int) -> list[Any] | None:
         """Return the micro-batches to run, or None at the end of the epoch."""
@@ -28,11 +28,11 @@ class LocalTotals:
         return batches
 
     def wait(self) -> None:
-        """Nothing to wait for: signals of a single rank are handled between two steps."""
+        """Do nothing: signals of a single rank are handled between two steps."""
 
 
 class ReducedTotals(LocalTotals):
-    """The totals of several ranks, by the control reduction of the step."""
+    """The totals of several ranks, read from the control reduction of the step."""
 
     def __init__(self, run: Run, filler: LockstepFiller | None) -> None:
         super().__init__()
@@ -43,18 +43,18 @@ class ReducedTotals(LocalTotals):
         self._is_read = False
 
     def open(self, batches: list[Any], weights: Sequence[float], consumed: int) -> list[Any] | None:
-        """Launch the reduction; return the micro-batches to run, or None where no rank has data. Collective.
+        """Launch the reduction; return the micro-batches to run, or None if no rank has data. Collective.
 
-        A rank that has fewer batches than others gets fillers for the rest of its window. Where strategies or layers
-        make ranks run in lockstep, each filler is a full pass of weight 0. Elsewhere a rank without any batch gets a
-        single filler, which stands for its part in the reduction of gradients.
+        A rank with fewer batches than others gets fillers for the rest of its window. If the strategy or a layer
+        requires lockstep, each filler is a full pass of weight 0. Otherwise a rank without any batch gets a single
+        filler, which only takes part in the reduction of gradients.
         """
         filler = self._filler
         progress = self._run.progress
         self._triggers.launch(progress.attempts, sum(weights), len(batches))
         self._is_read = False
         if not batches or (filler is not None and (len(batches) < consumed or not filler.began)):
-            # How many passes to run depends on the other ranks, so this wait cannot hide behind a forward pass.
+            # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass.
             agreement = self._read()
             if agreement.ranks_with_data == 0:
                 self._handle_signals()
@@ -68,9 +68,9 @@ class ReducedTotals(LocalTotals):
         return window
 
     def wait(self) -> None:
-        """Wait for the reduction unless it was read, and handle the signals that came with it. Collective.
+        """Wait for the reduction if it was not read yet, and handle the signals that it contains. Collective.
 
-        Called behind the first forward pass and before the first backward pass, on every rank.
+        Every rank calls it after the first forward pass and before the first backward pass.
         """
         if not self._is_read:
             self._read()

@@ -9,7 +9,7 @@ phalanx and DeepSpeed differ from the paper as follows:
 
     single, ddp, fsdp   mixed precision keeps parameters, and so gradients and moments, in fp32 and casts them for
                         computing: 4 + 4 + 8. There is no master copy.
-    zero*               gradients are accumulated in fp32 whatever the parameters' dtype: 4 in place of 2 (stage 1 has
+    zero*               gradients are accumulated in fp32 for any dtype of parameters: 4 in place of 2 (stage 1 has
                         them besides the full 2 of the backward pass). There is a master copy in 32-true too.
     *-offload, -nvme    on the host a buffer of gradients that the optimizer reads, and one or two to accumulate in.
 
@@ -123,7 +123,7 @@ class Bytes:
 
     @property
     def held(self) -> int:
-        """The sum without buffers and activations, which come and go within a step."""
+        """The sum without buffers and activations, which exist only within a step."""
         return self.parameters + self.gradients + self.optimizer_state + self.master_copies
 
     def __iter__(self) -> Iterator[int]:

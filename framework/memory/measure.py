@@ -130,7 +130,7 @@ def _slots(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> list[Any]:
-    """Return the state of one parameter after a step of a copy of the optimizer on it alone."""
+    """Return the state of one parameter after a step of a copy of the optimizer on only this parameter."""
     # Fused kernels do not support meta tensors. The state is the same without them.
     plain: dict[str, Any] = {name: False for name in ("fused", "capturable", "foreach") if name in group}
     for device in ("meta", "cpu"):

@@ -1,4 +1,4 @@
-"""What of a run is saved, when it is saved, and how it is restored."""
+"""Saving and restoring the state of a run."""
 
 from __future__ import annotations
 

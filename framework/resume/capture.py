@@ -1,7 +1,7 @@
-"""All that a run is made of, taken as canonical state for a checkpoint; ``restoring`` puts it back.
+"""The state of a run as canonical state for a checkpoint; ``restore`` loads it.
 
-Tensors are held by parameter name; optimizer state by optimizer, slot and parameter name; everything else as JSON.
-What differs from rank to rank (random generators, what has been logged in the epoch so far) is a document of each rank.
+Tensors are stored by parameter name; optimizer state by optimizer, slot and parameter name; everything else as JSON.
+State that differs between ranks (random generators, values logged in the epoch so far) is one document per rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .rank_state import capture_rank
 
 
 def live_weights(run: Run) -> dict[str, Shard]:
-    """Return this rank's part of the weights that are trained, also while the module computes with an average.
+    """Return this rank's part of the trained weights, also while the module computes with averaged weights.
 
     Collective.
     """
@@ -30,7 +30,7 @@ def live_weights(run: Run) -> dict[str, Shard]:
 
 
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
-    """Return the content of a checkpoint; with ``weights_only`` the model and its hyperparameters. Collective."""
+    """Return the content of a checkpoint; with ``weights_only`` only the model and its hyperparameters. Collective."""
     sections: dict[str, dict[str, Shard]] = {"model": live_weights(run)}
     if averages := run.averages.shards():
         sections[AVERAGES] = averages
@@ -47,7 +47,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
 
 
 def _described(run: Run, weights_only: bool) -> dict[str, Any]:
-    """Return the part of the document that every checkpoint has."""
+    """Return the part of the document that every checkpoint contains."""
     hparams, unsaved = encode_known(dict(run.module.hparams))
     document: dict[str, Any] = {
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
@@ -56,7 +56,7 @@ def _described(run: Run, weights_only: bool) -> dict[str, Any]:
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
         "run": run.directory.identity,
-        # Shown by tools; nothing is decided by them.
+        # For display by tools; no decision depends on them.
         "strategy": run.strategy.name,
         "precision": run.precision.name,
     }
@@ -68,7 +68,7 @@ def _described(run: Run, weights_only: bool) -> dict[str, Any]:
 def _add_training(
     run: Run, windows: Windows | None, document: dict[str, Any], sections: dict[str, dict[str, Shard]]
 ) -> None:
-    """Add what a run needs to resume: optimizers, schedulers, states, and the position in the data. Collective."""
+    """Add optimizers, schedulers, other states and the position in the data. Collective."""
     names, strategy = names_of(run.module), run.strategy
     states = [optimizer_state(strategy, optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
     sections["optimizer"] = {name: shard for _, shards in states for name, shard in shards.items()}
@@ -91,10 +91,10 @@ def _add_training(
 
 
 def check_state(run: Run) -> None:
-    """Refuse now what no checkpoint could keep later: states of schedulers, callbacks and modules.
+    """Check before training that the states of schedulers, callbacks and modules can be saved.
 
     Raises:
-        ConfigurationError: a value is of a type that cannot be kept; the message says where.
+        ConfigurationError: a value has a type that cannot be saved; the message names its place.
     """
     encode(_states(run))
 
@@ -109,6 +109,6 @@ def _states(run: Run) -> dict[str, Any]:
 
 
 def _encoded(state: dict[str, Any], run: Run) -> tuple[JSON, dict[str, Shard]]:
-    """Return a document and the tensors that it names, both rank 0's."""
+    """Return a document and the tensors that it refers to, both from rank 0."""
     encoded, tensors = encode(state)
     return encoded, whole(tensors) if run.world.is_global_zero else {}

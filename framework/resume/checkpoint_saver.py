@@ -1,12 +1,13 @@
-"""``Saver``: a run's saves, written here or behind the training, and what becomes of them.
+"""Synchronous and asynchronous checkpoint saves of one run, and their error handling.
 
-    save      Collective: waits for the save before, captures the run, writes it or hands a copy to a thread
-    finish    Collective: what came of the save behind the training is heeded, on all ranks alike
-    close     the end, however it came; no collective
+    save      Collective: waits for the previous save, captures the run, writes it or passes a copy to a thread
+    finish    Collective: waits for the asynchronous save and handles its result, the same on all ranks
+    close     at the end of the run, also after an error; no collective
 
-Behind the training every rank's thread writes its part; they agree among themselves on a world of their own. When rank
-0's is over it raises a trigger, so that all ranks settle at the same boundary; a save, or the end of the fit, that
-comes first settles as well. So at most one save is under way, and no rank acts on what only it knows.
+In an asynchronous save a thread of every rank writes the rank's part; the threads use a process group of their own, so
+that their collectives do not interleave with those of training. When rank 0's thread has finished, it raises a signal
+that makes all ranks call ``finish`` at the same boundary; an earlier save or the end of the fit calls it as well. So at
+most one save is pending, and no rank acts on a result that other ranks do not know.
 """
 
 from __future__ import annotations
@@ -35,24 +36,25 @@ if TYPE_CHECKING:
 
 _FAILURES_IN_A_ROW = 3
 _TOLERATED = (ConfigurationError, NonFiniteError, StorageError)
-# Other ranks are ended soon after one that failed; alone, a large checkpoint may still be finished.
+# Seconds that a pending save may still take after an error. The supervisor ends the other ranks soon after one that
+# failed, so several ranks get little time; a single process may still finish a large checkpoint.
 _GRACE_SECONDS = {True: 30.0, False: 1.0}
 _LAST_SECONDS = 1.0
 
 
-# What canonical state is kept in, whatever is computed with.
+# Bytes per element of canonical state, which is float32 for any compute dtype.
 _ELEMENT_BYTES = 4
 
 
 def _moments(optimizer: Optimizer) -> int:
-    """Return about how many tensors of a parameter's size an optimizer keeps for it."""
+    """Return the approximate number of parameter-sized tensors in an optimizer's state per parameter."""
     defaults = optimizer.defaults
     return 2 if "betas" in defaults else int(bool(defaults.get("momentum", 1)))
 
 
 @dataclass
 class _Pending:
-    """A save behind the training."""
+    """An asynchronous save that has not finished."""
 
     number: int
     request: SaveRequest
@@ -61,7 +63,7 @@ class _Pending:
 
 
 class Saver:
-    """The saves of one run."""
+    """Saves checkpoints of one run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -72,26 +74,29 @@ class Saver:
         self._pending: _Pending | None = None
         self._number = 0
         self._failures: dict[str, tuple[int, PhalanxError]] = {}
-        """Of those whose last save failed: how many in a row, and the last error."""
+        """For each failure key whose last save failed: the number of failures in a row, and the last error."""
 
     @property
     def sharded(self) -> bool:
-        """Whether every rank writes a part."""
+        """Whether every rank writes its own part of a checkpoint."""
         return not self._run.traits.replicates
 
     def follow(self, windows: Windows) -> None:
-        """Save the position in these windows with every checkpoint from now on."""
+        """Save the position in the data of these windows with every checkpoint from now on."""
         self._windows = windows
 
     def prepare(self, size: int = 0) -> None:
-        """Get ready for saves behind the training, of about ``size`` bytes on this rank. Collective."""
+        """Prepare asynchronous saves of about ``size`` bytes on this rank. Collective."""
         if self._apart is None:
             self._apart = self._run.world.apart()
         if self.sharded or self._run.world.is_global_zero:
             self._staging.reserve(size)
 
     def estimate(self, weights_only: bool) -> int:
-        """Return about how many bytes a checkpoint takes on all ranks; before the first step there are no moments."""
+        """Return the approximate size of a checkpoint in bytes, summed over ranks.
+
+        Optimizer state is estimated by the type of the optimizer, as it does not exist before the first step.
+        """
         run = self._run
         trained = {name for name, parameter in run.module.named_parameters() if parameter.requires_grad}
         sizes = {name: prod(shape) for name, shape in run.strategy.shapes(run.module).items()}
@@ -102,20 +107,22 @@ class Saver:
         return _ELEMENT_BYTES * elements
 
     def save(self, request: SaveRequest) -> None:
-        """Save the run as it stands after its last optimizer step. Collective.
+        """Save the state of the run after its last optimizer step. Collective.
 
         Raises:
             NonFiniteError: on all ranks; a weight is NaN or infinite, and the request is not tolerant.
-            StorageError: on all ranks; it could not be written, and the request is not tolerant, or it was the third in
-                a row. What was there is untouched.
-            ConfigurationError: an accumulation window is under way.
+            StorageError: on all ranks; the checkpoint could not be written, and the request is not tolerant, or it is
+            the
+                third failure in a row. Existing checkpoints are unchanged.
+            ConfigurationError: the call is in the middle of an accumulation window.
         """
         run = self._run
         run.check_together("save_checkpoint")
+        # At most one save is pending: a second one would need its own copy of the state in memory.
         self.finish()
         if run.in_window:
             raise ConfigurationError(
-                "save_checkpoint was called within an optimizer step, where gradients are half gathered: call "
+                "save_checkpoint was called within an optimizer step, where gradients are incomplete: call "
                 "it in on_train_batch_end once trainer.global_step has grown, or at an epoch's end."
             )
         notes: list[str] = []
@@ -133,9 +140,9 @@ class Saver:
         self._heed(request, error, notes)
 
     def finish(self, number: int | None = None) -> None:
-        """Wait for the save behind the training, if there is one, and heed what came of it. Collective.
+        """Wait for the asynchronous save, if one is pending, and handle its result. Collective.
 
-        With ``number`` only for that one. Raises as ``save`` does for it.
+        With ``number`` wait only if the save with this number is the pending one. Raises the same errors as ``save``.
         """
         pending = self._pending
         if pending is None or number not in (None, pending.number):
@@ -149,7 +156,8 @@ class Saver:
         """Wait for pending saves and deletions; raise if the most recent save of any failure key failed. Collective.
 
         Raises:
-            StorageError: on all ranks; no later save will make up for the one that failed.
+            StorageError: on all ranks. After the last save no later one can replace it, so that a tolerant request
+                raises as well.
         """
         self.finish()
         with self._run.heartbeat.section("save"):
@@ -161,7 +169,7 @@ class Saver:
         """Release resources. A save that is pending after a failure is given a grace period. No collective."""
         pending, self._pending, over = self._pending, None, True
         self._staging.close()
-        # It would keep the data's worker processes alive.
+        # The reference would keep the worker processes of the data alive.
         self._windows = None
         if pending is not None:
             alone = self._run.world.size == 1
@@ -174,11 +182,12 @@ class Saver:
                 lost = StorageError(f"{pending.request.path} was not saved: the run ended before it was written.")
                 self._run.note(str(lost))
                 pending.request.on_done(lost)
-        # Nothing is left to delete after a fit that ended well; after a failure the next run deletes the rest.
+        # After a successful fit no deletion is pending; after a failure the next run deletes the rest.
         self._deletion.close(_LAST_SECONDS)
         for text in self._deletion.problems():
             self._run.note(text)
-        # A process group that the saving thread may still use is released together with that thread.
+        # The saving thread may still use its process group, which is released together with the thread: destroying it
+        # here could crash a collective in progress.
         if self._apart is not None and (pending is None or over):
             self._apart.close()
         self._apart = None
@@ -191,7 +200,7 @@ class Saver:
             strategy = run.strategy
             snapshot = self._staging.take(snapshot, [strategy.stepping_optimizer(one) for one in run.optimizers])
         else:
-            # Rank 0 writes for all; what this rank holds may change from here on.
+            # Rank 0 writes for all ranks. This rank needs no copy of its state, which training may change now.
             snapshot = self._staging.take(Snapshot({}, None, snapshot.rank_document))
         self._number += 1
         number, notes = self._number, list[str]()
@@ -202,6 +211,7 @@ class Saver:
             self._write(request, snapshot, apart, notes, lambda: work is not None and work.given_up)
 
         def over() -> None:
+            # Runs in the saving thread, which must not call ``finish``: the main thread may be in a collective.
             if run.world.is_global_zero:
                 run.triggers.post(Signal.SAVE_DONE, number)
 
@@ -231,7 +241,7 @@ class Saver:
             notes += request.prune(self._deletion)
 
     def _heed(self, request: SaveRequest, error: BaseException | None, notes: list[str]) -> None:
-        """Act on what came of a save; the same on all ranks."""
+        """Handle the result of a save, the same on all ranks."""
         note = self._run.note
         for text in [*notes, *self._deletion.problems()]:
             note(text)
@@ -250,4 +260,4 @@ class Saver:
         self._failures[request.failure_key] = count, error
         if count >= _FAILURES_IN_A_ROW:
             raise type(error)(f"{error} It was the third save in a row that failed, so the run ends.") from None
-        note(f"{error} Training goes on, and older checkpoints are as they were ({count} of 3 in a row).")
+        note(f"{error} Training continues, and older checkpoints are unchanged ({count} of 3 in a row).")

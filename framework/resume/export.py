@@ -1,4 +1,4 @@
-"""Weights alone, as plain safetensors: during a fit from what the ranks hold, afterwards from the module."""
+"""Export of the weights to plain safetensors, from the ranks during a fit or from the module afterwards."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Size = int | str | None
 
 
 def check_export(dtype: Dtype, max_shard_size: Size) -> None:
-    """Refuse a dtype or a size that is none.
+    """Check the dtype and the shard size of an export.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: ``dtype`` is not a supported dtype, or the size is invalid.
     """
     target_dtype(dtype)
     if max_shard_size is not None:
@@ -40,13 +40,14 @@ def check_export(dtype: Dtype, max_shard_size: Size) -> None:
 
 
 def export_run(run: Run, path: Path, dtype: Dtype, max_shard_size: Size) -> Path:
-    """Write the weights of a run under way. Collective.
+    """Write the weights of a run in progress. Collective.
 
-    Where they are split, each rank first writes its part beside ``path``, so that no rank ever holds all of them.
+    If the weights are sharded, each rank first writes its part next to ``path``, so that no rank ever holds all
+    weights.
 
     Raises:
         ConfigurationError: on all ranks; ``path`` exists, or a number does not fit into ``dtype``.
-        StorageError: on all ranks; it cannot be written.
+        StorageError: on all ranks; the files cannot be written.
     """
     check_export(dtype, max_shard_size)
     world, shards = run.world, live_weights(run)
@@ -66,7 +67,7 @@ def export_run(run: Run, path: Path, dtype: Dtype, max_shard_size: Size) -> Path
             tensors = section_tensors(open_checkpoint(draft), MODEL)
             return write_plain(PlainTensors(tensors, target_dtype(dtype)), path, max_shard_size)
         finally:
-            # Left behind, it has the name of a leftover.
+            # If the process is killed, the directory has a name that the next clean-up recognizes.
             with contextlib.suppress(StorageError):
                 remove_tree(draft)
 
@@ -77,8 +78,9 @@ def export_module(module: nn.Module, path: Path, dtype: Dtype, max_shard_size: S
     """Write the weights that a module holds in this process.
 
     Raises:
-        ConfigurationError: it holds none here, ``path`` exists, or a number does not fit into ``dtype``.
-        StorageError: it cannot be written.
+        ConfigurationError: the module holds no weights in this process, ``path`` exists, or a number does not fit into
+            ``dtype``.
+        StorageError: the files cannot be written.
     """
     check_export(dtype, max_shard_size)
     state = module.state_dict()

@@ -1,4 +1,4 @@
-"""The last save of a preempted run, and its end with the exit code that says "run the same command again"."""
+"""The last save of a preempted run, and its exit with the code that means "run the same command again"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKPOINT, _CHECKPOINTS = "preempted{}.ckpt", re.compile(r"preempted(-v\d+)?\.
 
 
 def is_name(name: str) -> bool:
-    """Whether ``name`` may be that of a checkpoint of a preempted run."""
+    """Whether ``name`` is a possible name of a checkpoint of a preempted run."""
     return _CHECKPOINTS.fullmatch(name) is not None
 
 
@@ -40,9 +40,9 @@ def leave(run: Run, directory: Path | None) -> NoReturn:
     """Save a preempted run between two optimizer steps, and end it. Collective.
 
     Raises:
-        Preempted: always, but after a SIGINT.
+        Preempted: always, except after a SIGINT.
         KeyboardInterrupt: after a SIGINT.
-        StorageError: it could not be saved.
+        StorageError: the checkpoint could not be saved.
     """
     assert run.preempted_by is not None
     rank, name = run.preempted_by
@@ -65,7 +65,7 @@ def _saved(run: Run, directory: Path | None) -> str:
     if run.progress.global_batch == 0:
         return "before there was anything to save; run the same command again."
     if run.resumed is not None and run.resumed[1] == run.progress.global_batch:
-        # What it would write, which may be large, is on the disk already.
+        # The state, which may be large, is on the disk already.
         return f"with nothing new since {run.resumed[0]}; run the same command again."
     if directory is None:
         return "and saved nothing, since this run keeps no checkpoints."

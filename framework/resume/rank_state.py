@@ -1,7 +1,7 @@
-"""What a checkpoint keeps of each rank by itself: random generators, the epoch's figures so far, its place in the data.
+"""Per-rank state of a checkpoint: random generators, the epoch's metrics so far, the position in the data.
 
-On as many ranks as before each takes up its own. On another number the figures of all are shared out over the new ones,
-where their sums stay what they were; generators follow from where the run stands.
+With the same number of ranks each rank restores its own state. With another number the metric states of all ranks are
+distributed over the new ranks such that their sums stay the same; generators are seeded from the position of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def capture_rank(run: Run, windows: Windows | None) -> Any:
-    """Return this rank's own state as JSON values."""
+    """Return the state of this rank as JSON values."""
     document: dict[str, Any] = encode_inline(run.redone_from or _state(run))
     if windows is not None and (data := windows.source_state()) is not None:
         try:
@@ -37,8 +37,11 @@ def capture_rank(run: Run, windows: Windows | None) -> Any:
 
 @contextmanager
 def redone(run: Run) -> Generator[None, None, None]:
-    """Do what a run that resumes from a checkpoint saved in between does anew: generators and figures are then those
-    of the beginning."""
+    """Mark a section that a run resumed from a checkpoint saved within it repeats.
+
+    Such a checkpoint holds the generators and metrics of the start of the section. With those of the moment of the save
+    the repetition would draw other random numbers and count values twice.
+    """
     run.replay_from(_state(run))
     try:
         yield
@@ -51,23 +54,26 @@ def _state(run: Run) -> dict[str, Any]:
 
 
 def rejoin(run: Run) -> None:
-    """Put generators back to where a resumed run goes on: what came before was done anew."""
+    """Set the generators to the saved position at the point where a resumed run continues.
+
+    Code that has run since ``restore_rank``, such as hooks, was repeated and may have drawn random numbers.
+    """
     if run.redone_from is not None:
         restore(run.redone_from["random"])
         run.replay_from(None)
 
 
 def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
-    """Take up what ranks had gathered, and hand the data's states to the source.
+    """Restore the metrics that ranks had accumulated, and pass the data's states to the source.
 
-    What the run does until ``rejoin`` is done anew. Generators are then as they were saved, or seeded anew where the
-    data was shared out over another number of ranks.
+    Code that runs until ``rejoin`` is repeated. Generators are then those of the checkpoint, or seeded again if the
+    data is distributed over another number of ranks.
     """
-    # One that was converted from another library's has none.
+    # A checkpoint converted from another library has no rank states.
     documents = [document for document in checkpoint.rank_documents if document is not None]
     world = run.world
     parts = checkpoint.document.get("data_ranks", len(documents))
-    # Of ranks that see the same data, the first one's.
+    # Ranks that see the same data (those of a tensor-parallel group) have equal states: use the first one.
     kept: list[dict[str, Any]] = documents[:: max(1, len(documents) // (parts or 1))]
     same = parts == world.data_size and bool(kept)
     mine: list[dict[str, Any]] = [decode(document) for document in kept[world.data_rank :: world.data_size]]

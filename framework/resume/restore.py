@@ -1,6 +1,7 @@
-"""A run put back to where a checkpoint stands: weights, optimizers, schedulers, scaler, callbacks and counters.
+"""Restoring a run from a checkpoint: weights, optimizers, schedulers, scaler, callbacks and counters.
 
-First every rank compares all of it with what is there, and all ranks agree; only then anything changes.
+First every rank compares the checkpoint with the live objects, and all ranks agree on the result. Only then is anything
+changed: a mismatch on one rank would otherwise leave the ranks with different weights.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from ..state.state_matching import (
     refuse,
 )
 
-_ADVICE = "Resume with what it was saved with, or set strict_loading = False in the module to take what fits."
+_ADVICE = "Resume with what it was saved with, or set strict_loading = False in the module to load what matches."
 
 
 @dataclass
 class Resumption:
-    """What of a checkpoint a run takes over, found before anything changes."""
+    """The parts of a checkpoint that a run restores, determined before anything changes."""
 
     checkpoint: Checkpoint
     model: ModelMatch
     state: dict[str, Any]
     optimizers: dict[int, OptimizerMatch] = field(default_factory=dict)
     added_groups: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Groups that joined an optimizer after its start, as the checkpoint describes them."""
+    """Parameter groups that were added to an optimizer after its start, as the checkpoint describes them."""
     schedulers: int = 0
     left: list[str] = field(default_factory=list)
 
 
 def agree_on_resumption(run: Run, checkpoint: Checkpoint) -> Resumption:
-    """Compare a checkpoint with a run's module, optimizers and schedulers; nothing has changed then. Collective.
+    """Compare a checkpoint with a run's module, optimizers and schedulers without changing them. Collective.
 
     Raises:
-        CheckpointError: on all ranks; it holds weights alone, or does not fit. The message lists all that does not,
-            unless the module's ``strict_loading`` is False.
+        CheckpointError: on all ranks; the checkpoint holds only weights, or does not match. The message lists every
+            mismatch. If the module's ``strict_loading`` is False, mismatches are only reported.
     """
     return on_all_ranks(run.world, lambda: _compared(run, checkpoint))
 
@@ -62,12 +63,12 @@ def _compared(run: Run, checkpoint: Checkpoint) -> Resumption:
     module, document = run.module, checkpoint.document
     if document.get("weights_only"):
         raise CheckpointError(
-            f"{checkpoint.path} holds weights alone, so no training can be resumed from it. "
+            f"{checkpoint.path} holds only weights, so no training can be resumed from it. "
             "Start from its weights with load_from_checkpoint, or give a full checkpoint."
         )
     renames = module.checkpoint_renames
     match = match_model(module, shapes_of(run.strategy, module), SavedModel.of(checkpoint, renames))
-    # Read and checked now: what is damaged is to be found before anything changes.
+    # Read and checked now, so that damage is found before anything changes.
     state = decode(document["state"], checkpoint.read_section("state"))
     plan = Resumption(checkpoint, match, state)
     problems = [*match.problems, *_match_optimizers(run, document["optimizers"], renames, plan)]
@@ -82,7 +83,7 @@ def _compared(run: Run, checkpoint: Checkpoint) -> Resumption:
 
 
 def _match_optimizers(run: Run, saved: list[dict[str, Any]], renames: Mapping[str, str], plan: Resumption) -> list[str]:
-    """Match each optimizer with the one at its place; return what does not fit."""
+    """Match each optimizer with the saved one at the same index; return the mismatches."""
     names, problems = names_of(run.module), list[str]()
     if len(saved) != len(run.optimizers):
         held = ", ".join(described["class"] for described in saved) or "none"
@@ -105,9 +106,9 @@ def _match_optimizers(run: Run, saved: list[dict[str, Any]], renames: Mapping[st
 def _joined_groups(
     own: list[list[str]], described: Mapping[str, Any], free: set[str], renames: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the groups of a checkpoint that joined its optimizer later, where what they hold is free to join here.
+    """Return the saved groups that were added to an optimizer later and whose parameters can be added here.
 
-    They hold their parameters by the names that these have here.
+    The groups refer to parameters by their names in this module.
     """
     saved = (name for group in described["groups"] for name in group["params"])
     here = {old: new for new, old in renamed(saved, renames).items()}
@@ -121,7 +122,7 @@ def _joined_groups(
 
 
 def regroup(run: Run, plan: Resumption) -> None:
-    """Give optimizers the groups that joined them later, and freeze and unfreeze what they hold as it was saved."""
+    """Add the saved later groups to the optimizers, and freeze and unfreeze parameters as in the checkpoint."""
     canonical = canonical_names(run.module)
     parameters = {canonical(name): parameter for name, parameter in run.module.named_parameters()}
     for index, group in plan.added_groups:
@@ -139,7 +140,7 @@ def regroup(run: Run, plan: Resumption) -> None:
 
 
 def _thawed(run: Run, index: int, described: Mapping[str, Any], match: OptimizerMatch) -> Iterator[tuple[str, bool]]:
-    """Freeze and unfreeze parameters of an optimizer; yield the saved name of each that was otherwise."""
+    """Freeze and unfreeze parameters of an optimizer; yield the saved name of each that was changed."""
     frozen = {name for group in described["groups"] for name in group.get("frozen", ())}
     told = {name for group in described["groups"] if "frozen" in group for name in group["params"]}
     parameters = parameters_of(run.optimizers[index])
@@ -150,12 +151,13 @@ def _thawed(run: Run, index: int, described: Mapping[str, Any], match: Optimizer
             yield name, trains
 
 
-# ---- after it ----------------------------------------------------------------------------------------------------
+# ---- after the strategy has taken over ---------------------------------------------------------------------------
 
 
 def restore_run(run: Run, plan: Resumption) -> None:
-    """Put weights, optimizers, schedulers, scaler, callbacks and counters back. Collective."""
+    """Restore weights, optimizers, schedulers, scaler, callbacks and counters. Collective."""
     checkpoint, strategy, state = plan.checkpoint, run.strategy, plan.state
+    # Weights first: under strategies with fp32 master copies this also writes the masters.
     put_model(strategy, run.module, stored_of(checkpoint, plan.model))
     left = [*plan.left, *put_extra_state(run.module, state.get("extra", {}), run.module.checkpoint_renames)]
     run.averages.load(checkpoint, plan.model.tensors, run.note)
@@ -174,21 +176,22 @@ def restore_run(run: Run, plan: Resumption) -> None:
     if forgotten:
         run.note(
             f"{checkpoint.path} holds the state of callbacks that this run does not have, or has with other arguments; "
-            f"it is left: {listed(forgotten)}"
+            f"it is not loaded: {listed(forgotten)}"
         )
     run.metrics.values["callback"].update(state["metrics"])
     for kind, values in state.get("shown", {}).items():
         run.metrics.values[kind].update(values)
     run.progress.load_state_dict(checkpoint.document["progress"])
+    # The user's hook runs last, so that it sees the restored state and may change it.
     run.call("on_load_checkpoint", state["user"])
     _tell_left(run, checkpoint, left)
 
 
 def load_model(run: Run, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into a module that is to be evaluated. Collective.
+    """Load a checkpoint's weights into a module for evaluation. Collective.
 
     Raises:
-        CheckpointError: on all ranks; they are another module's, and nothing has changed.
+        CheckpointError: on all ranks; the weights do not match the module, which is unchanged.
     """
     module, strategy = run.module, run.strategy
 
@@ -196,6 +199,7 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
         own, strict = shapes_of(strategy, module), module.strict_loading
         return check_model(module, own, checkpoint, strict, module.checkpoint_renames, _ADVICE)
 
+    # A mismatch on any rank raises on all of them, before the collective load begins.
     match = on_all_ranks(run.world, compared)
     put_model(strategy, module, stored_of(checkpoint, match))
     run.averages.load_into_module(checkpoint, match.tensors, run.note)
@@ -206,4 +210,4 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
 def _tell_left(run: Run, checkpoint: Checkpoint, left: list[str]) -> None:
     if left:
         why = "" if run.module.strict_loading else ", as strict_loading is False"
-        run.note(f"Of {checkpoint.path} this was left{why}: {listed(left)}")
+        run.note(f"Not loaded from {checkpoint.path}{why}: {listed(left)}")

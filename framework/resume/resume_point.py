@@ -1,4 +1,4 @@
-"""Where a run resumes from: a path, ``"last"``, ``"best"`` or ``"auto"``. Rank 0 looks, all ranks agree."""
+"""Choice of the checkpoint to resume from: a path, ``"last"``, ``"best"`` or ``"auto"``; rank 0 chooses for all."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ WORDS = ("last", "best", "auto")
 
 Refuse = Callable[[Manifest], str | None]
 _NO_TRAINING = {
-    "weights": "it holds weights alone, so no training can be resumed from it; start from its weights with "
+    "weights": "it holds only weights, so no training can be resumed from it; start from its weights with "
     "load_from_checkpoint.",
-    "fabric": "it was saved by Fabric, and says nothing of a Trainer's training; load it with fabric.load.",
+    "fabric": "it was saved by Fabric, and holds no state of a Trainer; load it with fabric.load.",
     "other": "it was not saved by a Trainer, so no training can be resumed from it.",
 }
 
 
 def not_resumable(manifest: Manifest) -> str | None:
-    """Say why no fit can go on from a checkpoint that may be good otherwise, or None where one can."""
+    """Return the reason why no fit can resume from an intact checkpoint, or None if it can."""
     return _NO_TRAINING.get(kind_of(manifest))
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a fit starts: the version of its directory, and the checkpoint to resume from, if any."""
+    """The start of a fit: the version of its directory, and the checkpoint to resume from, if any."""
 
     version: int
     checkpoint: Path | None
     verified: bool = False
-    """Whether rank 0 has read every byte of it, and found it good."""
+    """Whether rank 0 has read every byte of the checkpoint and verified its checksums."""
     identity: str | None = None
-    """That of the run's directory, where it is written."""
+    """The lock of the run's directory, if the run writes."""
     continues: bool = False
-    """Whether the fit goes on in the directory that the checkpoint was saved from."""
+    """Whether the fit continues in the directory that the checkpoint was saved from."""
 
 
 def checked_checkpoint_path(given: str | Path | None) -> str | Path | None:
-    """Return a checkpoint path as it is used; refuse one that does not exist. Before any process starts.
+    """Return the normalized checkpoint path, checked before any process starts.
 
     Raises:
-        CheckpointError: nothing is there.
-        ConfigurationError: it is empty.
+        CheckpointError: the path does not exist.
+        ConfigurationError: the path is empty.
     """
     if given is None or given in WORDS:
         return given
@@ -83,15 +83,17 @@ def claim_directory(
     note: Callable[[str], None],
     writes: bool,
 ) -> Origin:
-    """Decide on a run's directory and where it starts from; lock it if the run writes. Collective.
+    """Choose a run's directory and the checkpoint to start from; lock the directory if the run writes. Collective.
 
-    ``"auto"`` continues the newest version that holds a checkpoint which verifies, or the newest of all where the
-    callbacks' own directories hold the one that got furthest; all else starts a new version. A fit whose ranks were
-    started again after a failure continues what it had begun, whatever was asked for.
+        - ``"auto"`` continues the newest version that holds a checkpoint that verifies, or the newest version of all
+          if the
+      most advanced checkpoint is in a callback's own directory.
+    - Any other value starts a new version.
+    - A fit whose ranks were restarted after a failure continues its own version for any value.
 
     Raises:
-        CheckpointError: what was asked for is not there.
-        StorageError: the directory cannot be written, or another process writes it.
+        CheckpointError: the requested checkpoint does not exist.
+        StorageError: the directory cannot be written, or another process writes to it.
     """
 
     notes = error_dir()
@@ -137,7 +139,7 @@ def _at_interrupted(
 def _continued(
     before: FitRecord, directory: RunDirectory, callbacks: Sequence[CallbackContract], note: Callable[[str], None]
 ) -> Origin | None:
-    """Return where a fit stands that an earlier attempt of this launch began; None where it saved nothing."""
+    """Return the origin for a fit that an earlier attempt of this launch began; None if it saved nothing."""
     if before.identity is None:
         return None
 
@@ -150,12 +152,12 @@ def _continued(
 
 
 def _run_of(manifest: Manifest) -> object:
-    """Return the identity of the run that saved a checkpoint; None where it carries none."""
+    """Return the identity of the run that saved a checkpoint; None if the checkpoint does not record it."""
     return manifest.document.get("run") if isinstance(manifest.document, dict) else None
 
 
 def _clean(directory: RunDirectory, callbacks: Sequence[CallbackContract], note: Callable[[str], None]) -> bool:
-    """Delete what a killed process left where this run saves, its lock held; say whether a checkpoint was put back."""
+    """Delete leftovers of a killed process, under the run's lock; return whether a checkpoint was restored by it."""
     places = _places(callbacks)
     interrupted = any(map(_is_interrupted, (directory.checkpoints, *places)))
     for folder in (directory.path, directory.checkpoints):
@@ -166,7 +168,7 @@ def _clean(directory: RunDirectory, callbacks: Sequence[CallbackContract], note:
 
 
 def _passing_over_others(identity: str | None, refuse: Refuse | None) -> Refuse:
-    """Return what refuses checkpoints of other runs too, as far as it can be told."""
+    """Return a check that also refuses checkpoints of other runs, as far as they can be recognized."""
 
     def refused(manifest: Manifest) -> str | None:
         theirs = _run_of(manifest)
@@ -178,14 +180,14 @@ def _passing_over_others(identity: str | None, refuse: Refuse | None) -> Refuse:
 
 
 def _clean_passed_over(directory: RunDirectory, found: Origin, note: Callable[[str], None]) -> None:
-    """Delete what killed saves left in versions that never got to their first checkpoint: nobody goes on with them."""
+    """Delete leftovers of killed saves in versions without any checkpoint, which no run continues."""
     for version in versions(directory.root, directory.name):
         if version == directory.version or (found.checkpoint is not None and version < found.version):
             continue
         other = RunDirectory(directory.root, directory.name, version)
         folders = other.path, other.checkpoints
         if any(any(folder.glob(".*.*")) for folder in folders):
-            # Another process may be writing it.
+            # Another process may be writing to it.
             with contextlib.suppress(StorageError):
                 other.acquire(fresh=False)
                 for folder in folders:
@@ -194,7 +196,7 @@ def _clean_passed_over(directory: RunDirectory, found: Origin, note: Callable[[s
 
 
 def _interrupted(root: Path, name: str, there: Sequence[int], callbacks: Sequence[CallbackContract]) -> int | None:
-    """Return the newest version in which a checkpoint was being replaced: it can be put back under that lock."""
+    """Return the newest version in which replacing a checkpoint was interrupted; its lock is needed to restore it."""
     shared = any(map(_is_interrupted, _places(callbacks)))
     for version in reversed(there):
         if shared or _is_interrupted(RunDirectory(root, name, version).checkpoints):
@@ -211,7 +213,7 @@ def _gives_any(rules: Sequence[Callable[[str], bool]], name: str) -> bool:
 
 
 def _places(callbacks: Sequence[CallbackContract]) -> dict[Path, list[Callable[[str], bool]]]:
-    """Return the directories of their own that callbacks save into, each with what tells the names that they give."""
+    """Return the directories outside the run's own that callbacks save into, each with a check of checkpoint names."""
     places: dict[Path, list[Callable[[str], bool]]] = {}
     for saved in saved_by(callbacks):
         if (place := saved.saves_into) is not None:
@@ -241,10 +243,10 @@ def _find(
 def _newest(
     root: Path, name: str, callbacks: Sequence[CallbackContract], note: Callable[[str], None], refuse: Refuse | None
 ) -> tuple[int | None, Path] | None:
-    """Return the newest good checkpoint of a run and the version that it belongs to, or None.
+    """Return the newest intact checkpoint of a run and the version that it belongs to, or None.
 
-    Callbacks' own directories are looked into for the newest version, which passes over what other runs saved there,
-    and where there is none at all: it may be gone.
+    Callbacks' own directories are searched for the newest version, skipping checkpoints of other runs. They are also
+    searched if there is no version at all, since the run's directory may have been deleted.
     """
     there = versions(root, name)
     for number, version in enumerate(reversed(there)):
@@ -265,10 +267,10 @@ def find_checkpoint(
     note: Callable[[str], None],
     refuse: Refuse | None = None,
 ) -> Path:
-    """Return the checkpoint that a path or a word stands for. One that ``refuse`` has a reason against is passed over.
+    """Return the checkpoint that a path or keyword refers to, skipping those for which ``refuse`` returns a reason.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
     if given == "best":
         best = next((saved.best_model_path for saved in saved_by(callbacks) if saved.best_model_path), "")

@@ -1,4 +1,4 @@
-"""A directory that a run saves into, made ready before the first step: cleaned, tried, and its room looked at."""
+"""Preparation of a checkpoint directory before the first step: clean-up, a test of writing, and a check of space."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .preempted_save import is_name
 
 
 def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_only: bool, asynchronous: bool) -> None:
-    """Get a directory ready for checkpoints of the names that ``gives`` knows. Collective.
+    """Prepare a directory for checkpoints whose names ``gives`` recognizes. Collective.
 
-    What killed saves left in it is deleted, as far as it could be this run's and its writer is dead; the run's own
-    directory was cleaned when its lock was taken. Too little room is told of.
+    Leftovers of killed saves are deleted if they may belong to this run and their writer is dead; the run's own
+    directory was cleaned when its lock was acquired. Too little free space is reported.
 
     Raises:
-        StorageError: on all ranks; a checkpoint could not be saved in it.
-        ConfigurationError: there is a state that no checkpoint can keep.
+        StorageError: on all ranks; a checkpoint could not be saved in the directory.
+        ConfigurationError: a state has a type that no checkpoint can hold.
     """
     saver = run.saver
     if not weights_only:
@@ -32,6 +32,6 @@ def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_
     probe(directory, run.world, saver.sharded)
     size, free = saver.estimate(weights_only), free_bytes(directory)
     if free is not None and free < size:
-        run.note(f"A checkpoint takes about {size:,} bytes, and {free:,} are free in {directory}: make room.")
+        run.note(f"A checkpoint takes about {size:,} bytes, and {free:,} are free in {directory}: free some space.")
     if asynchronous:
         saver.prepare(size // run.world.size if saver.sharded else size)

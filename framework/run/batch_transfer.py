@@ -1,4 +1,4 @@
-"""The way of a batch to the device, decided once: nothing at all where nothing has to happen."""
+"""Transfer of batches to the device, resolved once per run; no call at all if there is nothing to do."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 def batch_transfer(
     device: torch.device, precision: Precision, module: TrainModule, datamodule: DataModule | None
 ) -> Callable[[Any, int], Any] | None:
-    """Return the function from ``(batch, dataloader_idx)`` to the batch that a step gets; None for the batch itself.
+    """Return a function from ``(batch, dataloader_idx)`` to the transferred batch; None if batches are unchanged.
 
-    A hook of the DataModule goes before the module's own of the same name.
+    A hook of the DataModule has precedence over the module's hook of the same name.
     """
     before, move, after = (_overridden(name, module, datamodule) for name in _HOOKS)
     converts = precision.converts_batch

@@ -1,4 +1,4 @@
-"""The context that a Trainer gives to a run, and the contracts of the parts that attach to a run."""
+"""The context that a Trainer passes to a run, and the protocols of the parts that attach to a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The parts of a Trainer that its run uses."""
+    """The parts of a Trainer that a run uses."""
 
     view: TrainerView
-    """The Trainer, as hooks get it."""
+    """The Trainer that hooks receive as an argument."""
     note: Callable[[str], None]
     """Shows a line on the console of rank 0."""
     directory: RunDirectory
@@ -31,15 +31,15 @@ class RunContext:
     writes: bool
     """Whether the run writes files."""
     requeue: bool
-    """Whether a preempted SLURM job is put back into the queue."""
+    """Whether a preempted SLURM job is requeued."""
     has_failed: Callable[[], bool]
-    """Whether an error has ended the run, so that other ranks may never reach another collective."""
+    """Whether an error has ended the run. Other ranks may then never reach another collective."""
     preemption_directory: Callable[[], Path | None]
-    """The directory of the checkpoint of a preempted run; None where the run keeps no checkpoints."""
+    """The directory of the checkpoint of a preempted run; None if the run saves no checkpoints."""
 
 
 class ManualOptimizer(Protocol):
-    """An optimizer under manual optimization: its gradients may still have to be reduced over ranks."""
+    """An optimizer under manual optimization, whose gradients may not be reduced over ranks yet."""
 
     @property
     def optimizer(self) -> Optimizer: ...
@@ -47,7 +47,7 @@ class ManualOptimizer(Protocol):
 
 
 class RunSaver(Protocol):
-    """The saves of a run; see ``resume.checkpoint_saver``."""
+    """Saves the checkpoints of a run; see ``resume.checkpoint_saver``."""
 
     @property
     def sharded(self) -> bool: ...

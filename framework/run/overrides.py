@@ -1,4 +1,4 @@
-"""What the loops need to know of the user's own code: what it overrides, how it is called, what it is handed."""
+"""Inspection of the user's code: overridden methods, signatures, and the optimizers passed to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StrategyOptimizer:
-    """An optimizer whose update and gradients are its strategy's; everything else is its own."""
+    """An optimizer whose ``step`` and ``zero_grad`` are done by the strategy; other attributes are its own."""
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy) -> None:
         self.optimizer = optimizer
@@ -29,7 +29,7 @@ class StrategyOptimizer:
         return getattr(self.__dict__["optimizer"], name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the update, after the closure if there is one; return what that returns. Collective."""
+        """Call the closure, if given, and apply the update; return the closure's result. Collective."""
         result = None if closure is None else closure()
         self._applied = self._strategy.step(self.optimizer)
         return result
@@ -39,7 +39,7 @@ class StrategyOptimizer:
         self._strategy.zero_grad(self.optimizer)
 
     def take_applied(self) -> bool:
-        """Return whether what was asked for since the last call was applied."""
+        """Return whether the updates requested since the last call were applied."""
         applied, self._applied = self._applied, True
         return applied
 
@@ -50,7 +50,7 @@ def is_overridden(name: str, module: TrainModule) -> bool:
 
 
 def in_context(step: StepFunction, context: AbstractContextManager[Any] | None) -> StepFunction:
-    """Return ``step`` run inside a context that may be entered again."""
+    """Return ``step`` wrapped in a reusable context manager."""
     if context is None:
         return step
 
@@ -62,10 +62,10 @@ def in_context(step: StepFunction, context: AbstractContextManager[Any] | None) 
 
 
 def with_arity(step: StepFunction, names: Sequence[str]) -> StepFunction:
-    """Return ``step`` called with ``names`` as positional arguments, of which it may take only the first ones.
+    """Return ``step`` as a function of the arguments ``names``, of which it may accept only the first ones.
 
     Raises:
-        LoopError: it takes more arguments than there are.
+        LoopError: ``step`` requires more arguments than there are.
     """
     parameters = list(inspect.signature(step).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -82,16 +82,16 @@ def with_arity(step: StepFunction, names: Sequence[str]) -> StepFunction:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's ``step`` cannot do without a closure that computes the loss."""
+    """Whether an optimizer's ``step`` requires a closure that computes the loss."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
 def check_closure(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that evaluates the loss several times for an update.
+    """Raise for an optimizer that evaluates the loss several times per update.
 
     Raises:
-        ConfigurationError: its ``step`` needs a closure.
+        ConfigurationError: its ``step`` requires a closure.
     """
     if needs_closure(optimizer):
         raise ConfigurationError(

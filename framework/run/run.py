@@ -37,7 +37,7 @@ Hook = Callable[..., Any]
 
 
 class Run:
-    """One stage of a module's life: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+    """The state of one stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     seed = 0
     in_window = False
@@ -74,22 +74,22 @@ class Run:
         self.triggers.compare_names(self.train_log)
         self.latest_loss: Any = None
         self.redone_from: dict[str, Any] | None = None
-        """This rank's state at the start of a section that a resumed run replays; None outside of such sections."""
+        """This rank's state at the start of a section that a resumed run repeats; None outside of such sections."""
         self.marks: list[tuple[str, dict[str, Any]]] | None = None
-        """The positions of the loggers at the same time."""
+        """The position of the loggers at the start of that section."""
         self.evaluated_batches: dict[int, int] = {}
-        """The batches of each validation loader that this rank has seen in the whole fit, by the loader's index."""
+        """Batches of each validation loader that this rank has seen in the entire fit."""
         self.metrics = RunMetrics(self.train_log, loggers)
         self.sanity_checking = self.evaluating = self.stop_requested = False
         self.stop_reason: str | None = None
         self.preempted_by: tuple[int, str] | None = None
         """The rank that received a preemption signal, and the signal's name."""
         self.resumed: tuple[Path, int] | None = None
-        """The checkpoint that this run continues from, and its number of consumed micro-batches."""
+        """The checkpoint that this run was resumed from, and the number of batches seen at that time."""
         self.manual_backward: Callable[..., None] = _no_loop
         self.restore_layers: Callable[[], None] | None = None
         self.saver: RunSaver
-        """Set by ``attach_saver`` before anything runs."""
+        """Set by ``attach_saver`` before the first hook runs."""
         self._register_handlers()
 
     # ---- parts of the Fabric --------------------------------------------------------------------------------------
@@ -152,23 +152,23 @@ class Run:
         self.marks = None if state is None else self.loggers.mark()
 
     def check_together(self, what: str) -> None:
-        """Refuse what all ranks must do where an error has parted them.
+        """Raise for a collective call after an error, when other ranks may not take part.
 
         Raises:
-            ConfigurationError: an error ends this run, and other ranks may never come.
+            ConfigurationError: an error is ending this run, and other ranks may never reach the call.
         """
         if self.world.size > 1 and self.context.has_failed():
             raise ConfigurationError(
                 f"{what} was called after an error, in on_exception or later, where it would wait for ranks that may "
-                "never come: the newest checkpoint is what to go on from, with ckpt_path='auto'."
+                "never reach it: resume from the newest checkpoint, with ckpt_path='auto'."
             )
 
     def continue_counting(self, progress: Progress) -> None:
-        """Count from where an earlier fit ended."""
+        """Continue the counters of an earlier fit."""
         self.progress = progress
 
     def use_seed(self, seed: int) -> None:
-        """Derive data order and generators from this seed."""
+        """Derive the data order and the random generators from this seed."""
         self.seed = seed
 
     def resume_from(self, checkpoint: Path) -> None:
@@ -176,7 +176,7 @@ class Run:
         self.resumed = checkpoint, self.progress.global_batch
 
     def use_manual(self, optimizers: Sequence[ManualOptimizer], backward: Callable[..., None]) -> None:
-        """Let the module's training step do backward passes and updates itself."""
+        """Use manual optimization: the module's training step runs backward passes and updates."""
         self.manual_optimizers, self.manual_backward = list(optimizers), backward
 
     def use_optimizers(self, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
@@ -184,19 +184,19 @@ class Run:
         self.optimizers, self.schedulers = optimizers, schedulers
 
     def use_accumulation(self, schedule: AccumulationSchedule) -> None:
-        """Accumulate gradients by this schedule."""
+        """Accumulate gradients according to this schedule."""
         self.accumulation = schedule
 
     def restore_after(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` when the run has ended, whatever ended it."""
+        """Call ``undo`` when the run has ended, also after an error."""
         self.restore_layers = undo
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
     def hooks(self, name: str) -> tuple[Hook, ...]:
-        """Return everything to call for a hook, bound to its leading arguments: callbacks, then the module's own.
+        """Return the functions to call for a hook, bound to its leading arguments: callbacks, then the module's own.
 
-        Callbacks that run last come after the module's: what a checkpoint holds is then all of the step.
+        Callbacks that run last follow the module's hook, so that a checkpoint contains the complete step.
         """
         return self._around_module(name, self.callbacks)
 
@@ -206,22 +206,22 @@ class Run:
         return (*first, *self.module_hook(name), *last)
 
     def hooks_around(self, name: str) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
-        """Return the hooks before and after an epoch's metrics are reduced: those that monitor metrics come after."""
+        """Return the hooks before and after the reduction of an epoch's metrics; hooks with ``monitors`` are after."""
         watching = [callback for callback in self.callbacks if callback.monitors]
         others = [callback for callback in self.callbacks if not callback.monitors]
         return self._around_module(name, others), self._callback_hooks(name, watching)
 
     def module_hook(self, name: str) -> tuple[Hook, ...]:
-        """Return the module's hook where it overrides it."""
+        """Return the module's hook, or None if it is not overridden."""
         own = getattr(type(self.module), name, None)
         return (getattr(self.module, name),) if own is not getattr(TrainModule, name, None) else ()
 
     def callback_hooks(self, name: str) -> tuple[Hook, ...]:
-        """Return a hook of the callbacks alone, bound to its leading arguments."""
+        """Return a hook of the callbacks only, bound to its leading arguments."""
         return self._callback_hooks(name, self.callbacks)
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a hook of rare occasions."""
+        """Call a hook that is not on the hot path."""
         for hook in self.hooks(name):
             hook(*args)
 
@@ -249,7 +249,7 @@ class Run:
         raise NonFiniteError(next(iter(sent.values())))
 
     def _show_notes(self, sent: Sent) -> None:
-        # Shown once, although what fired is looked at again at the end of the step.
+        # Cleared, as the handlers run again at the end of the step and would show the notes twice.
         self.triggers.fired.pop(Signal.NOTE, None)
         for text in sent.values():
             self.note(text)
@@ -271,7 +271,7 @@ class Run:
     # ---- updates --------------------------------------------------------------------------------------------------
 
     def trainability_changed(self) -> None:
-        """Report frozen parameters to a strategy whose forward passes use other tensors than the optimizers hold."""
+        """Report frozen parameters to a strategy whose forward passes use other tensors than its optimizers."""
         strategy = self.fabric.strategy
         if strategy.traits.reduces_in_backward:
             strategy.trainability_changed(self.module)
@@ -285,15 +285,15 @@ class Run:
         return self.averages.add(Average(settings, self.module, self.fabric.strategy, self.world, self._toggled))
 
     def _toggled(self) -> Sequence[Optimizer]:
-        """Return the optimizers whose parameters a step may freeze for a while."""
+        """Return the optimizers whose parameters a step may freeze temporarily."""
         return () if self.module.automatic_optimization else self.optimizers
 
     def pause_lr_schedulers(self) -> None:
-        """Leave learning rates to a callback from now on."""
+        """Stop advancing schedulers: a callback sets the learning rates from now on."""
         self.schedulers_paused = True
 
     def update_learning_rates(self, interval: str) -> None:
-        """Advance the schedulers of an interval that are due; under manual optimization the user advances them."""
+        """Advance the due schedulers of an interval; under manual optimization the user advances them."""
         if not self.module.automatic_optimization or self.schedulers_paused:
             return
         progress = self.progress
@@ -310,13 +310,13 @@ class Run:
         mine = known.get(str(config.monitor)) if not config.strict else self.metrics.monitored(
             str(config.monitor), type(config.scheduler).__name__
         )  # fmt: skip
-        # A step's value differs between ranks; their learning rates must not.
+        # A step's value differs between ranks; the learning rates must be the same on all ranks.
         metric = self.world.broadcast_object(mine)
         if metric is not None:
             self.module.lr_scheduler_step(config.scheduler, metric)
 
     def clip_gradients(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> Tensor | None:
-        """Clip an optimizer's gradients, where a value is given; return their norm before. Collective."""
+        """Clip an optimizer's gradients if a value is given; return the norm before clipping. Collective."""
         if not value:
             return None
         for manual in self.manual_optimizers:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..metrics.metric_entry import Entry
     from ..metrics.metric_log import MetricLog
 
-# The flag of the entries of a log that each reader gets.
+# For each reader, the flag of the log entries that it receives.
 _FLAGS = {"progress_bar": "prog_bar", "logged": "logger"}
 
 
@@ -28,11 +28,11 @@ class RunMetrics:
         self.train_log = train_log
         self.loggers = loggers
         self.logs: list[MetricLog] = [train_log]
-        """The logs that are written at present: that of training, and that of an evaluation."""
+        """The logs in use: that of training, and that of an evaluation in progress."""
         self.values: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
 
     def include(self, log: MetricLog) -> None:
-        """Show the values of this log too, while it is written."""
+        """Include the values of this log while it is in use."""
         self.logs.append(log)
 
     def exclude(self, log: MetricLog) -> None:
@@ -50,10 +50,10 @@ class RunMetrics:
     def publish_epoch(
         self, log: MetricLog, progress: Progress, hooks: Sequence[Callable[..., Any]], silent: bool
     ) -> dict[Entry, float]:
-        """Reduce an epoch's values over the ranks, call hooks, reduce what the hooks logged. Collective.
+        """Reduce an epoch's values over ranks, call hooks, reduce the values that the hooks logged. Collective.
 
-        The hooks see the values of the steps, as in Lightning; a second exchange follows only where there are hooks.
-        With ``silent`` nothing is sent to the loggers.
+        The hooks see the values of the steps, as in Lightning; a second reduction follows only if there are hooks.
+        With ``silent`` no values are sent to the loggers.
         """
         self.values["callback"].update(log.current())
         for reader, flag in _FLAGS.items():
@@ -73,7 +73,7 @@ class RunMetrics:
         return {entry: value.item() for entry, value in reduced.items()}
 
     def send(self, numbers: Mapping[str, float], progress: Progress) -> None:
-        """Send numbers to the loggers, at the index of the newest optimizer step, with the epoch."""
+        """Send numbers and the epoch to the loggers, at the index of the newest optimizer step."""
         step = max(0, progress.global_step - 1)
         self.loggers.log_metrics({**numbers, "epoch": float(progress.epoch)}, step)
 
@@ -109,13 +109,13 @@ class RunMetrics:
         return known[name]
 
     def clear(self) -> None:
-        """Forget all values: those of a sanity check are not shown."""
+        """Remove all values, for example those of a sanity check, which are not shown."""
         for values in self.values.values():
             values.clear()
 
 
 def as_numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return values as floats; tensors on a device are read in one synchronization for each device."""
+    """Return values as floats; tensors on a device are read with one synchronization per device."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     numbers = (
         dict(zip(tensors, torch.stack([t.double() for t in tensors.values()]).tolist(), strict=True)) if tensors else {}

@@ -12,7 +12,7 @@ from ..core.errors import ConfigurationError, did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-# What other frameworks, or older versions of them, call an argument: too far from our name for a closest match.
+# Names of arguments in other frameworks or their older versions, too different for a closest match.
 _OTHER_NAMES = {
     "gpus": "devices",
     "num_gpus": "devices",
@@ -52,7 +52,7 @@ _ELSEWHERE = {
     "auto_lr_find": "leave it out, and find a rate before fit",
     "auto_scale_batch_size": "leave it out, and find a size before fit",
     "track_grad_norm": "leave it out, and log the norm in on_before_optimizer_step",
-    "model_registry": "leave it out: checkpoints lie in the run's directory",
+    "model_registry": "leave it out: checkpoints are in the run's directory",
     "enable_autolog_hparams": "leave it out, and call save_hyperparameters(logger=False)",
 }
 
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 def takes(settings: Callable[P, T]) -> Callable[[Callable[[Any, T], None]], Callable[Concatenate[Any, P], None]]:
-    """Let a constructor take the fields of a dataclass as its keyword arguments, and receive the dataclass.
+    """Return a decorator: the constructor accepts the fields of a dataclass as keyword arguments.
 
     The signature and the list of arguments in the docstring are those of the dataclass.
     """
@@ -90,7 +90,7 @@ def refuse_unknown(arguments: Mapping[str, Any], known: Sequence[str]) -> None:
     """Refuse arguments that are not among the known ones.
 
     Raises:
-        ConfigurationError: there is one; the message names the closest known one, or where it belongs.
+        ConfigurationError: an argument is unknown; the message names the closest known one, or where it belongs.
     """
     for name, value in arguments.items():
         if name in known:

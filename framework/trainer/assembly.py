@@ -1,4 +1,4 @@
-"""From a Trainer's settings and what the user handed over to a run that is ready to loop."""
+"""Assembly of a run from a Trainer's settings, the module and the data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
-    """Build the loop of a fit, restored from a checkpoint where one is asked for. Collective."""
+    """Build the loop of a fit, restored from a checkpoint if one is requested. Collective."""
     settings, module = session.settings, request.module
     run = _begin(session, request, "fit")
     origin = claim_directory(
@@ -70,13 +70,13 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     if resumption is not None:
         _restore(loop, resumption, origin)
     elif run.world.data_rank > 0:
-        # Ranks draw different numbers from here on (dropout); rank 0 stays where one process would be.
+        # Ranks draw different numbers from now on (dropout); rank 0 draws those of a single process.
         seed_generators(mix_seed(session.seed, run.world.data_rank))
     return loop
 
 
 def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> tuple[Run, EvaluationPlan]:
-    """Build what ``validate``, ``test`` or ``predict`` runs. Collective."""
+    """Build the run and the plan of ``validate``, ``test`` or ``predict``. Collective."""
     run = _begin(session, request, stage)
     session.use_seed(_agreed_seed(run, None))
     if session.loggers and not session.directory.claimed:
@@ -103,11 +103,11 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
     return run, plan
 
 
-# ---- the parts -----------------------------------------------------------------------------------
+# ---- stages of the assembly ----------------------------------------------------------------------
 
 
 def _begin(session: Session, request: StageRequest, stage: str) -> Run:
-    """Make the run and bind module and Trainer to it."""
+    """Create the run and attach module and Trainer to it."""
     world = session.fabric.world
     brought = request.module.configure_callbacks()
     more = cast("list[Callback]", list(brought) if isinstance(brought, Sequence) else [brought])
@@ -124,7 +124,7 @@ def _begin(session: Session, request: StageRequest, stage: str) -> Run:
 
 
 def _with_brought(callbacks: Sequence[Callback], brought: list[Callback]) -> list[Callback]:
-    """Return the Trainer's callbacks, those of the same class replaced by what the module brings along."""
+    """Return the Trainer's callbacks and the module's, which replace those of the same class."""
     kinds = {type(callback) for callback in brought}
     merged = [callback for callback in callbacks if type(callback) not in kinds] + brought
     check_state_keys(merged)
@@ -132,9 +132,9 @@ def _with_brought(callbacks: Sequence[Callback], brought: list[Callback]) -> lis
 
 
 def _prepare(run: Run, request: StageRequest, stage: str) -> None:
-    """Run the hooks that get data ready, and ``setup``. Collective."""
+    """Run ``prepare_data`` and ``setup``. Collective."""
     module, datamodule = run.module, request.datamodule
-    # However long it takes: a download computes nothing, and the others wait for it.
+    # Without a limit on the time: the others wait for a download, which may take hours.
     with run.heartbeat.section("outside"), first_in_turn(run.world, local=True):
         if run.world.local_rank == 0:
             if datamodule is not None:
@@ -149,7 +149,7 @@ def _prepare(run: Run, request: StageRequest, stage: str) -> None:
 
 
 def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
-    """Return the seed that data order derives from: a checkpoint's, or what rank 0's generator was seeded with."""
+    """Return the seed of the data order: that of the checkpoint, or the seed of rank 0's generator."""
     if checkpoint is not None and "seed" in checkpoint.document:
         return int(checkpoint.document["seed"])
     return run.world.broadcast_object(torch.initial_seed())
@@ -163,7 +163,7 @@ def _data(session: Session, run: Run, request: StageRequest) -> Data:
 def _attach_step(
     run: Run, loop: FitLoop, data: Data, settings: Settings, transfer: Callable[[Any, int], Any] | None
 ) -> None:
-    """Build the step that the loop calls for each window, and the pass for batch statistics of averages."""
+    """Build the step that the loop calls for each window, and the pass for batch norm statistics of averages."""
     statistics = statistics_pass(
         run, partial(data.loaders, "train"), lambda: data.evaluation("train")[0], transfer, loop.windows.full
     )
@@ -177,7 +177,7 @@ def _attach_step(
 
 
 def _place_model(session: Session, run: Run) -> None:
-    """Build what the module left for ``configure_model``, and put it on its device in its dtype."""
+    """Call ``configure_model``, and move the module to its device and dtype."""
     module, precision = run.module, run.precision
     with run.strategy.building():
         module.configure_model()
@@ -201,13 +201,13 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
         if run.accumulation.constant != 1:
             raise ConfigurationError(
                 f"accumulate_grad_batches={run.accumulation} with automatic_optimization = False: call the optimizer's "
-                "step in training_step when enough gradients have gathered, and leave it out of the Trainer."
+                "step in training_step when enough gradients have accumulated, and leave it out of the Trainer."
             )
         return
     if len(run.optimizers) != 1:
         found = "none" if not run.optimizers else str(len(run.optimizers))
         raise ConfigurationError(
-            f"configure_optimizers returned {found} where automatic optimization steps exactly one optimizer. "
+            f"configure_optimizers returned {found} but automatic optimization steps exactly one optimizer. "
             "Return one, or set automatic_optimization = False and step them in training_step."
         )
     check_closure(run.optimizers[0])
@@ -216,13 +216,13 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
 def _tell_of_other_data(run: Run, then: str | None, now: str | None) -> None:
     if None not in (then, now) and then != now:
         run.note(
-            f"The checkpoint was saved within an epoch of {then}; the data has {now} now. The epoch goes on at the "
-            "same place, so that samples may be seen twice in it, or not at all."
+            f"The checkpoint was saved within an epoch of {then}; the data has {now} now. The epoch continues at the "
+            "same position, so that samples may be seen twice in it, or not at all."
         )
 
 
 def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
-    """Put the run back to where a checkpoint stands. Collective."""
+    """Restore the run from a checkpoint. Collective."""
     run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
     restore_run(run, resumption)
     progress = run.progress
@@ -240,7 +240,8 @@ def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
     ):
         if limit is not None and 0 <= limit < stands:
             raise CheckpointError(
-                f"{checkpoint.path} stands after {stands} {what}, but {name}={limit}: raise {name} to train on."
+                f"{checkpoint.path} was saved after {stands} {what}, but {name}={limit}: raise {name} to "
+                "continue training."
             )
 
 

@@ -1,4 +1,4 @@
-"""``Trainer.plan``: a ``MemoryPlan`` for a module and its data; and the choice that ``strategy="auto"`` makes by it."""
+"""``Trainer.plan``, which estimates memory, and the choice of ``strategy="auto"``, which is based on it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def choose_strategy(session: Session, request: StageRequest) -> None:
     if not resources.auto:
         return
     world, module = session.fabric.world, request.module
-    # Every rank must choose the same strategy, so each decision below is made from gathered values alone.
+    # Every rank must choose the same strategy, so each decision below uses only gathered values.
     own = _memory(resources, _tensors(module))
     memory = own.least(world.all_gather_object(own))
     name = candidates(world.size)[0]

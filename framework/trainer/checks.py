@@ -1,4 +1,4 @@
-"""What is looked at before any process starts: the module, its hooks, the data. One sentence for each mistake."""
+"""Checks of the module, its hooks and the data before any process starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _names_of(cls: type) -> list[str]:
 
 
 _MODULE_HOOKS, _CALLBACK_HOOKS, _DATA_HOOKS = map(_names_of, (TrainModule, Callback, DataModule))
-# Names of older frameworks, which would silently never be called.
+# Hook names of older frameworks, which would never be called.
 _FORMER = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
@@ -66,7 +66,7 @@ def check_fit(
     settings: Settings,
     resources: Resources,
 ) -> None:
-    """Refuse what ``fit`` could not train.
+    """Check the arguments of ``fit``.
 
     Raises:
         ConfigurationError: the module, the data or their combination with the Trainer's settings breaks a rule.
@@ -97,7 +97,7 @@ def check_plan(
     shard: bool,
     activation_bytes: int | None,
 ) -> None:
-    """Refuse what ``plan`` could not look at; data is needed where activations are to be measured.
+    """Check the arguments of ``plan``; data is required if activations are measured.
 
     Raises:
         ConfigurationError: the module or the data breaks a rule.
@@ -115,7 +115,7 @@ def check_evaluation(
     resources: Resources,
     shard: bool,
 ) -> None:
-    """Refuse what ``validate``, ``test`` or ``predict`` could not evaluate.
+    """Check the arguments of ``validate``, ``test`` or ``predict``.
 
     Raises:
         ConfigurationError: the module or the data breaks a rule.
@@ -125,10 +125,10 @@ def check_evaluation(
 
 
 def split_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, DataModule | None]:
-    """Return loaders and DataModule apart: a DataModule may come in the place of the loaders.
+    """Return loaders and DataModule separately: a DataModule may be passed in place of the loaders.
 
     Raises:
-        ConfigurationError: both were given, or what was given as a DataModule is none.
+        ConfigurationError: both were given, or ``datamodule`` is not a DataModule.
     """
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, datamodule or loaders
@@ -146,11 +146,11 @@ def split_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, DataModule | N
 
 
 def check_module(module: Any, stage: str) -> None:
-    """Refuse what cannot be trained or evaluated.
+    """Check that a module can be trained or evaluated.
 
     Raises:
-        ConfigurationError: it is no TrainModule, lacks a step, or has a hook whose name is misspelled.
-        LoopError: a step takes other arguments than it is called with.
+        ConfigurationError: it is not a TrainModule, lacks a step, or has a hook whose name is misspelled.
+        LoopError: a step does not accept the arguments that it is called with.
     """
     if not isinstance(module, TrainModule):
         raise ConfigurationError(
@@ -175,7 +175,7 @@ def check_module(module: Any, stage: str) -> None:
 
 
 def check_devices(module: nn.Module) -> None:
-    """Refuse a module that is spread over devices: a strategy moves it as a whole.
+    """Refuse a module on several devices, since a strategy moves all of it to one device.
 
     Raises:
         ConfigurationError: its parameters are on more than one device.
@@ -190,10 +190,10 @@ def check_devices(module: nn.Module) -> None:
 
 
 def check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
-    """Refuse methods that are called almost like a hook: nobody would call them.
+    """Refuse methods with a name similar to a hook's, which phalanx never calls.
 
     Raises:
-        ConfigurationError: there is one; the message names the hook that is meant.
+        ConfigurationError: there is such a method; the message names the most similar hook.
     """
     inherited = set(dir(base))
     package = __name__.partition(".")[0]
@@ -206,8 +206,8 @@ def check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
             meant = _meant(name, hooks)
             if meant is not None and (name in _FORMER or getattr(cls, meant) is getattr(base, meant)):
                 raise ConfigurationError(
-                    f"{cls.__name__}.{name} is called by nobody. Did you mean {meant!r}? "
-                    "If it is a helper of yours, give it a name less like a hook's."
+                    f"phalanx never calls {cls.__name__}.{name}. Did you mean {meant!r}? "
+                    "If it is your own helper, give it a name less similar to a hook's."
                 )
 
 
@@ -219,16 +219,16 @@ def _meant(name: str, hooks: Iterable[str]) -> str | None:
 
 
 def check_callback(callback: Callback) -> None:
-    """Refuse a callback with a method that is called almost like a hook.
+    """Refuse a callback with a method whose name is similar to a hook's.
 
     Raises:
-        ConfigurationError: it has one.
+        ConfigurationError: there is such a method.
     """
     check_names(type(callback), Callback, _CALLBACK_HOOKS)
 
 
 def check_manual(module: TrainModule, settings: Settings) -> None:
-    """Refuse settings that only mean something where the Trainer steps the optimizer.
+    """Refuse settings that require automatic optimization.
 
     Raises:
         ConfigurationError: manual optimization with clipping or accumulation by the Trainer.
@@ -244,7 +244,7 @@ def check_manual(module: TrainModule, settings: Settings) -> None:
     if settings.accumulation.constant != 1:
         raise ConfigurationError(
             f"accumulate_grad_batches={settings.accumulation} with automatic_optimization = False: call the "
-            "optimizer's step in training_step when enough gradients have gathered, and leave it out of the Trainer."
+            "optimizer's step in training_step when enough gradients have accumulated, and leave it out of the Trainer."
         )
 
 
@@ -254,12 +254,12 @@ def _described(given: Any) -> str:
 
 def _how_to_fix(given: Any, wanted: type) -> str:
     if isinstance(given, type):
-        return f"make an object of it, {given.__name__}(...)"
+        return f"create an object of it, {given.__name__}(...)"
     foreign = next((cls for cls in type(given).__mro__ if cls.__name__.startswith("Lightning")), None)
     if foreign is not None:
         return f"let {type(given).__name__} derive from phalanx.{wanted.__name__} instead of {foreign.__name__}"
     if isinstance(given, nn.Module) and wanted is TrainModule:
         return "subclass phalanx.TrainModule instead of nn.Module, or hold the network in one"
     if isinstance(given, (TrainModule, DataModule)):
-        return "look at the order of the arguments"
-    return f"hand over an object of a class that derives from phalanx.{wanted.__name__}"
+        return "check the order of the arguments"
+    return f"pass an object of a class that derives from phalanx.{wanted.__name__}"

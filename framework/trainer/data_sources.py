@@ -1,4 +1,4 @@
-"""From what the user gave (loaders, a DataModule, the module's own) to the sources that loops read."""
+"""Data sources of the loops, made from the user's loaders, DataModule or module."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOADER_HOOKS = {
 
 @dataclass
 class Data:
-    """Where loaders come from, and how they are shared out."""
+    """The origin of the loaders, and their sharding over ranks."""
 
     world: World
     module: TrainModule
@@ -44,7 +44,7 @@ class Data:
     shard: bool
 
     def loaders(self, stage: str) -> Any:
-        """Return what the user gave for a stage, what the DataModule has, or what the module has; None for nothing."""
+        """Return the loaders of a stage: the user's, else the DataModule's, else the module's; None without any."""
         if self.given.get(stage) is not None:
             return self.given[stage]
         owner = _provider(stage, self.module, self.datamodule)
@@ -54,7 +54,7 @@ class Data:
         """Return the training source.
 
         Raises:
-            ConfigurationError: there is no training loader, or it cannot be used.
+            ConfigurationError: there is no training loader, or it is invalid.
         """
         loaders = self.loaders("train")
         if loaders is None:
@@ -72,7 +72,7 @@ class Data:
         )
 
     def evaluation(self, stage: str) -> list[EvaluationSource]:
-        """Return a source for each loader of a stage; none where the user has no such loader."""
+        """Return a source for each loader of a stage; an empty list if there is no loader."""
         loaders = self.loaders(stage)
         if loaders is None:
             return []
@@ -86,7 +86,7 @@ class Data:
         )
 
     def agreed_length(self, source: TrainingSource, position: dict[str, Any] | None) -> int | None:
-        """Return the batches of an epoch, or None where ranks have to ask one another batch by batch. Collective."""
+        """Return the batches of an epoch, or None if ranks must agree batch by batch. Collective."""
         length = source.len_batches(position)
         lengths = self.world.all_gather_object(length)
         return length if all(other == length for other in lengths) else None
@@ -101,12 +101,12 @@ def check_given(
     shard: bool,
     required: bool,
 ) -> None:
-    """Refuse loaders that cannot be used, and no data where data is ``required``. Reads no batch.
+    """Check the given loaders, and that there are some if data is ``required``. Reads no batch.
 
     Raises:
-        ConfigurationError: with what was given, the rule and the next step.
+        ConfigurationError: a loader is invalid or missing.
     """
-    # What fit calls val_dataloaders is dataloaders for validate.
+    # The argument val_dataloaders of fit is named dataloaders in validate.
     name = _ARGUMENTS[stage] if stage == "train" or not required else "dataloaders"
     loaders = given.get(stage)
     if loaders is not None:
@@ -119,7 +119,7 @@ def check_given(
 
 
 def _provider(stage: str, module: TrainModule, datamodule: DataModule | None) -> TrainModule | DataModule | None:
-    """Return whose loader hook is asked: the DataModule's before the module's own; None where nobody has one."""
+    """Return the owner of the loader hook: the DataModule, else the module; None if neither has one."""
     hook = _LOADER_HOOKS[stage]
     if datamodule is not None and datamodule.provides(hook):
         return datamodule

@@ -1,4 +1,4 @@
-"""Building the loop of a fit: its data, its windows, and the plan of when it ends, logs and validates."""
+"""Construction of the loop of a fit: data, accumulation windows, limits and intervals."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def build_loop(session: Session, run: Run, data: Data, request: StageRequest, checkpoint: Checkpoint | None) -> FitLoop:
-    """Build the loop of a fit over its data; at a checkpoint's position where the fit resumes within an epoch.
-
-    Collective.
-    """
+    """Build the loop of a fit, at the position of the checkpoint if the fit resumes within an epoch. Collective."""
     settings = session.settings
     position = _position(checkpoint)
     if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""Runs started from a notebook or an interpreter: ranks are forked, and the results of rank 0 are taken back."""
+"""Runs started from a notebook or an interpreter: ranks are forked, and rank 0's results are copied back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def run_in_function(session: Session, stage: str, request: StageRequest) -> Any:
     """Run a stage in forked ranks; restore the weights, counters, metrics and callback states of rank 0 here.
 
-    What hooks and steps set on the module or the DataModule stays in the ranks.
+    Attributes that hooks and steps set on the module or the DataModule stay in the ranks.
     """
     resources = session.resources
     session.begin(stage, request)
     result, outcome = launch_function(_in_rank, (session, stage, request), resources.world_size)
-    # The ranks have built these layers in their copies of the module, and trained in this dtype.
+    # The ranks built these layers only in their copies of the module, and trained in this dtype.
     request.module.configure_model()
     resources.precision.convert_module(request.module)
     request.module.load_state_dict(outcome.pop("weights"))

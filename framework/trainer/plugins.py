@@ -28,7 +28,7 @@ def resolve_loggers(given: Any, settings: Settings) -> list[Logger]:
 
     Raises:
         UnknownNameError: a name is not known.
-        ConfigurationError: something is no logger.
+        ConfigurationError: an object is not a logger.
     """
     if given is False or (given is None and settings.barebones):
         return []
@@ -44,11 +44,11 @@ def resolve_loggers(given: Any, settings: Settings) -> list[Logger]:
 
 
 def resolve_callbacks(settings: Settings) -> list[Callback]:
-    """Return the callbacks of the user, then those that are there by default and not the user's already.
+    """Return the callbacks of the user, then the default callbacks that the user has not given.
 
     Raises:
         UnknownNameError: a name is not known.
-        ConfigurationError: something is no callback, two share a state key, or two arguments contradict one another.
+        ConfigurationError: an object is not a callback, two share a state key, or two arguments contradict one another.
     """
     given = settings.given.callbacks
     items = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
@@ -107,7 +107,7 @@ def _check_accumulation(callbacks: list[Callback], settings: Settings) -> None:
 
 
 def check_state_keys(callbacks: Sequence[Callback]) -> None:
-    """Refuse two callbacks whose states a checkpoint could not tell apart.
+    """Refuse two callbacks with the same state key, whose states a checkpoint could not distinguish.
 
     Raises:
         ConfigurationError: two have the same state key.
@@ -115,7 +115,7 @@ def check_state_keys(callbacks: Sequence[Callback]) -> None:
     keys: set[str] = set()
     for callback in callbacks:
         if type(callback).state_dict is Callback.state_dict:
-            continue  # it has no state to tell apart
+            continue  # it has no state
         if callback.state_key in keys:
             raise ConfigurationError(
                 f"two callbacks have the state key {callback.state_key!r}, so a checkpoint could not tell their states "
@@ -138,7 +138,7 @@ def _built(registry: Registry, item: Any, kind: type[Any], what: str) -> Any:
     if foreign is not None and not issubclass(foreign, kind):
         hint = f"it is made for {foreign.__module__}; let its class derive from phalanx's {kind.__name__}"
     elif isinstance(built, type):
-        hint = f"make an object of it, {built.__name__}(...)"
+        hint = f"create an object of it, {built.__name__}(...)"
     else:
         hint = f"give a {kind.__name__} or one of the names {', '.join(registry)}"
     given = f"{built.__name__}, a class," if isinstance(built, type) else f"{built!r}"
@@ -146,7 +146,7 @@ def _built(registry: Registry, item: Any, kind: type[Any], what: str) -> Any:
 
 
 def _by_name(registry: Registry, name: str, what: str) -> Any:
-    """Build what a name stands for; what only lacks the name of a metric watches the validation loss."""
+    """Build the object for a name. A required name of a metric is the validation loss."""
     build = registry.load(name)
     parameters = inspect.signature(build).parameters.values()
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -50,7 +50,7 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks, in the order of their calls but for those that run last."""
+        """The callbacks in the order of their calls, except those that run last."""
         return self._session.callbacks
 
     @callbacks.setter
@@ -73,7 +73,7 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def seed(self) -> int:
-        """The seed that data order and generators of the current or last run derive from."""
+        """The seed of the data order and the generators of the current or last run."""
         return self._session.seed
 
     @property
@@ -98,7 +98,7 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """The signs of life of this rank."""
+        """The heartbeat of this rank, which the watchdog reads."""
         return self._session.heartbeat
 
     # ---- progress -------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch in progress, from 0; after a fit the number of epochs done."""
+        """The epoch in progress, from 0; after a fit the number of completed epochs."""
         return self.progress.epoch
 
     @property
@@ -120,17 +120,17 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the validation loop is being tried before training."""
+        """Whether the sanity check of the validation loop is running."""
         return self.run is not None and self.run.sanity_checking
 
     @property
     def training(self) -> bool:
-        """Whether ``fit`` is at training, and not at validating."""
+        """Whether ``fit`` is training, not validating."""
         return self.run is not None and self.run.stage == "fit" and not self.run.evaluating
 
     @property
     def validating(self) -> bool:
-        """Whether a validation runs, in ``validate`` or in ``fit``; the sanity check does not count."""
+        """Whether a validation is running, in ``validate`` or in ``fit``; excludes the sanity check."""
         return self._evaluates("validate") or (self._evaluates("fit") and not self.sanity_checking)
 
     @property
@@ -148,17 +148,17 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last run ended before its end."""
+        """Whether the last run ended early."""
         return self.state.status == "interrupted"
 
     @property
     def should_stop(self) -> bool:
-        """Whether a stop was asked for and agreed on."""
+        """Whether a stop was requested and all ranks have agreed on it."""
         return self.run is not None and self.run.stop_requested
 
     @property
     def fired_triggers(self) -> set[str]:
-        """The names of the triggers that fired at the last boundary, the same on every rank."""
+        """The names of the signals that were handled at the last boundary, the same on every rank."""
         return set(self.run.triggers.fired) if self.run is not None else set()
 
     @property
@@ -185,7 +185,7 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def lr_schedulers(self) -> list[SchedulerConfig]:
-        """The schedulers of the running fit, with when they step."""
+        """The schedulers of the running fit, with their intervals."""
         return self.run.schedulers if self.run is not None else []
 
     lr_scheduler_configs = lr_schedulers
@@ -230,7 +230,7 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def preemption_dir(self) -> Path | None:
-        """The directory of the checkpoint of a preempted run; None where the run keeps no checkpoints."""
+        """The directory of the checkpoint of a preempted run; None if the run saves no checkpoints."""
         return self._session.preemption_directory()
 
     @property
@@ -240,14 +240,14 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def writes(self) -> bool:
-        """Whether this run keeps files."""
+        """Whether this run writes files."""
         return self._session.writes
 
     # ---- metrics --------------------------------------------------------------------------------------------------
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged, for callbacks."""
+        """All logged values, for callbacks."""
         return self._metrics("callback")
 
     @property
@@ -265,7 +265,7 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of each rank in an epoch; infinite where unknown."""
+        """Micro-batches of each rank in an epoch; infinite if unknown."""
         end = self.loop.windows.end if self.loop is not None else None
         return math.inf if end is None else end
 
@@ -294,7 +294,7 @@ class TrainerProperties(SettingProperties, RankProperties):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole fit; infinite where unknown."""
+        """Optimizer steps of the entire fit; infinite if unknown."""
         if self.loop is None:
             raise ConfigurationError(
                 "estimated_stepping_batches is known while fit runs, from configure_optimizers on: read it there."

@@ -1,4 +1,4 @@
-"""The place of a Trainer's process among the ranks, as read-only attributes."""
+"""Read-only attributes about the ranks of a Trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RankProperties:
-    """The place of a Trainer's process among the ranks."""
+    """Rank, strategy and precision of a Trainer's process."""
 
     _session: Session
 

@@ -1,4 +1,4 @@
-"""The settings of a Trainer as the engine uses them: checked and resolved before any process starts."""
+"""The resolved settings of a Trainer, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIMITS = {
     "predict": "limit_predict_batches",
 }
 _DEFAULT_EPOCHS = 1000
-# No count of steps reaches it: "never" costs the loop no question of its own.
+# A count that no run reaches, so that "never" needs no extra branch in the loop.
 _NEVER = 1 << 62
 
 
@@ -54,7 +54,7 @@ class Settings:
 
     @property
     def barebones(self) -> bool:
-        """Whether everything that costs time is left out."""
+        """Whether all optional features that cost time are disabled."""
         return self.given.barebones
 
     @property
@@ -63,7 +63,7 @@ class Settings:
         return self.given.use_distributed_sampler
 
     def limit_batches(self, stage: str, total: int | None) -> int | None:
-        """Return how many of ``total`` batches a stage may use; None means all of an unknown number."""
+        """Return the number of batches of ``total`` that a stage may use; None means all of an unknown number."""
         limit = self.limits[stage]
         if isinstance(limit, int):
             return limit if total is None else min(limit, total)
@@ -73,7 +73,7 @@ class Settings:
                     f"{_LIMITS[stage]}={limit} is a fraction, but the loader has no length: give a whole number."
                 )
             return 0 if limit == 0.0 else None
-        # A fraction that is not 0 keeps at least one batch.
+        # A fraction above 0 uses at least one batch.
         return max(1, int(total * limit)) if limit and total else 0
 
     def document(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def resolve_settings(given: TrainerSettings) -> Settings:
     """Apply every rule, then the rules between arguments.
 
     Raises:
-        ConfigurationError: an argument breaks its rule, or two contradict one another.
+        ConfigurationError: an argument is invalid, or two contradict one another.
     """
     value = {
         each.name: getattr(given, each.name)
@@ -148,7 +148,7 @@ def resolve_settings(given: TrainerSettings) -> Settings:
 
 
 def _limit_to_dev_run(settings: Settings, batches: int) -> None:
-    """Reduce a run to so many batches of each loop, whatever else was asked for."""
+    """Reduce a run to a number of batches of each loop, which overrides other limits."""
     settings.limits = dict.fromkeys(settings.limits, batches)
     settings.max_epochs, settings.max_steps, settings.max_time = 1, batches, None
     settings.min_epochs = settings.min_steps = None
@@ -169,7 +169,7 @@ def _check_combinations(given: TrainerSettings) -> None:
         limits = {name: getattr(given, name) for name in ("limit_train_batches", "limit_val_batches")}
         _refuse_both("overfit_batches", given.overfit_batches, "both say how many batches to use", **limits)
     if given.barebones:
-        _refuse_both("barebones", True, "it leaves out whatever costs time",
+        _refuse_both("barebones", True, "it disables all features that cost time",
                      fast_dev_run=given.fast_dev_run or None, detect_anomaly=given.detect_anomaly or None,
                      num_sanity_val_steps=given.num_sanity_val_steps)  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Rules of single arguments of a Trainer: each checks a value, and returns it as the engine uses it."""
+"""Rules of single arguments of a Trainer: each checks a value and returns the resolved value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rule = Callable[[str, Any], Any]
 
 
 def at_least(least: int) -> Rule:
-    """Return the rule of whole numbers of at least ``least``; None means that none was given."""
+    """Return the rule of whole numbers of at least ``least``; None means that no number was given."""
 
     def rule(name: str, value: Any) -> Any:
         if value is not None and not is_count(value, least):
@@ -38,7 +38,7 @@ def one_of(*names: str, optional: bool = False) -> Rule:
 
 
 def flag(name: str, value: Any) -> Any:
-    """Rule of switches: True, False, or None where the default is chosen later."""
+    """Rule of switches: True, False, or None if the default is chosen later."""
     if value is not None and not isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r} must be True or False.")
     return value
@@ -117,7 +117,7 @@ def deterministic(name: str, value: Any) -> Any:
 
 
 def unsupported(advice: str) -> Rule:
-    """Return the rule of an argument that Lightning has and phalanx has not: it must be None."""
+    """Return the rule of an argument of Lightning that phalanx does not support: it must be None."""
 
     def rule(name: str, value: Any) -> None:
         if value is not None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run before the first step and after the last, and the files that say the same."""
+"""The summary of a fit on the console before the first and after the last step, and the report file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def box(title: str, lines: list[str]) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number and what it counts, in singular or plural."""
+    """Return a number with its noun in singular or plural."""
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('batch') else 's'}"
 
 
 def start_lines(
     run: Run, plan: FitPlan, windows: Windows, run_dir: Path | None, checkpoint_dir: Path | None
 ) -> list[str]:
-    """Return at most six lines on how a fit is set up."""
+    """Return at most six lines about the configuration of a fit."""
     world, fabric = run.world, run.fabric
     nodes = f" on {counted(world.num_nodes, 'node')}" if world.num_nodes > 1 else ""
     lines = [
@@ -56,7 +56,7 @@ def start_lines(
 
 
 def _global_batch(run: Run, windows: Windows) -> str:
-    """Return the samples of an optimizer step as a product, or the micro-batches where their size is not known."""
+    """Return the samples of an optimizer step as a product, or the micro-batches if their size is unknown."""
     size, ranks = windows.source.micro_batch_size, run.world.data_size
     if not run.module.automatic_optimization:
         each = counted(size, "sample") if size is not None else "one micro-batch"
@@ -83,7 +83,7 @@ def _length(plan: FitPlan, windows: Windows) -> str:
 
 
 def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoint_dir: Path) -> list[str]:
-    """Return a few lines on how a fit ended and what to do next."""
+    """Return a few lines about the end of a fit and the next steps."""
     progress = run.progress
     reason = f": {run.stop_reason}" if run.stop_reason else ""
     steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
@@ -97,7 +97,7 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
             break
     if best or last:
         lines.append(f"checkpoint {shortened(best or last)}")
-        # "auto" looks where checkpoints go by default.
+        # "auto" searches the default directory of checkpoints.
         found = Path(last).is_relative_to(checkpoint_dir)
         given = "auto" if found else shortened(last)
         lines.append(f'resume     fit(..., ckpt_path="{given}"), with a higher limit to train for longer')
@@ -107,15 +107,15 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
 
 
 def _curves(directory: Path) -> list[str]:
-    """Return how to see the curves, by what the loggers have left there."""
+    """Return the command to display curves, depending on the loggers."""
     if next(directory.glob(_TENSORBOARD_FILES), None) is not None:
         return [f"curves     tensorboard --logdir {shlex.quote(shortened(directory))}"]
     table = directory / "metrics.csv"
-    return [f"figures    {shortened(table)}"] if table.is_file() else []
+    return [f"metrics    {shortened(table)}"] if table.is_file() else []
 
 
 def report(run: Run, callbacks: list[Callback]) -> dict[str, Any]:
-    """Return how a fit ended, for the report in the run's directory."""
+    """Return the outcome of a fit, for the report in the run's directory."""
     progress = run.progress
     best = next((str(saved.best_model_path) for saved in saved_by(callbacks) if saved.best_model_path), None)
     return {
@@ -128,7 +128,7 @@ def report(run: Run, callbacks: list[Callback]) -> dict[str, Any]:
 
 
 def shortened(path: str | Path) -> str:
-    """Return a path relative to the working directory where it lies below it."""
+    """Return a path relative to the working directory if it is below it."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
@@ -136,6 +136,6 @@ def shortened(path: str | Path) -> str:
 
 
 def say(text: str) -> None:
-    """Print one line, or one block of lines, at once."""
+    """Print one line, or one block of lines, in a single write."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""``Session``: the state that a Trainer keeps over its fits and evaluations, handed to whatever executes them."""
+"""``Session``: the state of a Trainer across its fits and evaluations."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StageRequest:
 
 @dataclass
 class Session:
-    """The state that a Trainer keeps over its fits and evaluations."""
+    """The state of a Trainer across its fits and evaluations."""
 
     view: TrainerView
     """The Trainer, as hooks receive it."""
@@ -84,7 +84,7 @@ class Session:
 
     @property
     def resources(self) -> Resources:
-        """The devices, the strategy and the precision that were asked for."""
+        """The requested devices, strategy and precision."""
         return self.fabric.resources
 
     # ---- a stage, from begin to end -------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Session:
             request.datamodule.attach(self.view)
 
     def attach_run(self, run: Run) -> None:
-        """Make a run the current one; an evaluation continues to count where the last fit ended."""
+        """Make a run the current one; an evaluation continues the counters of the last fit."""
         self.run = run
         if run.stage != "fit":
             run.continue_counting(self.last_progress)
@@ -107,31 +107,31 @@ class Session:
         self.loop = loop
 
     def use_seed(self, seed: int) -> None:
-        """Derive data order and generators of the current run from this seed."""
+        """Derive the data order and the generators of the current run from this seed."""
         self.seed = seed
         if self.run is not None:
             self.run.use_seed(seed)
 
     def use_accumulation(self, schedule: AccumulationSchedule) -> None:
-        """Accumulate gradients by this schedule in the next fit."""
+        """Accumulate gradients according to this schedule in the next fit."""
         self.accumulation = schedule
 
     def use_callbacks(self, callbacks: Sequence[Callback]) -> None:
-        """Replace the callbacks: the module of a stage may bring its own."""
+        """Replace the callbacks, to which the module of a stage may add its own."""
         self.callbacks = list(callbacks)
 
     def finish(self, status: str) -> None:
-        """Record how the stage ended."""
+        """Record the outcome of the stage."""
         self.state.status = status
 
     def keep_results(self) -> None:
-        """Keep the counters and metrics of the current run for when it is over."""
+        """Retain the counters and metrics of the current run after its end."""
         if self.run is not None:
             self.last_progress = self.run.progress
             self.last_metrics = {kind: self.run.metrics.view(kind) for kind in self.last_metrics}
 
     def forget_run(self) -> None:
-        """Have no current run any more."""
+        """Reset the current run to None."""
         self.run = self.loop = None
 
     # ---- the run's context -----------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Session:
         return Path(given or self.directory.checkpoints)
 
     def preemption_directory(self) -> Path | None:
-        """Return the directory of the checkpoint of a preempted run; None where the run keeps no checkpoints."""
+        """Return the directory of the checkpoint of a preempted run; None if the run saves no checkpoints."""
         if self.checkpoint_callback is None or self.settings.fast_dev_run:
             return None
         return self.checkpoint_directory()
@@ -179,7 +179,7 @@ class Session:
         for logger in self.loggers:
             logger.attach(self.directory.root, self.directory.name, self.directory.version)
 
-    # ---- results of ranks that were forked ------------------------------------------------------------------------
+    # ---- results of forked ranks ----------------------------------------------------------------------------------
 
     def outcome(self) -> dict[str, Any]:
         """Return the state that a rank sends to the process that forked it."""
@@ -192,7 +192,7 @@ class Session:
         }
 
     def take_outcome(self, outcome: dict[str, Any]) -> None:
-        """Adopt the outcome of rank 0."""
+        """Restore the outcome that rank 0 has sent."""
         self.state, self.last_progress, self.last_metrics = outcome["state"], outcome["progress"], outcome["metrics"]
         self.directory.adopt(*outcome["directory"])
         self.attach_loggers()

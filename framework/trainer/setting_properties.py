@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """A read-only attribute of a Trainer: one of its settings. Assigning it later would have no effect: refused."""
+    """A read-only attribute of a Trainer with one of its settings. Assigning it raises ``ConfigurationError``."""
 
     def __init__(self, read: Callable[[Settings], T]) -> None:
         self._read = read
@@ -28,7 +28,7 @@ class Setting(Generic[T]):
         return self._read(trainer.settings)
 
     def __set__(self, trainer: SettingProperties, value: Any) -> None:
-        raise ConfigurationError(f"trainer.{self._name} is read when the Trainer is made: give it to Trainer(...).")
+        raise ConfigurationError(f"trainer.{self._name} is read when the Trainer is created: pass it to Trainer(...).")
 
 
 class SettingProperties:

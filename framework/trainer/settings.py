@@ -48,8 +48,9 @@ class TrainerSettings:
     accelerator: str = _setting("auto", '``"auto"``, ``"cpu"``, ``"gpu"`` or ``"cuda"``.')
     strategy: str | Strategy = _setting(
         "auto",
-        'how work is spread over ranks, a name or a ``Strategy``. ``"auto"`` chooses when a fit starts: on one rank '
-        "``single``, else the first of ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme`` that fits into memory.",
+        'how work is distributed over ranks, a name or a ``Strategy``. ``"auto"`` chooses when a fit starts: on one '
+        "rank ``single``, else the first of ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme`` that fits into "
+        "memory.",
     )
     devices: int | str | list[int] = _setting(
         "auto", 'ranks on each node: a number, a list of CUDA indices, or ``"auto"``.'
@@ -76,7 +77,7 @@ class TrainerSettings:
         None, "training batches of an epoch: a number (int) or a fraction (float).", batch_limit
     )
     limit_val_batches: Limit | None = _setting(
-        None, "validation batches, counted as in one process, whatever the number of ranks.", batch_limit
+        None, "validation batches, counted as in one process, for any number of ranks.", batch_limit
     )
     limit_test_batches: Limit | None = _setting(None, "the same for ``test``.", batch_limit)
     limit_predict_batches: Limit | None = _setting(None, "the same for ``predict``.", batch_limit)
@@ -91,7 +92,7 @@ class TrainerSettings:
         None, "validation batches to try before training (default 2); -1 for all.", at_least(-1)
     )
     log_every_n_steps: int | None = _setting(
-        None, "how often values of steps go to the loggers (default 50); 0 for never.", at_least(0)
+        None, "optimizer steps between sending values to the loggers (default 50); 0 for never.", at_least(0)
     )
     enable_checkpointing: bool | None = _setting(None, "whether to save checkpoints by default.", flag)
     enable_progress_bar: bool | None = _setting(None, "whether to show a progress bar.", flag)
@@ -113,7 +114,7 @@ class TrainerSettings:
     detect_anomaly: bool = _setting(False, "find the operation whose gradient is NaN; slow.", flag)
     barebones: bool = _setting(False, "no logger, no callbacks, no sanity check: for measuring.", flag)
     sync_batchnorm: bool = _setting(False, "compute batch statistics over all ranks.", flag)
-    reload_dataloaders_every_n_epochs: int = _setting(0, "ask for new loaders every n epochs.", at_least(0))
+    reload_dataloaders_every_n_epochs: int = _setting(0, "request new loaders every n epochs.", at_least(0))
     default_root_dir: str | Path | None = _setting(
         None, "where ``<name>/version_<n>`` is created (default: the working directory).", directory
     )
@@ -122,7 +123,7 @@ class TrainerSettings:
     )
     nonfinite: str = _setting(
         "raise",
-        'what follows a loss or gradient that is NaN or infinite: ``"raise"`` on all ranks before its update, '
+        'reaction to a loss or gradient that is NaN or infinite: ``"raise"`` on all ranks before its update, '
         '``"skip"`` the update (at most 10 in a row), or ``"ignore"``.',
         one_of("raise", "skip", "ignore"),
     )
@@ -134,7 +135,7 @@ class TrainerSettings:
     preemption_signals: Sequence[str] = _setting(
         SIGNALS,
         "signals at which a run finishes the step, saves and ends: SIGTERM, SIGUSR1 and SIGUSR2 with exit code 75, "
-        "SIGINT with 130; a second SIGINT stops at once.",
+        "SIGINT with 130; a second SIGINT stops immediately.",
         lambda name, value: check_signals(value),
     )
     requeue: bool = _setting(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
-    """Run a stage and return what it comes to: None for a fit, else a list with an item for each loader. Collective."""
+    """Run a stage; return None for a fit, else a list with the results of each loader. Collective."""
     with running(session, stage, request):
         if stage == "fit":
             return _fit(session, request)
@@ -42,7 +42,7 @@ def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
 
 @contextmanager
 def running(session: Session, stage: str, request: StageRequest) -> Generator[None, None, None]:
-    """Hold a run: what is set up is taken down, whatever happens in between."""
+    """Context of a run that tears down on exit, also after an error."""
     place = session.fabric.resources.place
     install_rank_hooks(place)
     own_records().clear_pending_error(place.rank)
@@ -86,7 +86,7 @@ def _fit(session: Session, request: StageRequest) -> None:
 
 
 def _begin(session: Session, loop: FitLoop) -> None:
-    """Tell loggers and the person how the fit is set up."""
+    """Send the configuration of the fit to the loggers and the console."""
     run = loop.run
     if hyperparameters := without_secrets(run.module.hparams_to_log):
         run.loggers.log_hyperparams(hyperparameters)
@@ -109,7 +109,7 @@ def _begin(session: Session, loop: FitLoop) -> None:
 
 
 def _end(session: Session, loop: FitLoop) -> None:
-    """Close the loggers; tell the person what came of the fit and what to do next."""
+    """Close the loggers; print the outcome of the fit and the next steps."""
     run = loop.run
     run.loggers.finalize("success")
     if not run.world.is_global_zero:
@@ -123,7 +123,7 @@ def _end(session: Session, loop: FitLoop) -> None:
 
 
 def _keep(session: Session, name: str, document: Any) -> None:
-    """Write a document into the run's directory; a run goes on without it."""
+    """Write a document into the run's directory; a failure is reported and the run continues."""
     try:
         session.directory.write_json(name, document)
     except StorageError as error:
@@ -131,9 +131,9 @@ def _keep(session: Session, name: str, document: Any) -> None:
 
 
 def _fail(session: Session, stage: str, error: BaseException) -> None:
-    """Tell callbacks and loggers. No collective: other ranks may never come.
+    """Report an error to callbacks and loggers. No collective: other ranks may never reach it.
 
-    What a callback raises here is told of, and takes the place of nothing: the error stays the run's.
+    An exception of a callback is printed and does not replace the error of the run.
     """
     run = session.run
     if run is None:
@@ -164,7 +164,7 @@ def _teardown(session: Session, stage: str) -> None:
 
 
 def _release(session: Session, request: StageRequest) -> None:
-    """Release everything that the stage held, however it ended. No collective."""
+    """Release all resources of the stage, also after an error. No collective."""
     run = session.run
     if run is not None:
         session.keep_results()

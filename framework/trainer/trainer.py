@@ -1,4 +1,4 @@
-"""``Trainer``: settings in, a ``Run`` assembled, a loop called. No training logic."""
+"""``Trainer``: checks settings, assembles a ``Run`` and calls a loop. It contains no training logic."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Trainer(TrainerProperties):
     The arguments are keyword arguments; ``help(Trainer.__init__)`` lists them.
 
     Raises:
-        ConfigurationError: an argument is not known, breaks a rule or contradicts another one.
+        ConfigurationError: an argument is unknown, invalid or contradicts another one.
     """
 
     @takes(TrainerSettings)
     def __init__(self, given: TrainerSettings) -> None:
-        """Check and resolve all arguments; nothing is started or created before a stage is called."""
+        """Check and resolve all arguments. No process or file is created before a stage is called."""
         install_exit_codes()
         settings = resolve_settings(given)
         fabric = Fabric(given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision)
@@ -90,15 +90,15 @@ class Trainer(TrainerProperties):
 
         Args:
             model: the module.
-            train_dataloaders: a loader, or a list or dict of loaders whose batches come together.
+            train_dataloaders: a loader, or a list or dict of loaders whose batches are combined.
             val_dataloaders: a loader or several.
-            datamodule: gives loaders instead.
+            datamodule: provides the loaders instead.
             ckpt_path: resume from a path, ``"last"``, ``"best"``, or ``"auto"``: the newest checkpoint of this run that
                 verifies, or a fresh start.
 
         Raises:
-            ConfigurationError: something cannot work; before any process starts.
-            CheckpointError: the checkpoint is refused.
+            ConfigurationError: an argument is invalid. Raised before any process starts.
+            CheckpointError: the checkpoint is missing, damaged or does not match.
             NonFiniteError: a loss or gradient is NaN or infinite.
         """
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
@@ -116,11 +116,11 @@ class Trainer(TrainerProperties):
         activation_bytes: int | None = None,
         datamodule: DataModule | None = None,
     ) -> MemoryPlan:
-        """Return what each strategy would hold on every rank beside the memory that is there; printed, a table.
+        """Return the memory that each strategy needs per rank, and that available; printed, it is a table.
 
-        Nothing is trained and no rank is started. A micro-batch runs on a copy of the module in this process, on its
-        device, to see what its forward keeps for backward, unless ``activation_bytes`` says it. The module, generators
-        and loaders stay as they are.
+        It does not train or start ranks. Unless ``activation_bytes`` is given, it runs a micro-batch on a copy of the
+        module in this process, on its device, to measure the tensors saved for backward. The module, generators and
+        loaders are unchanged.
 
         Raises:
             ConfigurationError: the module or the data could not be used by ``fit``.
@@ -147,7 +147,7 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Validate; return each loader's metrics. Collective. ``ckpt_path`` puts a checkpoint's weights in first."""
+        """Validate, with the weights of ``ckpt_path`` if given; return the metrics of each loader. Collective."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def test(
@@ -158,7 +158,7 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Test; return each loader's metrics. Collective. ``ckpt_path`` puts a checkpoint's weights in first."""
+        """Test, with the weights of ``ckpt_path`` if given; return the metrics of each loader. Collective."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def predict(
@@ -171,7 +171,8 @@ class Trainer(TrainerProperties):
     ) -> list[Any] | None:
         """Predict; return the outputs of all batches on every rank, in the dataset's order. Collective.
 
-        With several loaders a list for each. ``return_predictions=False`` returns None, for callbacks that write.
+        With several loaders, return one list per loader. With ``return_predictions=False`` return None, for callbacks
+        that write predictions.
         """
         if return_predictions is not None:
             flag("return_predictions", return_predictions)
@@ -208,13 +209,13 @@ class Trainer(TrainerProperties):
         return StageRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path))
 
     def _launched_or_here(self, stage: str, request: StageRequest) -> Any:
-        """Run a stage in this rank; where ranks are still to be started, start them."""
+        """Run a stage in this rank; start the ranks first if they are not running."""
         resources, max_restarts = self.fabric.resources, self.settings.given.max_restarts
         place = resources.place
-        # One rank that is to be started again needs somebody to do so too.
+        # Restarts of a single rank need a supervisor process too.
         restarts = bool(max_restarts) and place.launcher is None and place.size == 1
         if (resources.must_launch or restarts) and can_rerun_script():
-            # This process only watches from here on; the ranks come to this line by running the script.
+            # This process only supervises from this point on; the ranks reach this line by running the script.
             launch_script(resources.world_size, max_restarts, self.writes, resources.strategy.libraries)
         if max_restarts and place.launcher != "phalanx":
             started = "there is no script to run again" if place.launcher is None else f"{place.launcher} started it"
@@ -226,7 +227,7 @@ class Trainer(TrainerProperties):
 
     @property
     def should_stop(self) -> bool:
-        """Whether a stop was asked for and agreed on; set it on any rank and all stop after the same step."""
+        """Whether all ranks have agreed on a stop; set it on any rank to stop all ranks after the same step."""
         return super().should_stop
 
     @should_stop.setter
@@ -238,11 +239,11 @@ class Trainer(TrainerProperties):
             self.raise_trigger(Signal.CONTINUE)
 
     def request_stop(self, reason: str) -> None:
-        """Stop all ranks after the same step; the first reason is shown at the end."""
+        """Stop all ranks after the same step; the first reason is printed at the end."""
         self.raise_trigger(Signal.STOP, reason)
 
     def raise_trigger(self, name: str, payload: Any = None) -> None:
-        """Raise a trigger on this rank: all ranks see it at the next boundary. ``payload``: JSON values."""
+        """Raise a signal on this rank that all ranks receive at the next boundary. ``payload``: JSON values."""
         if self.run is not None:
             self.run.triggers.set(name, payload)
 
@@ -251,25 +252,25 @@ class Trainer(TrainerProperties):
         self._session.use_accumulation(schedule)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Send figures to all loggers at the current step; ``callback_metrics`` has them too."""
+        """Send metrics to all loggers at the current step, and add them to ``callback_metrics``."""
         if self.run is not None:
             step = max(0, self.run.progress.global_step - 1)
             self.run.loggers.log_metrics(dict(metrics), step)
             self.run.metrics.values["callback"].update(metrics)
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
-        """Save the run as it stands after the last optimizer step. Collective.
+        """Save the state of the run after the last optimizer step. Collective.
 
         Args:
             filepath: the checkpoint's directory.
-            weights_only: save the model alone; no run can be resumed from that.
-            asynchronous: return once the state is copied, and write it behind the training. One save is under way at a
-                time: the next one waits, and so does the end of the fit. A failure is told of at the step after it is
-                known, and training goes on; the third in a row ends the run.
+            weights_only: save only the model; no run can be resumed from such a checkpoint.
+            asynchronous: return once the state is copied, and write it in the background. At most one save is pending:
+                the next save and the end of the fit wait for it. A failure is reported at the step after it is known,
+                and training continues; the third failure in a row ends the run.
 
         Raises:
-            NonFiniteError: a weight is NaN or infinite; nothing was written.
-            StorageError: it could not be written; what was there is untouched.
+            NonFiniteError: a weight is NaN or infinite; no checkpoint was written.
+            StorageError: the checkpoint could not be written; an existing one is unchanged.
         """
         self.request_save(SaveRequest(absolute(filepath), weights_only, asynchronous, tolerant=asynchronous))
 
@@ -279,19 +280,19 @@ class Trainer(TrainerProperties):
         dtype: str | torch.dtype | None = None,
         max_shard_size: int | str | None = None,
     ) -> Path:
-        """Write the weights alone, as plain safetensors; return the path. Collective while a run is under way.
+        """Write only the weights, as plain safetensors; return the path. Collective during a run.
 
-        In a hook they are those after the last optimizer step, under any strategy, in the dtype of its updates. After a
-        fit they are what the module holds, and rank 0 alone writes.
+        In a hook, the weights are those after the last optimizer step, under any strategy, in the dtype of its updates.
+        After a fit they are the weights that the module holds, and only rank 0 writes.
 
         Args:
-            path: a file that does not exist yet, or a directory, which gets ``model.safetensors``.
-            dtype: write floating point tensors in it, such as ``"bf16"``.
-            max_shard_size: make ``path`` a directory of files of at most so much (``"5GB"``) and an index.
+            path: a file that does not exist yet, or a directory in which ``model.safetensors`` is created.
+            dtype: the dtype in which floating-point tensors are written, such as ``"bf16"``.
+            max_shard_size: make ``path`` a directory of files of at most this size (``"5GB"``) and an index.
 
         Raises:
             ConfigurationError: there is no module, ``path`` exists, or a number does not fit into ``dtype``.
-            StorageError: it cannot be written.
+            StorageError: the files cannot be written.
         """
         target = Path(path)
         if self.run is not None:
@@ -320,32 +321,32 @@ class Trainer(TrainerProperties):
         return self._running("add_average").add_average(settings)
 
     def pause_lr_schedulers(self) -> None:
-        """Leave learning rates to a callback for the rest of the fit."""
+        """Stop advancing schedulers for the rest of the fit; a callback sets the learning rates."""
         self._running("pause_lr_schedulers").pause_lr_schedulers()
 
     def prepare_saves(
         self, directory: Path, gives: Callable[[str], bool], weights_only: bool, asynchronous: bool
     ) -> None:
-        """Make a directory ready for checkpoints whose names ``gives`` accepts; see ``make_ready``. Collective."""
+        """Prepare a directory for checkpoints whose names ``gives`` accepts; see ``make_ready``. Collective."""
         make_ready(self._running("prepare_saves"), directory, gives, weights_only, asynchronous)
 
     def request_save(self, request: SaveRequest) -> None:
-        """Save as a ``SaveRequest`` says; errors as for ``save_checkpoint``. Collective."""
+        """Save according to a ``SaveRequest``; errors as for ``save_checkpoint``. Collective."""
         self._running("save_checkpoint").saver.save(request)
 
     def finish_saves(self) -> None:
-        """Wait for a pending asynchronous save, and act on its outcome. Collective."""
+        """Wait for a pending asynchronous save, and handle its result. Collective."""
         if self.run is not None:
             self.run.saver.finish()
 
     def _running(self, what: str) -> Run:
         if self.run is None:
-            raise ConfigurationError(f"{what} works while a run is under way: call it in a hook or a callback.")
+            raise ConfigurationError(f"{what} works only during a run: call it in a hook or a callback.")
         return self.run
 
 
 def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> None:
-    """Set torch's switches for determinism and for cuDNN's search of algorithms, where they were given."""
+    """Set torch's flags for determinism and cuDNN's benchmark mode, if given."""
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
     if benchmark is not None:

@@ -1,13 +1,13 @@
-"""``Heartbeat``: the progress of a rank, in a few bytes of memory that its supervisor reads.
+"""``Heartbeat``: the progress of a rank, in a few bytes of shared memory that its supervisor reads.
 
 A run passes through sections: set-up, epoch (between the batches of two epochs), step, evaluation, save and teardown.
-A rank writes down the section, a counter that changes with every sign of life in it, and the optimizer step, the epoch
-and the batch under way. A step costs two writes of a struct and three of a number, into memory: no system call, no
-lock, no clock. The reader has a clock of its own, and checks whether the bytes have changed. A mapping that the reader
-has opened outlives the rank, so it also shows where a killed rank was.
+A rank writes the section, a counter that changes with every sign of life in it, and the current optimizer step, epoch
+and batch. A step costs two writes of a struct and three of a number, into memory: no system call, no lock, no clock.
+The reader has its own clock, and checks whether the bytes have changed. A mapping that the reader has opened outlives
+the rank, so it also shows the position of a killed rank.
 
-All ranks write the same sequence, so their positions can be compared: the rank with the lowest number is the one that
-the others wait for. Within a step or an evaluation ``phase`` counts further.
+All ranks write the same sequence, so their positions can be compared: the others wait for the rank with
+the lowest number. Within a step or an evaluation ``phase`` gives the position.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECTIONS = ("outside", "set-up", "epoch", "step", "evaluation", "save", "teardow
 OUTSIDE, _STEP = SECTIONS.index("outside"), SECTIONS.index("step")
 StallTimeout = float | timedelta | Mapping[str, float | timedelta | None] | None
 LEARNED = 0.0
-"""The value of a section's limit that is learned from the silences of this run."""
+"""Value for a section's limit that is learned from the silences of this run."""
 
 # Phases of a step: micro-batches are counted up to the last one's backward pass, where ranks wait for one another.
 LAST_BACKWARD = 1 << 30
@@ -67,7 +67,7 @@ def resolve_stall_timeout(given: Any) -> tuple[float, ...]:
             if name not in SECTIONS[1:]:
                 raise unknown("stall_timeout's section", str(name), SECTIONS[1:])
         return tuple(_seconds(given.get(name)) for name in SECTIONS)
-    # Outside of all sections the user's own code runs, which may take as long as it likes.
+    # Outside of all sections the user's own code runs, which has no time limit.
     return (LEARNED, *(_seconds(given) for _ in SECTIONS[1:]))
 
 
@@ -101,10 +101,10 @@ class Heartbeat:
         self.phase = memoryview(memory)[_PHASE_AT : _PHASE_AT + 4].cast("I")
 
     def share(self, directory: str, rank: int) -> bool:
-        """Write from now on where the supervisor can read, and answer its stack signal.
+        """Write to memory that the supervisor can read from now on, and answer its stack signal.
 
         Returns:
-            False where memory cannot be shared, or ``directory`` cannot be written.
+            False if memory cannot be shared, or ``directory`` cannot be written.
         """
         path = _path(directory, rank)
         with contextlib.suppress(OSError, ValueError):
@@ -118,8 +118,8 @@ class Heartbeat:
         return False
 
     def begin(self, limits: tuple[float, ...]) -> None:
-        """Enter the first section of a stage, in which ``limits`` hold."""
-        # Counted on from what the memory holds: a second Trainer of this rank must not seem to be behind.
+        """Enter the first section of a stage, to which ``limits`` apply."""
+        # The counter continues from the value in memory: a second Trainer of this rank must not seem to be behind.
         self._number = int(_MARK.unpack_from(self._bytes, _MARK_AT)[0])
         main = threading.main_thread().ident or 0
         _HEAD.pack_into(self._bytes, 0, os.getpid(), main, self._stack_signal, *limits)
@@ -137,7 +137,7 @@ class Heartbeat:
 
     @contextmanager
     def section(self, name: str) -> Generator[None, None, None]:
-        """Be in another section within the context. Every rank must do so in the same order."""
+        """Enter another section within the context. Every rank must do so in the same order."""
         before = SECTIONS[self._section]
         self.enter(name)
         try:
@@ -146,11 +146,11 @@ class Heartbeat:
             self.enter(before)
 
     def set_position(self, step: int, epoch: int, batch: int, pack: Any = _POSITION.pack_into) -> None:
-        """Record the optimizer step that comes next, and the epoch and the batch that it begins with."""
+        """Record the next optimizer step, and the epoch and the batch with which it begins."""
         pack(self._bytes, _POSITION_AT, step, epoch, batch)
 
     def step(self, pack: Any = _MARK.pack_into) -> None:
-        """Begin that step, once its data has been fetched. Every rank must do so in the same order."""
+        """Begin the recorded step, once its data has been fetched. Every rank must do so in the same order."""
         self._section = _STEP
         self._number = number = self._number + 1
         pack(self._bytes, _MARK_AT, number, _STEP, 0)
@@ -167,13 +167,13 @@ class HeartbeatRecord:
     pid: int
     main_thread: int
     stack_signal: int
-    """The signal at which the rank writes its stacks; 0 for none."""
+    """The signal on which the rank writes its stacks; 0 for none."""
     limits: tuple[float, ...]
     number: int
     section: int
     phase: int
     step: int
-    """The optimizer step that is under way, or comes next; negative where training has not begun."""
+    """The current or next optimizer step; negative if training has not begun."""
     epoch: int
     batch: int
 
@@ -186,12 +186,12 @@ class HeartbeatRecord:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """A value to compare between ranks: the lower it is, the further behind the rank is."""
+        """A value to compare between ranks: a lower value means that the rank is further behind."""
         return self.number, self.phase
 
     @property
     def where(self) -> str:
-        """The rank's position in its training, in words; empty where training has not begun."""
+        """The rank's position in its training as text; empty if training has not begun."""
         return "" if self.step < 0 else f"at step {self.step} (epoch {self.epoch}, batch {self.batch})"
 
     def __str__(self) -> str:
@@ -228,7 +228,7 @@ class HeartbeatReader:
 def _create(path: Path) -> int:
     """Create the shared memory behind ``path``; return a descriptor that keeps it alive, or -1.
 
-    Where the system has memory files no disk lies behind it: a write never waits for one, nor fails on a full one.
+    If the system has memory files, no disk is involved: a write never waits for a disk, nor fails on a full one.
     """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("phalanx-beat")
@@ -251,7 +251,7 @@ def _install_stack_handler(path: Path) -> int:
     if not hasattr(faulthandler, "register"):
         return 0
     for signum in _STACK_SIGNALS:
-        # A signal that the program itself handles stays the program's.
+        # A signal that the program itself handles is not used.
         if signal.getsignal(signum) is signal.SIG_DFL:
             with contextlib.suppress(OSError, RuntimeError, ValueError):
                 # The handler keeps the file open.

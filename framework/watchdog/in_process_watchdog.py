@@ -1,8 +1,8 @@
-"""In-process stall watchdog, used where phalanx did not launch the ranks: one process, torchrun, SLURM, MPI.
+"""In-process stall watchdog, used if phalanx did not launch the ranks: one process, torchrun, SLURM, MPI.
 
-A thread checks this process's own heartbeat, and learns from other ranks whether one of them is further behind. It does
-not notice a process that is stopped, and cannot run while another thread holds the interpreter's lock. Where a script
-runs, a stall ends the process with exit code 76. In a notebook, an interpreter or a test the stall is reported once on
+A thread checks this process's own heartbeat, and reads from the store whether another rank is further behind. It does
+not detect a process that is stopped, and cannot run while another thread holds the interpreter's lock. In a script a
+stall ends the process with exit code 76. In a notebook, an interpreter or a test the stall is reported once on
 standard error, and the process continues.
 """
 
@@ -34,7 +34,7 @@ _stages = itertools.count()
 
 @contextmanager
 def watched(heartbeat: Heartbeat, placement: Placement, limits: tuple[float, ...]) -> Generator[None, None, None]:
-    """Watch over a stage for stalls, by the supervisor where there is one, else by a thread of this process."""
+    """Watch a stage for stalls, through the supervisor if there is one, else through a thread of this process."""
     directory = error_dir()
     shared = directory is not None and os.path.isdir(directory) and heartbeat.share(directory, placement.rank)
     heartbeat.begin(limits)
@@ -77,7 +77,7 @@ class InProcessWatchdog(threading.Thread):
             self._peers.stop()
 
     def run(self) -> None:
-        """Check at intervals; after a stall was reported the thread ends."""
+        """Check at intervals; the thread ends after it has reported a stall."""
         if self._placement.size > 1:
             self._peers.start()
         try:
@@ -86,7 +86,7 @@ class InProcessWatchdog(threading.Thread):
                     self._report(stall.message)
                     return
         except BaseException:
-            # Without this watchdog the rank must not be published as one that is at work: others would wait for ever.
+            # Without this watchdog the rank must not be published as working: the others would wait forever.
             self._peers.request_stop()
             raise
 
@@ -99,12 +99,12 @@ class InProcessWatchdog(threading.Thread):
         return {self._placement.rank: self._own_stacks()}
 
     def another_is_behind(self) -> bool:
-        """Whether a rank with less progress has published that it is at work."""
+        """Whether a rank with less progress has published that it is working."""
         return self._peers.peer_is_behind
 
     def _own_stacks(self) -> Stacks:
         text = ""
-        # On a full disk there is no room for the file.
+        # The file cannot be written on a full disk.
         with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)

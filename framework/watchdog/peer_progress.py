@@ -1,11 +1,11 @@
-"""``PeerProgress``: publishes through the store which rank is furthest behind, for ranks without a supervisor.
+"""``PeerProgress``: publishes through the store the rank that is furthest behind, for ranks without a supervisor.
 
-A rank that waits shows no sign of life, and cannot know by itself whether the others compute or are gone. So each rank
-that has been in one step for a while publishes its position, again and again, under one key: the rank with the least
-progress, and among several the one that does not wait by its stack, replaces what is there. Ranks with as much progress
-leave the entry alone as long as it is renewed, so the traffic does not grow with their number beyond one read each.
-The rank that published the entry watches itself, and ends if it stalls. Nothing is received where the network is cut or
-the process that serves the store is gone.
+A rank that waits shows no sign of life, and does not know whether the others are computing or have ended. So each rank
+that has been in one step for a while publishes its position repeatedly under one key. The rank with the least progress
+replaces the entry; among several such ranks it is one that, judged by its stack, does not wait. Ranks with as much
+progress leave the entry alone as long as it is renewed, so the traffic grows with their number by only one read each.
+The rank that published the entry watches itself, and ends if it stalls. No entries arrive if the network is cut or the
+process that serves the store has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .heartbeat import OUTSIDE, HeartbeatRecord
 
 _KEY = "phalanx/at_work"
 _SHORTEST_ROUND_SECONDS, _LONGEST_ROUND_SECONDS = 0.1, 5.0
-# Rounds in a limit: a waiting rank must hear of the one behind well before its own limit is over.
+# Rounds per limit: a waiting rank must receive the entry of the rank behind well before its own limit is over.
 _ROUNDS_IN_LIMIT = 8
 _VALID_ROUNDS = 4
 # An entry may seem unchanged in one round, if it is renewed just before one read and just after the next.
@@ -33,16 +33,16 @@ _JOIN_SECONDS = 0.5
 
 
 class PeerProgress(threading.Thread):
-    """Publishes and reads in a thread of its own: a store that does not answer holds up nothing else.
+    """Publishes and reads in a separate thread, so that a store that does not answer blocks nothing else.
 
     Args:
         rank: this rank.
-        stage: how many stages it has entered together with others; positions are counted from zero in each.
-        read: returns its latest heartbeat record.
-        waits: whether it waits for another rank, judged by its stack.
-        limit: the shortest limit of silence that the user gave, in seconds; infinite where all are learned.
-        clock: seconds during which this process was running. What was received ages by it, also while the thread waits
-            for a store that is cut off.
+        stage: the number of stages that this rank has entered together with others; positions start at zero in each.
+        read: returns this rank's latest heartbeat record.
+        waits: whether this rank waits for another rank, judged by its stack.
+        limit: the shortest limit of silence that the user gave, in seconds; infinite if all limits are learned.
+        clock: seconds during which this process was running. The age of received entries is measured with it, also
+            while the thread waits for a store that is unreachable.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class PeerProgress(threading.Thread):
 
     @property
     def peer_is_behind(self) -> bool:
-        """Whether a rank with less progress has published so lately."""
+        """Whether a rank with less progress has recently published its position."""
         return self._clock() - self._received_at < _VALID_ROUNDS * self._seconds
 
     def request_stop(self) -> None:
-        """Have the thread end soon."""
+        """Request the end of the thread."""
         self._stopped.set()
 
     def stop(self) -> None:
-        """End the thread. One that waits for a store is left behind."""
+        """End the thread. A thread that waits for a store is abandoned."""
         self.request_stop()
         self.join(_JOIN_SECONDS)
 
     def run(self) -> None:
-        """Publish and read while this rank stays in one step; the first such time a connection is made."""
+        """Publish and read while this rank stays in one step; connect to the store when this happens first."""
         store: Any = None
         before, seen = self._read(), ""
         with contextlib.suppress(dist.DistError, RuntimeError, OSError, ValueError):
@@ -96,26 +96,26 @@ class PeerProgress(threading.Thread):
                     continue
                 if store is None:
                     store = shared_store()
-                    # A rank that waits on the shared connection holds it. Before torch 2.8 there is no other.
+                    # A rank that waits on the shared connection blocks it. Before torch 2.8 there is no other.
                     store = store.clone() if hasattr(store, "clone") else store
                 position = (self._stage, *record.progress, int(is_silent and self._waits()))
                 seen = self._exchange(store, seen, position)
 
     def _exchange(self, store: Any, seen: str, position: tuple[int, ...]) -> str:
-        """Publish this rank's position, unless a rank no further keeps its own there; return the present entry."""
+        """Publish this position unless a rank without more progress renews the entry; return the entry."""
         own = " ".join(map(str, (*position, self._rank, self._rounds)))
         found: str = (store.get(_KEY) if seen else store.compare_set(_KEY, "", own)).decode()
         self._age = self._age + 1 if found == seen else 0
         while found != own and not self._is_renewed(found, position):
             self._age = 0
             found = store.compare_set(_KEY, found, own).decode()
-        # The entry of the first read may be old: only one that has changed since shows that its rank is alive.
+        # The entry of the first read may be old: only a later change shows that its rank is alive.
         if seen and self._age == 0 and _position(found) < position:
             self._received_at = self._clock()
         return found
 
     def _is_renewed(self, entry: str, position: tuple[int, ...]) -> bool:
-        """Whether an entry belongs to another rank, no further than this one, that keeps renewing it."""
+        """Whether an entry belongs to another rank without more progress than this one, which renews it."""
         is_own = int(entry.split()[-2]) == self._rank
         return not is_own and _position(entry) <= position and self._age < _RENEWED_ROUNDS
 

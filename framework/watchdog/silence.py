@@ -1,8 +1,8 @@
 """``SilenceTracker``: the time for which each rank has shown no sign of life, and its limit.
 
-A rank that waits for another one is silent too. So only the ranks with the least progress are reported: all others wait
-for them. A limit that the user did not give is learned: ten times the longest silence that the section has shown in
-this run, and more while few signs of life have been seen there.
+A rank that waits for another one is silent too. So only the ranks with the least progress are reported, as all others
+wait for them. A limit that the user did not give is learned: ten times the longest silence in the section in this run,
+and more while few signs of life have been seen there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from .heartbeat import LEARNED, OUTSIDE, SECTIONS, HeartbeatRecord
 
-# A learned limit: FIRST_SECONDS while nothing is known; after n signs of life in a section an n-th of that still holds.
-# The first compilation, or the first save, has half an hour.
+# A learned limit is FIRST_SECONDS before the first sign of life, and after n signs of life at least an n-th of it.
+# So the first compilation and the first save have half an hour.
 FIRST_SECONDS = 1800.0
 LEAST_SECONDS = 60.0
 FACTOR = 10.0
@@ -28,7 +28,7 @@ _LEAST_EXTENSION_SECONDS = 300.0
 
 @dataclass
 class _Silence:
-    """The time since which a rank has shown the same record; ``deadline`` is an extension that it was given."""
+    """The time since which a rank has shown the same record; ``deadline`` is an extension granted to it."""
 
     record: HeartbeatRecord | None
     since: float
@@ -56,16 +56,16 @@ class RankSilence:
     limit: float
     learned: bool
     deadline: float
-    """The limit, or the extension that the rank was given."""
+    """The limit, or the extension granted to the rank."""
 
     @property
     def suspicion_seconds(self) -> float:
-        """The time before the deadline in which the rank is inspected, to tell a slow rank from a stalled one."""
+        """The time before the deadline in which the rank is inspected, to distinguish slow ranks from stalled ones."""
         return min(_SUSPICION_SECONDS, self.limit / 2)
 
     @property
     def longest(self) -> float:
-        """The longest silence of a rank that is seen to compute."""
+        """The longest permitted silence of a rank that is computing."""
         return max(_LEAST_EXTENSION_SECONDS, FACTOR * self.limit)
 
     @property
@@ -81,7 +81,7 @@ class RankSilence:
 
 @dataclass
 class SilenceTracker:
-    """Measures silences from one look to the next. Time during which the watchdog was suspended does not count."""
+    """Measures silences from one update to the next. Time during which the watchdog was suspended does not count."""
 
     clock: Callable[[], float] = time.monotonic
     now: float = 0.0
@@ -91,18 +91,18 @@ class SilenceTracker:
     _sections: list[_Section] = field(default_factory=lambda: [_Section() for _ in SECTIONS])
 
     def update(self, records: Mapping[int, HeartbeatRecord | None]) -> dict[int, RankSilence]:
-        """Take in the records of the ranks that still run; return the silences of those with the least progress."""
+        """Process the records of the running ranks; return the silences of those with the least progress."""
         now = self.clock()
         self.now += min(_LONGEST_TICK_SECONDS, now - self._last) if self._last is not None else 0.0
         self._last = now
-        # Ranks that have ended are missing from `records`: their silences stay, unread.
+        # Ranks that have ended are missing from `records`: their silences remain, but are not read.
         for rank, record in records.items():
             self._take_in(rank, record)
         inside = {rank for rank, record in records.items() if record is not None and record.section != OUTSIDE}
         if not inside:
             # Every rank runs the user's own code, which has no limit.
             return {}
-        # A rank outside of all sections is only missed from the moment on at which another one waits for it.
+        # The silence of a rank outside of all sections starts at the moment at which another rank waits for it.
         waited = max(self._seconds(rank) for rank in inside)
         least = min(_progress(record) for record in records.values())
         return {
@@ -112,7 +112,7 @@ class SilenceTracker:
         }
 
     def extend_deadline(self, rank: int, seconds: float) -> None:
-        """Let a rank be silent for ``seconds``, until its next sign of life."""
+        """Extend the deadline of a rank by ``seconds``, until its next sign of life."""
         self._silences[rank].deadline = seconds
 
     def _take_in(self, rank: int, record: HeartbeatRecord | None) -> None:
@@ -134,10 +134,10 @@ class SilenceTracker:
         """Return the rank's limit, whether it was learned, and its deadline."""
         silence = self._silences[rank]
         # Before its first stage, or in the user's own code, a rank has no limit of its own; one that others wait for
-        # must come within half an hour all the same, or the run would hang for ever.
+        # must arrive within half an hour all the same, or the run would hang forever.
         if silence.record is None or silence.record.section == OUTSIDE:
             return FIRST_SECONDS, False, max(FIRST_SECONDS, silence.deadline)
-        # The limits come with the heartbeat: each stage of each Trainer may have its own.
+        # The limits are part of the heartbeat, as each stage of each Trainer may have its own.
         given = silence.record.limits[silence.record.section]
         limit = self._sections[silence.record.section].limit if given == LEARNED else given
         return limit, given == LEARNED, max(limit, silence.deadline)

@@ -1,7 +1,7 @@
-"""Stacks of other processes: Python's calls in all threads of a rank, requested by a signal.
+"""Stacks of other processes: the Python calls in all threads of a rank, requested by a signal.
 
-The signal's handler, written in C, writes the stacks. So they are also there for a rank that sleeps in the kernel, or
-in which a thread never releases the interpreter's lock. A stopped rank cannot answer.
+The signal handler is C code. So it also writes the stacks of a rank that sleeps in the kernel, or in which a thread
+never releases the interpreter's lock. A stopped rank cannot answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATES = {
 # The innermost frames of a rank that waits for another one: collectives, the store, the shared-memory reduction.
 WAITING = ("/torch/distributed/", "/deepspeed/comm/", folder_of("distributed"))
 _WAITING_INNERMOST = ("/torch/autograd/graph.py",)
-# The code that runs a rank's script lies below the user's own frames, and would only push them off the screen.
+# Frames of the code that runs a rank's script, below the user's frames, are omitted.
 _RUNNER = folder_of("launch")
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
 
@@ -41,7 +41,7 @@ class Stacks:
     """The stacks of one process, the innermost call first."""
 
     frames: tuple[str, ...] = ()
-    """The main thread's."""
+    """The frames of the main thread."""
     others: tuple[tuple[str, ...], ...] = ()
     state: str = ""
     """The letter of the process's state, see ``process_state``."""
@@ -58,7 +58,7 @@ class Stacks:
 
     @property
     def collects_garbage(self) -> bool:
-        """Whether Python collects garbage, which takes a second where a core is shared, and always ends."""
+        """Whether Python is collecting garbage, which takes up to a second on a shared core, but always ends."""
         return "Garbage-collecting" in "".join(self.frames[:1])
 
     @property
@@ -73,7 +73,7 @@ class Stacks:
         return "\n".join(lines) if lines else f"  {_STATES.get(self.state, 'it did not answer')}"
 
     def threads(self) -> str:
-        """Return the innermost calls of each thread but the main one."""
+        """Return the innermost calls of each thread except the main one."""
         shown = [frames[:_FRAMES_OF_OTHERS] for frames in self.others[:_OTHER_THREADS]]
         return "\n".join("\n".join(("  another thread:", *(f"  {frame}" for frame in frames))) for frames in shown)
 
@@ -81,13 +81,13 @@ class Stacks:
 def read_stacks(
     pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None], files: Mapping[int, Path]
 ) -> dict[int, Stacks]:
-    """Return the stacks of each rank; a rank that does not answer in time has a state alone."""
+    """Return the stacks of each rank; for a rank that does not answer in time only its state."""
     states = {rank: process_state(pid) for rank, pid in pids.items()}
     asked: dict[int, tuple[HeartbeatRecord, int]] = {}
     for rank in pids:
         record = records.get(rank)
         if record is not None and record.stack_signal and states[rank] not in "TtZ":
-            # Earlier answers stay in the file: what this signal adds begins at its present end.
+            # Earlier answers stay in the file: the new answer begins at its current end.
             asked[rank] = record, _size(files[rank])
             with contextlib.suppress(OSError):
                 os.kill(record.pid, record.stack_signal)
@@ -133,7 +133,7 @@ def parse_stacks(text: str, main_thread: int, state: str = "") -> Stacks:
 
 
 def process_state(pid: int) -> str:
-    """Return the letter of a process's state, such as R, S, D or T; empty where the system does not report one."""
+    """Return the letter of a process's state, such as R, S, D or T; empty if the system does not report it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -141,7 +141,7 @@ def process_state(pid: int) -> str:
 
 
 def work_seconds(pid: int) -> float:
-    """Return how long a process's main thread has computed or waited for a core; 0 where the system does not say."""
+    """Return the seconds that a process's main thread has computed or waited for a core; 0 if unknown."""
     try:
         computed, waited = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[:2]
     except (OSError, ValueError):

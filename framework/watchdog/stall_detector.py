@@ -1,12 +1,12 @@
-"""``StallDetector``: finds the rank that has stopped making progress, from the heartbeats of all ranks.
+"""``StallDetector``: finds the rank that no longer makes progress, from the heartbeats of all ranks.
 
-How a stall is found, with one call of ``check`` after another:
+Stages of the detection, over consecutive calls of ``check``:
 
-1. ``SilenceTracker`` reports the ranks with the least progress, which all others wait for, and their silences.
+1. ``SilenceTracker`` reports the ranks with the least progress, for which all others wait, and their silences.
 2. Shortly before a deadline passes (1.6 s, or half of a shorter limit) those ranks are inspected: in the first half of
-   that time whether they use the CPU, in the second half, of those that do, whether their stacks change.
+   that time whether they use the CPU; in the second half, for those that do, whether their stacks change.
 3. Once the deadline has passed, a rank that is stopped, or that neither makes progress nor waits for another rank, has
-   stalled. A rank that computes is only slow, as on a machine that is shared: its deadline is extended, up to ten
+   stalled. A rank that computes is only slow, for example on a shared machine: its deadline is extended, up to ten
    times. A rank in a debugger has no deadline.
 """
 
@@ -22,17 +22,17 @@ from .heartbeat import HeartbeatReader, HeartbeatRecord
 from .silence import RankSilence, SilenceTracker
 from .stack_dump import Stacks, process_state, read_stacks, work_seconds
 
-# Parts of the time of inspection: up to the first it is seen which ranks compute, up to the second what they do.
+# Fractions of the inspection: up to the first, CPU use is observed; up to the second, changes of the stacks.
 _STACKS_FROM, _VERDICT_FROM = 0.5, 0.9
 _ASK_SECONDS = 0.15
-# How much longer a rank may be silent that waits for one which is not late yet, or which is further behind elsewhere.
+# Seconds of extension for a rank that waits for one that is not late yet, or for one further behind on another machine.
 _SHORT_EXTENSION_SECONDS = 1.6
 # The part of a core that a sleeping rank may use: threads of libraries wake up now and then.
 _ASLEEP = 0.02
 
 
 class RankSource(Protocol):
-    """Ranks whose heartbeats and stacks can be read; they are given by their pids."""
+    """Ranks whose heartbeats and stacks can be read, identified by their pids."""
 
     def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]: ...
     def stacks(self, pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None]) -> dict[int, Stacks]: ...
@@ -40,14 +40,14 @@ class RankSource(Protocol):
 
 
 class SupervisedRanks:
-    """The ranks that a supervisor has started, which write into its directory."""
+    """The ranks that a supervisor has started, which write to its directory."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._readers: dict[int, HeartbeatReader] = {}
 
     def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]:
-        """Return the latest record of each rank; None for one that has not begun."""
+        """Return the latest record of each rank; None for a rank that has not begun."""
         for rank in pids:
             if rank not in self._readers:
                 self._readers[rank] = HeartbeatReader(self._directory, rank)
@@ -72,35 +72,35 @@ class Stall:
 
 @dataclass
 class SuspectedStall:
-    """The observations of the ranks with the least progress, since their deadline is near."""
+    """Observations of the ranks with the least progress while their deadline is near."""
 
     records: dict[int, HeartbeatRecord | None]
     since: float
     work: dict[int, float]
-    """The CPU time of each at that time, in seconds."""
+    """The CPU time of each rank at the start of the inspection, in seconds."""
     computing: set[int] = field(default_factory=set)
     stacks: dict[int, Stacks] | None = None
-    """The latest stacks of the ranks that compute."""
+    """The latest stacks of the computing ranks."""
     asked_at: float = 0.0
     progressing: set[int] = field(default_factory=set)
-    """The ranks that compute and whose stacks have changed."""
+    """The computing ranks whose stacks have changed."""
 
     def note_computing(self, pids: Mapping[int, int], now: float) -> None:
-        """Record which ranks use the CPU, or wait for a core or a disk, which they may not be given in this time."""
+        """Record the ranks that use the CPU, or wait for a core or a disk, which may not be available in this time."""
         for rank, pid in pids.items():
             worked = work_seconds(pid) - self.work[rank]
             if process_state(pid) in ("R", "D") or worked > _ASLEEP * (now - self.since):
                 self.computing.add(rank)
 
     def note_stacks(self, stacks: dict[int, Stacks], now: float) -> None:
-        """Record which of the ranks do something else than before."""
+        """Record the ranks whose stacks have changed."""
         before = self.stacks or {}
         self.progressing |= {rank for rank in stacks if rank in before and _differ(before[rank], stacks[rank])}
         self.stacks, self.asked_at = {**before, **stacks}, now
 
 
 class StallDetector:
-    """Finds a stall among ranks, and describes it."""
+    """Detects and describes a stall of ranks."""
 
     def __init__(self, source: RankSource, clock: Callable[[], float] = time.monotonic) -> None:
         self._source = source
@@ -109,13 +109,13 @@ class StallDetector:
 
     @property
     def now(self) -> float:
-        """The seconds that have passed while this detector was called regularly."""
+        """The seconds during which this detector was called regularly."""
         return self._tracker.now
 
     def check(self, pids: Mapping[int, int]) -> Stall | None:
-        """Return the stall among the ranks that still run, given by their pids, or None.
+        """Return the stall of the running ranks, given by their pids, or None.
 
-        Takes up to 0.6 seconds where ranks are asked for their stacks.
+        Takes up to 0.6 seconds if it requests stacks from ranks.
         """
         records = self._source.records(pids)
         behind = self._tracker.update(records)
@@ -125,17 +125,17 @@ class StallDetector:
             self._suspected = None
             return None
         suspected = self._suspected = self._suspicion({rank: records[rank] for rank in behind}, pids)
-        # From 0 to 1 in the time before the deadline. By the tracker's clock: a suspended watchdog inspects nothing.
+        # From 0 to 1 in the time before the deadline, by the tracker's clock: a suspended watchdog does not inspect.
         elapsed = (self.now - suspected.since) / min(silence.suspicion_seconds for silence in suspects)
         self._inspect(suspected, elapsed, pids, records)
         if suspected.stacks is None or elapsed < _VERDICT_FROM or not any(silence.is_late for silence in suspects):
             return None
-        # Whatever the verdict, the next suspicion begins with new observations.
+        # After any verdict the next suspicion begins with new observations.
         self._suspected = None
         computing = bool(suspected.stacks)
         stacks = self._source.stacks(pids, records)
-        # A sign of life that came meanwhile counts; but a rank that sleeps may owe it to the signal that asked for its
-        # stack, so where none computes it does not.
+        # A sign of life during the inspection counts only if a rank computes: a sleeping rank may have been woken by
+        # the signal that requested its stack.
         if computing and self._source.records(pids) != records:
             return None
         suspected.note_stacks(stacks, self.now)
@@ -144,7 +144,7 @@ class StallDetector:
 
     def _suspicion(self, records: dict[int, HeartbeatRecord | None], pids: Mapping[int, int]) -> SuspectedStall:
         """Return the observations so far; they begin again after any sign of life."""
-        # Records of the ranks behind alone: the others are silent because of these.
+        # Only records of the ranks behind count: the others are silent because of them.
         if self._suspected is not None and self._suspected.records == records:
             return self._suspected
         return SuspectedStall(records, self.now, {rank: work_seconds(pids[rank]) for rank in records})
@@ -158,32 +158,32 @@ class StallDetector:
     ) -> None:
         if suspected.stacks is None:
             suspected.note_computing({rank: pids[rank] for rank in suspected.records}, self.now)
-            # A rank that sleeps is not asked until the verdict: the signal might interrupt its sleep.
+            # No stack is requested from a sleeping rank before the verdict: the signal might interrupt its sleep.
             if elapsed <= _STACKS_FROM:
                 return
         elif elapsed >= _VERDICT_FROM or self.now - suspected.asked_at <= _ASK_SECONDS:
             return
-        # Asked several times: a short loop is often met at the same line twice.
+        # Requested several times: a short loop is often found at the same line twice.
         asked = {rank: pids[rank] for rank in suspected.computing - suspected.progressing}
         suspected.note_stacks(self._source.stacks(asked, records), self.now)
 
     def _stalled_ranks(
         self, behind: Mapping[int, RankSilence], progressing: set[int], stacks: Mapping[int, Stacks]
     ) -> list[int]:
-        """Return the ranks that have stalled; where none has, extend the deadlines of those that are late."""
+        """Return the ranks that have stalled; if there are none, extend the deadlines of those that are late."""
         late = [rank for rank, silence in behind.items() if silence.is_late]
         debugged = any(stacks[rank].is_debugged for rank in behind)
-        # Any stopped rank is a cause, also one with more progress: it may hold a lock, or serve the store.
+        # Any stopped rank is a cause, even with more progress: it may hold a lock, or serve the store.
         stopped = [rank for rank, each in stacks.items() if each.is_stopped]
         # Beyond ten times its limit even a rank that computes has stalled: its loop may never end.
         working = [rank for rank in progressing if behind[rank].seconds < behind[rank].longest]
-        # A rank that waits is not at fault as long as another one with the same progress does not wait.
+        # A waiting rank is not at fault if another rank with the same progress does not wait.
         stuck = [rank for rank in late if rank not in working and not stacks[rank].waits]
         if not debugged and not self._source.another_is_behind():
             if stopped or stuck:
                 return stopped or stuck
             if not working and len(late) == len(behind):
-                # All wait for one another: a deadlock, in which no single rank is at fault.
+                # All ranks wait for one another: a deadlock, in which no single rank is at fault.
                 return late
         for rank in {*late, *working}:
             deadline = math.inf if debugged else _extended(behind[rank], bool(working))
@@ -194,14 +194,14 @@ class StallDetector:
 def _extended(silence: RankSilence, is_working: bool) -> float:
     if is_working:
         return min(silence.seconds + silence.limit, silence.longest)
-    # The rank waits for one that is not late yet, whose own deadline decides soon.
+    # The rank waits for one that is not late yet and whose own deadline follows soon.
     return silence.seconds + _SHORT_EXTENSION_SECONDS
 
 
 def _differ(before: Stacks, after: Stacks) -> bool:
     """Whether a rank that computes makes progress, judged by its stacks."""
-    # Each of these takes the benefit of the doubt: a false alarm ends a healthy run, a late one costs minutes.
-    # A rank that wants to run and does not answer was given no core to do so.
+    # Doubtful cases count as progress: a false alarm ends a healthy run, while a late alarm costs minutes.
+    # A runnable rank that does not answer was not scheduled on a core.
     starved = after.state == "R" and not after.frames
     return before.frames != after.frames or after.collects_garbage or starved
 
@@ -214,8 +214,8 @@ def describe(
     stacks: Mapping[int, Stacks],
 ) -> str:
     """Return the message of a stall: the stacks of all ranks, the stalled ones last, and a sentence that names them."""
-    # The stalled ranks come last, where the eye falls on them in a terminal.
-    # Ranks that do the same are shown once, however many there are.
+    # The stalled ranks are printed last, where they are visible in a terminal. Ranks with the same stack are shown
+    # once.
     groups: dict[str, list[int]] = {}
     for rank in pids:
         if rank not in stalled:
@@ -238,7 +238,7 @@ def _sentence(
     record: HeartbeatRecord | None,
     stacks: Stacks,
 ) -> str:
-    # A stopped rank may be ahead of the others: then the time is how long they have waited for it.
+    # A stopped rank may be ahead of the others: then the time is that for which they have waited for it.
     silence = behind.get(stalled[0]) or max(behind.values(), key=lambda silence: silence.seconds)
     state = " (stopped by a signal)" if stacks.is_stopped else " (waiting for another rank)" if stacks.waits else ""
     learned = ", learned from this run" if silence.learned else ""

@@ -145,12 +145,12 @@ class ZeroOptions:
 
     @property
     def offloads(self) -> bool:
-        """Whether optimizer state or parameters live outside the device's memory."""
+        """Whether optimizer state or parameters are held outside of the device's memory."""
         return self.offload_optimizer is not None or self.offload_parameters is not None
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether optimizer state or parameters live on a disk."""
+        """Whether optimizer state or parameters are held on a disk."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
     @property

@@ -109,7 +109,7 @@ def ensure_ops(names: Iterable[str], note: Note, device_type: str = "cpu", limit
                 _build(folder, name, device_type, limit)
 
 
-# ---- what is built -------------------------------------------------------------------------------------------------
+# ---- stamps of built ops -------------------------------------------------------------------------------------------
 
 
 def _stamp() -> dict[str, str]:
@@ -220,7 +220,7 @@ def _holder(lock: Path) -> int | None:
 def _build(folder: Path, name: str, device_type: str, limit: _Limit) -> None:
     op = OPS[name]
     if _read_stamp(folder) not in (None, _stamp()):
-        # ninja compares times alone, and would keep objects that were compiled against another torch.
+        # ninja only compares times, and would keep objects that were compiled against another torch.
         for file in folder.iterdir():
             if file.suffix in (".o", ".so", ".ninja", ".json") or file.name.startswith(".ninja"):
                 file.unlink(missing_ok=True)

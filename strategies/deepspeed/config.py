@@ -36,7 +36,7 @@ _CUDA_ONLY = {
     # DeepSpeed 0.19.8, driven by hand on gloo: a RuntimeError in the first steps, in stages 2 and 3, in fp32 and bf16.
     "zenflow": "DeepSpeed's ZenFlow fails on a CPU; leave it out there",
 }
-# Any size does for checking the types and ranges of settings.
+# Any size is suitable for checking the types and ranges of settings.
 _SOME_ELEMENTS = 10**6
 
 
@@ -53,7 +53,7 @@ def check_precision(precision: Precision, device_type: str) -> None:
     if precision.loss_scaler() is not None and precision.compute_dtype != torch.float16:
         raise ConfigurationError(
             f"precision={precision.name!r} scales losses in {precision.compute_dtype}, and DeepSpeed scales them in "
-            "fp16 alone: leave the loss scaler out, or use strategy='fsdp'."
+            "fp16 only: leave the loss scaler out, or use strategy='fsdp'."
         )
     if device_type == "cpu" and torch.float16 in (precision.compute_dtype, precision.parameter_dtype):
         raise ConfigurationError(
@@ -90,7 +90,7 @@ def _complaints(config: dict[str, Any], device_type: str) -> Iterator[str]:
         try:
             # In a process that is a rank already, ``mpu`` gives the number of ranks to compare batch sizes with.
             DeepSpeedConfig(config, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 1))
-        except Exception as error:  # besides pydantic, its parsers raise whatever a wrong value makes them raise
+        except Exception as error:  # besides pydantic, its parsers raise arbitrary errors for wrong values
             errors: list[Any] = error.errors() if hasattr(error, "errors") else []
             # pydantic reports an unknown key without the closest known one.
             names = list(_names(DeepSpeedZeroConfig)) if getattr(error, "title", "") == "DeepSpeedZeroConfig" else []
@@ -107,7 +107,7 @@ def _complaints(config: dict[str, Any], device_type: str) -> Iterator[str]:
 
 
 def _where(config: Mapping[str, Any], location: tuple[Any, ...]) -> str:
-    """Return the dotted key of an entry, which pydantic locates inside its block alone."""
+    """Return the dotted key of an entry, which pydantic locates only relative to its block."""
     parts = [str(part) for part in location]
     blocks = (name for name, block in config.items() if isinstance(block, Mapping) and parts and parts[0] in block)
     return ".".join(parts if location and location[0] in config else [*list(blocks)[:1], *parts])
@@ -139,7 +139,8 @@ def engine_config(
         swap_folder: a folder to use in place of ``nvme_path``, so that runs do not share files.
     """
     config = copy.deepcopy(options.config)
-    # phalanx counts micro-batches and tells the engine where a window ends. To the engine every one is a full batch.
+    # phalanx counts micro-batches and sets the end of a window on the engine, for which each micro-batch is a full
+    # batch.
     config.update(train_batch_size=world_size, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     # phalanx computes the clipping factor, and the engine applies it with the update.
     config["gradient_clipping"] = 0.0
@@ -169,7 +170,7 @@ def _precision_blocks(precision: Precision) -> dict[str, Any]:
     if precision.compute_dtype == torch.bfloat16:
         return {"bf16": {"enabled": True}}
     if precision.compute_dtype == torch.float16:
-        # The engine scales losses in fp16 whatever the precision says: halved at each overflow, doubled after a while.
+        # The engine always scales losses in fp16: it halves the scale at each overflow, and doubles it after a while.
         scaler = precision.loss_scaler() or LossScaler()
         power, window = round(math.log2(scaler.scale)), scaler.growth_interval
         return {"fp16": {"enabled": True, "initial_scale_power": power, "loss_scale_window": window, "hysteresis": 1}}

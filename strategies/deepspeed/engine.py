@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: started in the process group that exists, and let go of without a trace.
+"""Start and release of DeepSpeed's engine in the existing process group.
 
 Everything here that is private to DeepSpeed is pinned by its version range and covered by the tests.
 """
@@ -24,33 +24,33 @@ from .swap import growing_buffers
 
 
 class _NoHints(logging.Filter):
-    """Drops what DeepSpeed warns of without need: that it found no GPU, and that the user's step is no tensor."""
+    """Drops two needless warnings of DeepSpeed: that there is no GPU, and that the user's step is not a tensor."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(("A module has unknown inputs or outputs type", "Setting accelerator to"))
 
 
 _NO_HINTS = _NoHints()
-# Made by DeepSpeed's own calls.
+# The process groups that DeepSpeed's own calls create.
 _DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor|_\w+)` is deprecated"
 
 
 @contextlib.contextmanager
 def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
-    """Have DeepSpeed find this rank's place, its ops and the process group that exists. Collective the first time."""
+    """Make DeepSpeed use this rank's environment, its ops and the existing process group. Collective the first time."""
     with world.variables():
         with quiet_import():
             from deepspeed import init_distributed
 
             load_ops(ops)
-            # Its own search for a launcher is for processes without a group.
+            # DeepSpeed's own detection of a launcher is for processes without a process group.
             init_distributed(dist_init_required=False, verbose=False)
         yield
 
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Keep DeepSpeed from printing, as it is imported, that its operations are there; its hints are kept back after."""
+    """Import DeepSpeed without its printed list of operations, and suppress its needless warnings afterwards."""
     logger = logging.getLogger("DeepSpeed")
     if _NO_HINTS not in logger.filters:
         logger.addFilter(_NO_HINTS)
@@ -60,7 +60,7 @@ def quiet_import() -> Iterator[None]:
 
 
 def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:
-    """Return DeepSpeed's engine around an adapter whose tensors are alike on all ranks. Collective, in ``backend``."""
+    """Return DeepSpeed's engine around an adapter with identical tensors on all ranks. Collective, in ``backend``."""
     with _nothing_sent(), _memory_shown(config.get("memory_breakdown", False)):
         import deepspeed
 
@@ -76,7 +76,7 @@ def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[s
 
 @contextlib.contextmanager
 def _nothing_sent() -> Iterator[None]:
-    """Keep the engine from broadcasting parameters: it fails on one without dims, and they are alike already."""
+    """Prevent the engine from broadcasting parameters, which are identical already; it fails on one without dims."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     sends = DeepSpeedEngine._broadcast_model
@@ -89,7 +89,7 @@ def _nothing_sent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_shown(asked: bool) -> Iterator[None]:
-    """Keep the optimizer for bf16 from printing what memory is in use, which it does unasked."""
+    """Prevent the bf16 optimizer from printing the memory in use."""
     from deepspeed.runtime import bf16_optimizer
 
     shows = bf16_optimizer.see_memory_usage
@@ -101,7 +101,7 @@ def _memory_shown(asked: bool) -> Iterator[None]:
 
 
 def _second_partition() -> dict[str, Any]:
-    """Return ZeRO++'s group for a second partition inside a node where it exists: DeepSpeed makes it once only."""
+    """Return ZeRO++'s existing group for a second partition inside a node: DeepSpeed creates it only once."""
     from deepspeed.utils import groups
 
     return {"zero_param_parallel_group": groups._get_zero_param_intra_parallel_group()}
@@ -109,7 +109,7 @@ def _second_partition() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def building(world: World, config: dict[str, Any], ops: Iterable[str], storage: torch.dtype) -> Iterator[None]:
-    """Split every layer that is built inside over the ranks, from rank 0's weights. Collective."""
+    """Shard every layer that is built inside the context, from rank 0's weights. Collective."""
     with backend(world, ops), growing_buffers(), converter(world, config) as made:
         yield
     for parameter in made:
@@ -117,13 +117,13 @@ def building(world: World, config: dict[str, Any], ops: Iterable[str], storage: 
 
 
 def show_shape(parameter: Any, storage: torch.dtype) -> None:
-    """Give a split parameter its shape, without memory: what picks parameters for an optimizer asks for their dims."""
+    """Give a sharded parameter its full shape without memory, for code that selects parameters by their dims."""
     dtype = storage if parameter.is_floating_point() else parameter.dtype
     parameter.data = torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.ds_shape)
 
 
 def converter(world: World, config: dict[str, Any]) -> Any:
-    """Return what splits single parameters from rank 0's, and every layer that is built inside it as a context.
+    """Return a converter that shards single parameters from rank 0's data and, as a context, every layer built inside.
 
     Collective, in ``backend``.
     """
@@ -136,7 +136,7 @@ def converter(world: World, config: dict[str, Any]) -> Any:
             return self.made
 
         def _zero_init_param(self, parameter: Any) -> None:
-            # DeepSpeed's own sends bytes, which a parameter without dims does not have.
+            # DeepSpeed's own method sends a view as bytes, which a parameter without dims does not support.
             world.broadcast(parameter.data)
             self._convert_to_deepspeed_param(parameter)
             parameter.partition()
@@ -146,10 +146,10 @@ def converter(world: World, config: dict[str, Any]) -> Any:
 
 
 def stop_engine(engine: Any) -> None:
-    """Take the engine's hooks off, and let go of what DeepSpeed keeps in its modules. Not collective."""
+    """Remove the engine's hooks, and release the references in DeepSpeed's modules. Not collective."""
     engine.destroy()
     optimizer = engine.optimizer
-    # Circles through the engine's hooks hold the flat buffers, and everything else.
+    # Reference cycles through the engine's hooks keep the flat buffers and all other tensors alive.
     for part in (optimizer, getattr(optimizer, "optimizer", None), engine):
         if part is not None:
             part.__dict__.clear()
@@ -158,7 +158,7 @@ def stop_engine(engine: Any) -> None:
 
 
 def release_globals() -> None:
-    """Undo what DeepSpeed leaves behind in its own modules and in torch's."""
+    """Reset the global state of DeepSpeed's and torch's modules that DeepSpeed has changed."""
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
     from deepspeed.utils import debug, groups

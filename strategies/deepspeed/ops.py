@@ -2,7 +2,7 @@
 
 DeepSpeed builds an op at its first use, which is inside a rank: without a message, while other ranks wait in a
 collective, and without end if an earlier build was killed. Therefore the first process of a node builds missing ops
-before the ranks meet, in a child process with a time limit, and every rank only loads them.
+before the ranks meet, in a child process with a time limit, and each rank then only loads them.
 
 Run as a program (``python -m phalanx.strategies.deepspeed.ops``) it builds all ops that a CPU needs, or those named on
 the command line.
@@ -71,7 +71,7 @@ def load_ops(names: Iterable[str]) -> None:
 
 
 def _import(name: str, folder: Path) -> Any:
-    # As torch 2.13 itself imports what it has compiled.
+    # In the way in which torch 2.13 imports compiled extensions.
     from torch.utils.cpp_extension import _import_module_from_library
 
     return _import_module_from_library(name, str(folder), True)

@@ -1,7 +1,7 @@
-"""The optimizer that DeepSpeed's engine steps: the user's in DeepSpeed's own form, or a copy, and what it follows.
+"""The optimizer that DeepSpeed's engine steps: DeepSpeed's equivalent of the user's optimizer, or a copy of it.
 
-The engine puts flat pieces of the master weights where an optimizer had the module's parameters. So the user's object
-is never handed over: it stays the place of hyperparameters, which every step reads, and holds no state.
+The engine puts flat pieces of the master weights where an optimizer had the module's parameters. So the user's
+object is never passed to the engine: it only holds the hyperparameters, which every step reads, and no state.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _log = logging.getLogger(__name__)
 
 _ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 _NOT_FOLLOWED = ("params", "fused", "foreach")
-# What torch's Adam can do and DeepSpeed's cannot.
+# Options of torch's Adam that DeepSpeed's Adam lacks.
 _TORCH_ONLY = ("amsgrad", "maximize", "differentiable")
-# Flat pieces have no rows and columns either.
+# These need rows and columns, which flat pieces do not have.
 _NEED_WHOLE_TENSORS = (*NEED_WHOLE_TENSORS, "Muon")
 
 
 def engine_size(parameter: Tensor) -> int:
-    """Return how many elements a parameter has, also while it is split."""
+    """Return the number of elements of a full parameter, also while it is sharded."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def trained_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
-    """Return the groups that hold parameters which the engine trains, and these."""
+    """Return the groups that hold parameters trained by the engine, with these parameters."""
     groups = []
     for group in optimizer.param_groups:
         trained = [one for one in group["params"] if one.requires_grad and engine_size(one)]
@@ -48,26 +48,26 @@ def trained_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tens
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOptions) -> None:
-    """Refuse an optimizer whose updates would differ, or that the engine cannot take.
+    """Refuse an optimizer whose updates would differ, or that the engine does not support.
 
     Raises:
-        ConfigurationError: it needs whole tensors, trains nothing, or the offload needs another one.
+        ConfigurationError: the optimizer needs full tensors, trains no parameters, or does not support the offload.
     """
     name = type(optimizer).__name__
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     if kinds & set(_NEED_WHOLE_TENSORS):
         raise ConfigurationError(
-            f"{name} needs whole tensors, and ZeRO stage {options.stage} leaves each rank flat pieces of them: use an "
-            "optimizer that updates each element by itself, such as AdamW, or strategy='ddp'."
+            f"{name} needs full tensors, and ZeRO stage {options.stage} leaves each rank flat pieces of them: use an "
+            "optimizer that updates each element independently, such as AdamW, or strategy='ddp'."
         )
     if not groups:
         raise ConfigurationError(
             f"{name} holds no parameter that requires gradients, so DeepSpeed has nothing to train: unfreeze some, or "
-            "hand over those that are to be trained."
+            "pass the parameters that must be trained."
         )
     if "Adagrad" in kinds and len(groups) > 1:
         raise ConfigurationError(
-            f"{name} with {len(groups)} parameter groups is not possible under DeepSpeed, which builds it anew with "
+            f"{name} with {len(groups)} parameter groups is not possible under DeepSpeed, which rebuilds it with "
             "one: use one group, or strategy='fsdp'."
         )
     forced = options.config.get("zero_force_ds_cpu_optimizer", False)
@@ -82,7 +82,7 @@ def engine_optimizer(optimizer: Optimizer, options: ZeroOptions, device_type: st
     """Return the optimizer that the engine gets, over the parameters that it trains.
 
     ``torch.optim.Adam`` and ``AdamW`` become DeepSpeed's fused form, or its CPU form where state lives on the CPU; any
-    other one, and an Adam that uses what those lack, is a copy of the user's.
+    other optimizer, and an Adam with options that those lack, is a copy of the user's optimizer.
 
     Raises:
         ConfigurationError: see ``check_optimizer``.
@@ -114,10 +114,10 @@ def engine_optimizer(optimizer: Optimizer, options: ZeroOptions, device_type: st
 
 
 def _adam_kind(optimizer: Optimizer) -> str | None:
-    """Return the name of the class of Adam that an optimizer is, exactly."""
+    """Return the class name if the optimizer is exactly ``Adam`` or ``AdamW``."""
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         return type(optimizer).__name__
-    # DeepSpeed's own, handed over by the user.
+    # DeepSpeed's own Adam, passed by the user.
     return type(optimizer).__name__ if hasattr(optimizer, "adam_w_mode") else None
 
 
@@ -145,11 +145,11 @@ def _deepspeed_adam(groups: list[dict[str, Any]], on_cpu: bool, decoupled: bool)
 
 
 def _forget_powers(nothing: Tensor, optimizer: Any, *_: Any) -> None:
-    """Have the processor's Adam raise its betas to the power of the step anew.
+    """Reset the cached powers of the betas in DeepSpeed's CPU Adam.
 
-    It keeps the powers in the process and multiplies them on from step to step, which differs from a power in the last
-    bit: a resumed run, whose process has none, would not be the one that never stopped. Whoever asks with other betas,
-    for tensors without elements, has it start over.
+    It caches the powers in the process and multiplies them by the betas in each step, which differs from a power in the
+    last bit. A resumed run, whose process has no cache, would then differ from the uninterrupted run. A step with other
+    betas, on tensors without elements, clears the cache.
     """
     tensors = [nothing] * 4
     if hasattr(optimizer, "ds_opt_adam"):
@@ -161,7 +161,7 @@ def _forget_powers(nothing: Tensor, optimizer: Any, *_: Any) -> None:
 
 @contextlib.contextmanager
 def _processor_unasked() -> Iterator[None]:
-    """Keep DeepSpeed from asking who made the processor: that takes 2 s, and serves a warning about fp16 alone."""
+    """Prevent DeepSpeed from querying the processor's vendor, which takes 2 s and only serves a warning about fp16."""
     import cpuinfo
 
     asks = cpuinfo.get_cpu_info
@@ -176,7 +176,7 @@ def _copy_of(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[T
     """Return an optimizer of the same class and settings, without state, over the given parameters."""
     copied = object.__new__(type(optimizer))
     copied.__dict__.update(optimizer.__dict__)
-    # A scheduler counts the calls of the user's object by a method of that object.
+    # A scheduler has replaced the step method of the user's object, which counts calls; the copy must not have it.
     copied.__dict__.pop("step", None)
     copied.state = defaultdict(dict)
     copied.param_groups = [{**group, "params": list(params)} for group, params in groups]
@@ -184,14 +184,14 @@ def _copy_of(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[T
 
 
 def plain(value: Any) -> Any:
-    """Return a hyperparameter as DeepSpeed takes it: torch's Adam may have its lr in a tensor."""
+    """Return a hyperparameter as a number, as DeepSpeed expects it: the lr of torch's Adam may be a tensor."""
     if isinstance(value, Tensor):
         return value.item()
     return tuple(plain(one) for one in value) if isinstance(value, tuple) else value
 
 
 class Following:
-    """Copies what differs from the user's groups to the engine's, before each update."""
+    """Copies hyperparameters that have changed from the user's groups to the engine's before each update."""
 
     def __init__(self, optimizer: Optimizer, inner: Optimizer) -> None:
         mine = [group for group, _ in trained_groups(optimizer)]
@@ -201,7 +201,7 @@ class Following:
         ]
 
     def __call__(self) -> None:
-        """Take over every hyperparameter that has changed."""
+        """Copy every hyperparameter that has changed."""
         for group, own, keys in self._pairs:
             for key in keys:
                 value = group[key]

@@ -32,7 +32,7 @@ class Piece:
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a full parameter, also while it is split."""
+    """Return the shape of a full parameter, also while it is sharded."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -82,7 +82,7 @@ class FlatGroups:
         self.trained = {id(piece.parameter) for group in self.groups for piece in group}
 
     def _even(self, parameter: Any) -> Piece:
-        # Stage 3 splits each parameter by itself; its pieces are then placed one after the other in the flat tensor.
+        # Stage 3 splits each parameter separately, and concatenates the pieces in the flat tensor.
         _, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
         return Piece(parameter, int(offset), *even_piece(parameter.ds_numel, self.world))
 
@@ -98,7 +98,7 @@ class FlatGroups:
 
     @property
     def stepping(self) -> Optimizer | None:
-        """The optimizer whose ``step`` alone changes the state, or None."""
+        """The optimizer that changes the state only in its ``step``, or None."""
         here = type(self.zero).__name__ in _STEPS_IN_THIS_THREAD and not getattr(self.zero, "zenflow", False)
         return self.inner if here else None
 

@@ -26,10 +26,10 @@ from .state import EngineState
 
 
 class TensorsOnlyAdapter(StepAdapter):
-    """Gives DeepSpeed's hooks tensors in containers that they understand, whatever the step returns.
+    """Gives DeepSpeed's hooks tensors in containers that they support, for any output of the step.
 
-    Stage 3 hooks the backward pass to the tensors that it finds in the output of a forward pass. It looks into tuples,
-    lists and dicts alone: without a hook on a loss in a dataclass, parameters would stay split in the backward pass.
+    Stage 3 hooks the backward pass to the tensors that it finds in the output of a forward pass. It searches only
+    tuples, lists and dicts: without a hook on a loss in a dataclass, parameters would stay split in the backward pass.
     """
 
     _replaced: tuple[Any] | None = None

@@ -1,8 +1,9 @@
-"""``zero1``, ``zero2``, ``zero3`` and their offloads: state split over ranks by DeepSpeed's engine.
+"""``zero1``, ``zero2``, ``zero3`` and their offloads: state sharded over ranks by DeepSpeed's engine.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"; Rajbhandari et al.
 2021, "ZeRO-Infinity". The engine wraps an adapter; accumulation, clipping and schedulers stay with phalanx. Within a
-window stage 1 reduces gradients once, at its end; stages 2 and 3 reduce each micro-batch's, as they keep no whole ones.
+window stage 1 reduces gradients once, at its end; stages 2 and 3 reduce those of each micro-batch, as they store no
+full gradients.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ if TYPE_CHECKING:
 class DeepSpeedStrategy(Strategy):
     """Trains through DeepSpeed's engine with ZeRO stage 1, 2 or 3; see ``ZeroArguments`` for the arguments.
 
-    ``torch.optim.Adam`` and ``AdamW`` step in DeepSpeed's fused form, or its CPU form where their state is on the CPU.
-    Parameters that a window leaves unused count as having a gradient of zero, as flat updates cannot leave them out.
+    ``torch.optim.Adam`` and ``AdamW`` step in DeepSpeed's fused form, or in its CPU form if their state is on the CPU.
+    Parameters unused in a window have a gradient of zero, as flat updates cannot leave them out.
 
     Raises:
-        ConfigurationError: the arguments contradict one another, or the config holds what phalanx decides.
+        ConfigurationError: arguments contradict one another, or the config contains a setting that phalanx decides.
     """
 
     name = "deepspeed"
-    # Built for CUDA, it looks at the devices as it is imported, and no forked process could use them then.
+    # With CUDA, importing DeepSpeed queries the devices, and no forked process could use them afterwards.
     if not torch.backends.cuda.is_built():
         libraries = (*Strategy.libraries, "phalanx.strategies.deepspeed.library")
 
@@ -92,7 +93,7 @@ class DeepSpeedStrategy(Strategy):
         self._forget()
 
     def _forget(self) -> None:
-        """Hold no module."""
+        """Release the module and the engine."""
         self._engine: Any = None
         self._adapter: TensorsOnlyAdapter | None = None
         self._update: EngineUpdate | None = None
@@ -104,10 +105,10 @@ class DeepSpeedStrategy(Strategy):
         self._swap_folder: Path | None = None
         self._unset: Callable[[], None] | None = None
 
-    # ---- before the ranks meet ------------------------------------------------------------------------------------
+    # ---- before the process group exists --------------------------------------------------------------------------
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
-        """Refuse a precision that the engine does not have, and a machine that DeepSpeed cannot start on."""
+        """Refuse a precision that the engine does not support, and a machine on which DeepSpeed cannot start."""
         check_precision(precision, device_type)
         check_secondary_shards(self.options, world_size)
         check_ops(self.options, device_type, self.name)
@@ -117,14 +118,14 @@ class DeepSpeedStrategy(Strategy):
         check_dense(module, self.name)
 
     def prepare(self, device_type: str, precision: Precision) -> None:
-        """Build what DeepSpeed compiles, as far as it is missing."""
+        """Build the C++ ops that are missing."""
         path = self.options.nvme_path if self.options.uses_nvme else None
         if path is not None and is_in_memory(path):
             _tell(f"nvme_path={str(path)!r} lies in memory, so offloading saves none: choose a folder on a disk.")
         ensure_ops(needed_ops(self.options, device_type), _tell, device_type)
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
-        """Join the process group; one process alone gets one too, which the engine asks for. Collective."""
+        """Join the process group; a single process creates one too, as the engine requires it. Collective."""
         self.precision = precision
         self.world = World.from_environment(device_type, num_nodes, grouped=True)
         return self.world
@@ -139,34 +140,36 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def _ops(self) -> list[str]:
-        """The ops that were built for this rank, which DeepSpeed is to find loaded whatever it does first."""
+        """The ops built for this rank, loaded before DeepSpeed can try to compile them."""
         return needed_ops(self.options, self.world.device.type)
 
     @property
     def _low(self) -> torch.dtype | None:
-        """The dtype that the engine computes in, where that is not fp32."""
+        """The compute dtype of the engine, or None for fp32."""
         return None if self.precision.compute_dtype == torch.float32 else self.precision.compute_dtype
 
     def building(self) -> AbstractContextManager[Any]:
-        """Return stage 3's context in which every layer is split as soon as it is built, or one that does nothing."""
+        """Return the context in which stage 3 shards layers as they are built; no effect in other stages."""
         if self.options.stage < 3:
             return nullcontext()
-        # What is built keeps fp32 until setup has taken its exact values; files on a disk cannot change their dtype.
+        # Parameters stay fp32 until setup has read their exact values. Those offloaded to a disk are built in the
+        # compute dtype, as their files cannot change the dtype.
         config = self._config(0, 0, self.precision if self.options.offload_parameters == "nvme" else None)
         return building(self.world, config, self._ops, self.precision.parameter_dtype)
 
     def to_device(self, module: nn.Module) -> None:
-        """Put a module on its device; stage 3 takes its parameters from where they are, one by one."""
+        """Move a module to its device; stage 3 moves the parameters one by one in ``setup`` instead."""
         if self.options.stage < 3:
             super().to_device(module)
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
         """Start the engine around an adapter. Collective.
 
-        Without training stages 1 and 2 hold whole models, which need no engine, and stage 3 gets none for updates.
+        Without training, stages 1 and 2 hold full models, which need no engine, and stage 3 has an engine without
+        updates.
 
         Raises:
-            ConfigurationError: there is not exactly one optimizer, or the engine cannot take it.
+            ConfigurationError: there is not exactly one optimizer, or the engine does not support it.
         """
         if training and len(optimizers) != 1:
             raise ConfigurationError(
@@ -184,15 +187,16 @@ class DeepSpeedStrategy(Strategy):
             if training:
                 self._hold(module, optimizers, full_precision_weights(module, self._low))
         if training:
-            # Schedulers count the calls of the user's object, which nobody steps.
+            # Schedulers count the calls of step of the user's optimizer, which the engine never calls: without the
+            # count they would warn.
             optimizers[0].__dict__["_opt_called"] = True
         return list(optimizers)
 
     def _set_aside(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Freeze for the time of the fit what the optimizer does not train: the engine would keep its gradients."""
+        """Freeze parameters without an optimizer during the fit: the engine would store their gradients."""
         self._marks = OriginalAttributes(module)
         for parameter in module.parameters():
-            # The engine would take one that an earlier fit left for part of its first.
+            # The engine would add a gradient left by an earlier fit to its first one.
             parameter.grad = None
         if optimizers:
             trained = {id(one) for one in parameters_of(optimizers[0])}
@@ -202,7 +206,7 @@ class DeepSpeedStrategy(Strategy):
         self._trainable = [parameter.requires_grad for parameter in module.parameters()]
 
     def _split_and_start(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> None:
-        """Split the module, and start the engine of stage 3."""
+        """Shard the module, and start the engine of stage 3."""
         low = self._low if training else None
         config = self._sized(module, training)
         with backend(self.world, self._ops):
@@ -217,7 +221,7 @@ class DeepSpeedStrategy(Strategy):
         config: dict[str, Any] | None = None,
     ) -> None:
         self._adapter = TensorsOnlyAdapter(module)
-        # Stage 3 looks LOCAL_RANK up in forward passes.
+        # Stage 3 reads LOCAL_RANK in forward passes.
         self._unset = self.world.set_variables()
         config = config or self._sized(module, bool(optimizers))
         with backend(self.world, self._ops):
@@ -235,7 +239,7 @@ class DeepSpeedStrategy(Strategy):
         return self._config(sum(sizes), max(sizes, default=0), self.precision if training else None)
 
     def _config(self, elements: int, largest: int, precision: Precision | None) -> dict[str, Any]:
-        """Return the engine's config; files on a disk go to a folder of this rank's own."""
+        """Return the engine's config, with a separate folder for this rank's files on a disk."""
         if self.options.uses_nvme and self._swap_folder is None:
             path = self.options.nvme_path
             assert path is not None
@@ -243,7 +247,8 @@ class DeepSpeedStrategy(Strategy):
             self._swap_folder = Path(tempfile.mkdtemp(prefix=f"phalanx-rank{self.world.rank}-", dir=path))
         folder = self._swap_folder
         if folder is not None:
-            # Whoever splits parameters empties the folder first: not that of layers that were split as they were built.
+            # Sharding starts by emptying the folder, so it must not be the folder of layers that were sharded as they
+            # were built.
             folder /= "split" if elements else "built"
         return engine_config(self.options, precision, self.world.size, elements, largest or None, swap_folder=folder)
 
@@ -259,7 +264,8 @@ class DeepSpeedStrategy(Strategy):
             return lambda *args, **kwargs: unpack(routed(*args, **kwargs))
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            # Parameters that stay gathered serve the next training step too, where inference tensors may not be.
+            # Parameters may stay gathered until the next training step, where autograd does not accept inference
+            # tensors.
             grad = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
                 return unpack(routed(*args, **kwargs))
@@ -269,7 +275,7 @@ class DeepSpeedStrategy(Strategy):
     # ---- gradients and updates ------------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Tell the engine whether the window ends with the next backward."""
+        """Set on the engine whether the window ends with the next backward pass."""
         if self._engine is not None and enabled is not self._boundary:
             self._boundary = enabled
             self._engine.set_gradient_accumulation_boundary(enabled)
@@ -286,7 +292,7 @@ class DeepSpeedStrategy(Strategy):
         return self._update
 
     def trainability_changed(self, module: nn.Module) -> bool:
-        """Refuse parameters that were frozen or unfrozen since set-up: the engine's flat tensors hold what it trains.
+        """Refuse parameters that were frozen or unfrozen since set-up: the engine's flat tensors cannot change.
 
         Raises:
             ConfigurationError: on all ranks.
@@ -297,31 +303,33 @@ class DeepSpeedStrategy(Strategy):
             if trained != parameter.requires_grad:
                 raise ConfigurationError(
                     f"{name} was {'frozen' if trained else 'unfrozen'} during a fit under strategy={self.name!r}, "
-                    "whose flat tensors are made for what was trained at its start: set requires_grad before the "
+                    "whose flat tensors are fixed when the fit starts: set requires_grad before the "
                     "fit, or use strategy='ddp' or 'fsdp'."
                 )
         return False
 
     def zero_backward(self) -> None:
-        """There is no backward without a forward here.
+        """Raise, as the engine has no backward pass without a forward pass.
 
         Raises:
             LoopError: always.
         """
-        raise LoopError(f"strategy={self.name!r} reduces what a real backward pass computes: every rank must run one.")
+        raise LoopError(
+            f"strategy={self.name!r} reduces the gradients of a real backward pass: every rank must run one."
+        )
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Gradients are reduced in every backward that ends a window; there is nothing left to do."""
+        """Do nothing: the backward pass that ends a window has reduced the gradients."""
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
-        """Multiply all gradients, as of the coming step."""
+        """Multiply all gradients, with effect in the next step."""
         self._training.scale(factor)
 
     def full_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the whole gradient of a parameter, gathered. Collective.
+        """Return the full gradient of a parameter, gathered. Collective.
 
-        It is there between the backward that ends a window and the update. A parameter that the window left unused has
-        a gradient of zero.
+        It is available between the backward pass that ends a window and the update. A parameter unused in the window
+        has a gradient of zero.
         """
         update = self._training
         assert self._state is not None
@@ -333,14 +341,14 @@ class DeepSpeedStrategy(Strategy):
         return None if gradient is None else update.unscaled(gradient)
 
     def gradients_are_finite(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the norm that the coming step needs anyway is finite. Collective."""
+        """Whether the gradient norm, which the next step needs anyway, is finite. Collective."""
         return math.isfinite(self._training.norm().item())
 
     def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the whole gradient, whatever ``parameters`` are; infinite if not finite. Collective.
+        """Return the norm of all gradients, regardless of ``parameters``; infinite if not finite. Collective.
 
         Raises:
-            ConfigurationError: it is not the L2 norm, the only one that the engine computes.
+            ConfigurationError: ``norm_type`` is not 2; the engine computes only the L2 norm.
         """
         if norm_type != 2.0:
             raise ConfigurationError(
@@ -350,34 +358,34 @@ class DeepSpeedStrategy(Strategy):
         return self._training.norm()
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-        """Have the coming step clip the whole gradient by its norm."""
+        """Clip all gradients by their norm in the next step."""
         self._training.clip(max_norm)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """Forget gradients that no update used; those of an update are gone with it."""
+        """Drop gradients that no update has used; an update drops its own."""
         if self._update is not None and self._update.holds_gradients:
             self._update.drop()
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Apply the update with the hyperparameters that the user's optimizer has now. Collective."""
+        """Apply the update with the current hyperparameters of the user's optimizer. Collective."""
         return self._training.step()
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Broadcast rank 0's buffers: the engine leaves each rank its own. Collective."""
+        """Broadcast rank 0's buffers, which the engine does not synchronize. Collective."""
         share_buffers(module, self.world)
 
     # ---- canonical state ------------------------------------------------------------------------------------------
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
-        """Return the whole shape of every tensor in a module's canonical state, by name."""
+        """Return the full shape of every tensor in a module's canonical state, by name."""
         return {name: full_shape(tensor) for name, tensor in state_tensors(module).items()}
 
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
-        """Return this rank's pieces of the fp32 masters, and what is whole. Collective."""
+        """Return this rank's pieces of the fp32 masters, and the unsharded tensors. Collective."""
         return super().model_state(module) if self._state is None else self._state.model_state(module)
 
     def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
-        """Take over weights: each rank reads its own pieces. Collective."""
+        """Load weights: each rank reads its own pieces. Collective."""
         if self._state is None:
             super().load_model_state(module, tensors)
         else:
@@ -389,22 +397,22 @@ class DeepSpeedStrategy(Strategy):
         return self._state.optimizer_state()
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
-        """Return DeepSpeed's, where it steps on this thread."""
+        """Return DeepSpeed's optimizer if it steps in this thread, else None."""
         assert self._state is not None
         return self._state.groups.stepping
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
-        """Put moments, step counters and hyperparameters back: each rank reads its own pieces. Collective."""
+        """Load moments, step counters and hyperparameters: each rank reads its own pieces. Collective."""
         assert self._state is not None
         self._state.load_optimizer_state(optimizer, state, groups)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def restore(self, module: nn.Module) -> None:
-        """Give the module whole, ordinary weights in the dtype that it came with. Collective.
+        """Give the module full, ordinary weights in its original dtype. Collective.
 
-        Stages 1 and 2 hold them on every rank. Stage 3 gathers them parameter by parameter: on rank 0, the others'
-        being left on the meta device, on all ranks, or not at all, as ``gather_weights`` says.
+        Stages 1 and 2 hold full weights on every rank. Stage 3 gathers them parameter by parameter according to
+        ``gather_weights``: on rank 0, with those of the other ranks on the meta device, on all ranks, or not at all.
         """
         if self._state is None or self._marks is None:
             return
@@ -428,10 +436,10 @@ class DeepSpeedStrategy(Strategy):
             shutil.rmtree(folder, ignore_errors=True)
 
     def teardown(self) -> None:
-        """Let go of the engine and of what DeepSpeed keeps; weights that ``restore`` did not gather stay split."""
+        """Release the engine and DeepSpeed's references; weights that ``restore`` did not gather stay sharded."""
         self._stop(None)
 
 
 def _tell(line: str) -> None:
-    """Say what is being built: a start that takes minutes should not look like one that hangs."""
+    """Print a line about a build: a start that takes minutes must not look like a hang."""
     print(line, file=sys.stderr, flush=True)

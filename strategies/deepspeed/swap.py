@@ -1,4 +1,4 @@
-"""The disk that stage 3 offloads to: its folder, and buffers that fit a model of unknown size."""
+"""Disk offload of stage 3: its folder, and buffers that grow with the model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def growing_buffers() -> Iterator[None]:
 
     DeepSpeed allocates the buffers, locked in memory, before the first parameter exists, from a size in the config. A
     guess would either waste memory or fail on a larger layer. While a model is being built one parameter at a time is
-    split, so all buffers are free when the next one comes, and can be replaced.
+    split, so all buffers are free before the next one, and can be replaced.
     """
     # Checked with DeepSpeed 0.19.8: get_buffer is the only place where a parameter is compared with the buffers.
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper

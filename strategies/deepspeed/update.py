@@ -1,7 +1,7 @@
-"""One update through DeepSpeed's engine: its gradients' norm, their scale, the clipping, the step, the dropping.
+"""One update through DeepSpeed's engine: norm, scaling and clipping of the gradients, the step, and dropping them.
 
-The engine computes the norm of the whole gradient in its step. Whoever asks for it before gets the same computation,
-done once: the step uses what was found.
+The engine computes the norm of all gradients in its step. A norm requested before the step is computed in the same way
+and cached, so that the step does not compute it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .optimizer import Following
 
 
 class EngineUpdate:
-    """What happens to an engine's gradients between the last backward of a window and the next window's first."""
+    """Operations on an engine's gradients between the last backward pass of a window and the next window."""
 
     def __init__(self, engine: Any, following: Following) -> None:
         self.engine = engine
@@ -35,7 +35,7 @@ class EngineUpdate:
         return "parameters" if hasattr(self.zero, "fp16_partitioned_groups_flat") else "gradients"
 
     def after_backward(self, ends_window: bool) -> None:
-        """Take note that gradients were added, and set right those of parameters that a micro-batch leaves unused."""
+        """Record that gradients were added, and correct those of parameters unused in a micro-batch."""
         self.holds_gradients = True
         if self._first:
             self._first = False
@@ -44,31 +44,32 @@ class EngineUpdate:
             self._use.complete()
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole gradient, a 0-d tensor; infinite where it is not finite. Collective."""
+        """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""
         if self._raw is None:
             self._raw = torch.as_tensor(self._use.raw_norm(), dtype=torch.float32)
         norm = self._raw / self._scale()
         return torch.where(norm < 0, torch.full_like(norm, math.inf), norm)
 
     def known_norm(self) -> Tensor | None:
-        """Return the norm with the loss scale in it, where it was asked for since the last backward pass."""
+        """Return the norm including the loss scale if it was computed since the last backward pass, else None."""
         return self._raw
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients by a factor, as of the coming step."""
+        """Multiply the gradients by a factor, with effect in the next step."""
         self._use.scale(factor)
 
     def clip(self, max_norm: float) -> None:
-        """Have the coming step scale gradients so that their norm is at most ``max_norm``."""
+        """Scale gradients in the next step so that their norm is at most ``max_norm``."""
         self.zero.clip_grad = max_norm
 
     def unscaled(self, gradient: Tensor) -> Tensor:
-        """Return a gradient that carries the loss scale without it."""
+        """Divide the loss scale out of a gradient."""
         scale = self._scale()
         return gradient if scale == 1.0 else gradient / scale
 
     def step(self) -> bool:
-        """Update the weights; return whether that was applied. Collective."""
+        """Update the weights; return whether the update was applied. Collective."""
+        # The user's schedulers change the groups of the user's optimizer, which the engine does not read.
         self.follow()
         self.engine.step()
         if self._factor != 1.0:
@@ -78,11 +79,12 @@ class EngineUpdate:
         self._raw = None
         self.holds_gradients = False
         self._first = True
+        # False if the gradients have overflowed under the engine's own loss scale.
         applied: bool = self.engine.was_step_applied()
         return applied
 
     def drop(self) -> None:
-        """Forget gradients that no update used."""
+        """Drop gradients that no update has used."""
         if not self.holds_gradients:
             return
         self._use.drop()
@@ -95,14 +97,14 @@ class EngineUpdate:
         self._first = True
 
     def scale_by_loss_scale(self, factor: float) -> None:
-        """Have the coming step divide by a loss scale that is smaller by the factor."""
+        """Multiply gradients through the loss scale that the next step divides by: no pass over them is needed."""
         zero = self.zero
         self._factor *= factor
         zero.custom_loss_scaler = True
         zero.external_loss_scale = zero.loss_scaler.cur_scale / self._factor if self._factor else math.inf
 
     def scale_norm(self, factor: float) -> None:
-        """Take note that the gradients themselves were multiplied."""
+        """Record that the gradients themselves were multiplied, and scale the cached norm with them."""
         if self._raw is not None:
             self._raw = self._raw * factor
 
@@ -139,14 +141,14 @@ class _SplitGradients:
         self.update.scale_by_loss_scale(factor)
 
     def clear_unused(self) -> None:
-        """Zero what is left of the last update where this one has brought none so far, so that nothing adds to it."""
+        """Zero stale gradients of the last update for parameters without a gradient in this one so far."""
         kept = self.zero.accumulated_grads_in_cpu if self._mine else {}
         used = self.zero._offload_accumulated_param_ids if kept else set()
         for number in kept.keys() - used if len(used) < len(kept) else ():
             kept[number].zero_()
 
     def complete(self) -> None:
-        """Bring to offloaded masters what the window's last micro-batch has not: it brings its own parameters' only."""
+        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
         zero = self.zero
         if not self._mine or len(zero.norm_for_param_grads) == len(self._mine):
             return
@@ -208,7 +210,7 @@ class _SplitParameters:
         self.update.scale_by_loss_scale(factor)
 
     def clear_unused(self) -> None:
-        """Zero what gradients of the last update are left where this one has brought none so far."""
+        """Zero stale gradients of the last update for parameters that have no gradient in this one so far."""
         used = self.zero._offload_boundary_param_ids
         if len(used) == len(self._mine):
             return
@@ -216,7 +218,7 @@ class _SplitParameters:
             self._gradients[number].zero_()
 
     def complete(self) -> None:
-        """Bring to offloaded masters what the window's last micro-batch has not: it brings its own parameters' only."""
+        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
         zero = self.zero
         if zero.offload_optimizer and len(zero.norm_for_param_grads) < len(self._mine):
             zero._offload_boundary_param_ids.update(self._mine)
@@ -235,7 +237,7 @@ class _SplitParameters:
 
 
 class _WholeGradients:
-    """Stage 1 in bf16: the engine's bf16 optimizer, which adds gradients up in fp32, whole on every rank."""
+    """Stage 1 in bf16: the engine's bf16 optimizer, which accumulates full gradients in fp32 on every rank."""
 
     def __init__(self, update: EngineUpdate) -> None:
         self.update, self.zero = update, update.zero
@@ -251,10 +253,10 @@ class _WholeGradients:
         self.update.scale_norm(factor)
 
     def clear_unused(self) -> None:
-        """Gradients are zeroed after each update."""
+        """Do nothing: gradients are zeroed after each update."""
 
     def complete(self) -> None:
-        """They are added up in one place."""
+        """Do nothing: gradients are accumulated in one place."""
 
     def drop(self) -> None:
         self.zero.clear_hp_grads()

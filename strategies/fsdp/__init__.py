@@ -1,1 +1,1 @@
-"""Sharding by torch's ``fully_shard``, alone or beside tensor parallelism."""
+"""Sharding with torch's ``fully_shard``, optionally combined with tensor parallelism."""

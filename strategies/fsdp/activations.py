@@ -1,4 +1,4 @@
-"""Activation checkpointing without a wrapper: a module's ``forward`` is shadowed, and its names stay what they are."""
+"""Activation checkpointing without a wrapper: ``forward`` is overridden per instance, so that names do not change."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Checkpointed: TypeAlias = "bool | type[nn.Module] | tuple[type[nn.Module], ...] 
 
 
 def check_checkpointing(given: Any) -> None:
-    """Check what is to be checkpointed, as far as that needs no model.
+    """Check the argument for activation checkpointing, as far as possible without a model.
 
     Raises:
-        ConfigurationError: it is neither a bool, a class, classes nor a function.
+        ConfigurationError: the argument is not a bool, a class, a tuple of classes or a function.
     """
     classes = given if isinstance(given, tuple) else (given,)
     modules = bool(classes) and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes)
@@ -30,10 +30,10 @@ def check_checkpointing(given: Any) -> None:
 
 
 def checkpointed_parts(module: nn.Module, units: list[nn.Module], given: Checkpointed) -> list[nn.Module]:
-    """Return the submodules whose activations are computed again in backward.
+    """Return the submodules whose activations are recomputed in backward.
 
     Raises:
-        ConfigurationError: they were asked for, and there are none.
+        ConfigurationError: checkpointing was requested and no submodule matches.
     """
     if given is False:
         return []
@@ -53,11 +53,11 @@ def checkpointed_parts(module: nn.Module, units: list[nn.Module], given: Checkpo
 
 
 def checkpoint_forward(part: nn.Module) -> None:
-    """Let a module keep its inputs alone for backward."""
+    """Make a module save only its inputs for backward."""
     forward = part.forward
 
     def compute(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Backward runs outside the context that gave new tensors their dtype.
+        # Backward runs outside of the context that sets the dtype of new tensors, so the recomputation enters it again.
         before = torch.get_default_dtype()
         if before == dtype:
             return forward(*args, **kwargs)

@@ -1,9 +1,10 @@
-"""Parameters that get no data where they are built, and the very values that they would have had, later.
+"""Deferred initialization: parameters are built without data, and later get the values of an eager initialization.
 
 Large layers are built with ``torch.empty`` and filled in place. In ``Deferred.recording`` such tensors are on the meta
-device, and what fills them is remembered together with the random generator's state before it. One after the other
-they can then be filled exactly as one process would have filled them, whatever the order of layers and however often
-a model initialises itself anew. Everything else (buffers, tensors computed from numbers) gets its data at once.
+device, and the operations that fill them are recorded together with the random generator's state before each. The
+parameters can then be filled one after the other, exactly as one process would have filled them, for any order of
+layers and any number of initializations. All other tensors (buffers, tensors computed from numbers) get their data
+immediately.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# In place by name, and yet without effect on values.
+# In place by their name, but without effect on values.
 _HARMLESS = {"requires_grad_", "detach_", "share_memory_", "retain_grad", "_is_view"}
-# They leave nothing of what was there before.
+# These overwrite all previous values, so that earlier steps need not be recorded.
 _OVERWRITING = {"uniform_", "normal_", "zero_", "fill_", "copy_", "ones_", "zeros_", "constant_"}
-# They compute with whole tensors in between, which would all be remembered.
+# These compute with full intermediate tensors, all of which would be recorded.
 _INITIALISERS = ("trunc_normal_", "orthogonal_")
 _IS_META, _DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
 
 @dataclass
 class Recipe:
-    """How a tensor gets its values."""
+    """The recorded operations that give a tensor its values."""
 
     base: Tensor
     device: torch.device
@@ -51,7 +52,7 @@ class Recipe:
 
 @dataclass
 class _View:
-    """A tensor that is to be filled, or a view of one, as it was at some moment."""
+    """A tensor without data, or a view of one, at a certain moment."""
 
     recipe: Recipe
     steps: tuple[_Step, ...]
@@ -68,7 +69,7 @@ class _View:
 
 @dataclass
 class _Step:
-    """One operation in place, and the generator's state before it where it draws numbers."""
+    """One in-place operation, and the generator's state before it if it draws random numbers."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -82,7 +83,7 @@ class _Step:
                 return self.target.of(whole)
             return value.now() if isinstance(value, _View) else value
 
-        # A view is no container to torch, so it arrives here as it is.
+        # torch does not treat a view as a container, so it arrives here unchanged.
         args, kwargs = tree_map(real, (self.args, self.kwargs))
         if self.state is None:
             self.function(*args, **kwargs)
@@ -103,27 +104,27 @@ class Deferred:
         self._by_storage: dict[int, Recipe] = {}
 
     def recipe(self, parameter: Tensor) -> Recipe | None:
-        """Return how a parameter gets its values, if it was built here."""
+        """Return the recipe of a parameter, or None if it was not built here."""
         found: Recipe | None = self._recipes.get(parameter)
         if found is None and parameter.is_meta:
             found = self._by_storage.get(parameter.untyped_storage()._cdata)
         return found
 
     def keep(self, module: nn.Module) -> None:
-        """Know a module's parameters also after they have changed their dtype, which gives them another storage."""
+        """Register a module's parameters again after a change of dtype, which gives them another storage."""
         for parameter in module.parameters():
             recipe = self.recipe(parameter)
             if recipe is not None:
                 self._recipes[parameter] = recipe
 
     def forget(self, parameter: Tensor) -> None:
-        """Let go of what was remembered of a parameter."""
+        """Release the recipe of a parameter."""
         self._recipes.pop(parameter, None)
         self._by_storage.pop(parameter.untyped_storage()._cdata, None)
 
     @contextmanager
     def recording(self) -> Generator[None, None, None]:
-        """Build layers inside."""
+        """Return a context in which layers are built without data."""
         recorder = _Recorder()
 
         def parameter_hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -154,7 +155,7 @@ class Deferred:
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees every call of torch's functions; tensors are known by their storage, which views and ``.data`` share."""
+    """Intercepts all calls of torch functions; identifies tensors by their storage, which views and ``.data`` share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +168,7 @@ class _Recorder(TorchFunctionMode):
         return None
 
     def view(self, value: Any) -> _View | None:
-        """Return what a tensor without data stands for now."""
+        """Return the view that describes a tensor without data at this moment."""
         recipe = self.find(value)
         if recipe is None:
             return None
@@ -184,7 +185,7 @@ class _Recorder(TorchFunctionMode):
         if name == "__get__":
             return self._attribute(func, args[0])
         if name in ("set_", "__set__") and len(args) == 2 and self.find(args[0]) is not None and _has_data(args[1]):
-            # The tensor cannot take the other's memory, so it is to get its values.
+            # The tensor cannot share the other's memory, so it copies the values.
             return self._fill(Tensor.copy_, "copy_", args, {})
         if name == "__set__" or name in _HARMLESS:
             return func(*args, **kwargs)
@@ -195,7 +196,7 @@ class _Recorder(TorchFunctionMode):
         return self._read(func, args, kwargs, tensors)
 
     def _attribute(self, getter: Any, tensor: Tensor) -> Any:
-        """Return what an attribute would be if the tensor had data: initialisers ask where it is."""
+        """Return an attribute as if the tensor had data, for initializers that check its device."""
         recipe = self.find(tensor)
         if recipe is not None and getter == _IS_META:
             return False
@@ -213,14 +214,14 @@ class _Recorder(TorchFunctionMode):
         return tensor
 
     def _clone(self, tensor: Tensor) -> Tensor:
-        """Return a copy, as ``copy.deepcopy`` makes of layers, without data either."""
+        """Return a copy without data, for ``copy.deepcopy`` of layers."""
         recipe = self.known[tensor.untyped_storage()._cdata]
         copy = recipe.base.new_empty(recipe.base.shape)
         self.known[copy.untyped_storage()._cdata] = Recipe(copy, recipe.device, list(recipe.steps))
         return copy.as_strided(tensor.size(), tensor.stride())
 
     def initialiser(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an initialiser that is remembered as one step, whatever it computes in between."""
+        """Return an initializer that is recorded as one step, including its intermediate computations."""
 
         def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.find(tensor) is None:
@@ -231,11 +232,11 @@ class _Recorder(TorchFunctionMode):
         return initialise
 
     def _fill(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Remember an operation in place, and let the generator move on as if it had been done."""
+        """Record an in-place operation, and advance the generator as if it had been executed."""
         given: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
         target = self.view(given)
         if target is None:
-            # Something real is filled with what has no data yet.
+            # A tensor with data is filled from one without data.
             args, kwargs = tree_map(self._real, (args, kwargs))
             return func(*args, **kwargs)
         recipe = target.recipe
@@ -254,12 +255,12 @@ class _Recorder(TorchFunctionMode):
         return given
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """Call what looks at shapes or makes views as it is, and what needs values with them."""
+        """Call functions of shapes and views unchanged, and functions that need values with materialized tensors."""
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
             result = torch.empty(0, device="meta")
-        # Torch's own named results are no containers to it.
+        # torch does not treat its own named results as containers.
         leaves = tree_flatten(list(result) if isinstance(result, tuple) else result)[0]
         made = [each for each in leaves if isinstance(each, Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in tensors}

@@ -1,4 +1,4 @@
-"""Norm and clipping of gradients of which each rank holds a part: local work and one reduction."""
+"""Norm and clipping of sharded gradients: local computation and one reduction."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .state import local_of
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's parts of the gradients that exist."""
+    """Return this rank's shards of the gradients that exist."""
     return [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def copies_of(tensor: Tensor, world_size: int) -> int:
-    """Return how many ranks hold the same part of a tensor."""
+    """Return the number of ranks that hold the same shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return world_size
     parts = 1
@@ -32,8 +32,8 @@ def copies_of(tensor: Tensor, world_size: int) -> int:
 def whole_norm(parameters: Iterable[Tensor], norm_type: float, world: World) -> Tensor:
     """Return the norm of all gradients together, a 0-d tensor, the same on all ranks. Collective.
 
-    It is ``(sum over ranks and elements of |g|^p / copies)^(1/p)``, as ``copies`` ranks hold the same element. Sums are
-    in float64: they stay exact where a high power would leave the range of float32.
+    It is ``(sum over ranks and elements of |g|^p / copies)^(1/p)``, as ``copies`` ranks hold the same element. Sums
+    are in float64, as a high power would leave the range of float32.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     wide = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32

@@ -1,4 +1,4 @@
-"""Where the weights of a model come from that is sharded: from what was handed over, or from their initialisation."""
+"""Initial weights of a sharded model: from the module that was passed, or from its initialization."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 class Origins:
-    """The whole values of parameters, one at a time; rank 0's count.
+    """Full values of parameters, one at a time, from rank 0.
 
-    A parameter that has no data on rank 0 gets that of its recipe, where it was built under the strategy, or that of
-    its module's ``reset_parameters``, which every rank runs so that their generators stay alike.
+    A parameter without data on rank 0 is initialized by its recipe, if it was built under the strategy, or by the
+    ``reset_parameters`` of its module, which every rank runs so that the generators stay identical.
     """
 
     def __init__(self, module: nn.Module, deferred: Deferred, world: World) -> None:
@@ -31,7 +31,7 @@ class Origins:
         _check_alike(module, world)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         mine = {name for name, given in parameters.items() if given.is_meta and deferred.recipe(given) is None}
-        # A module that only rank 0 holds has data there, after a fit under a strategy that splits weights.
+        # After a fit under a sharded strategy only rank 0 may hold the data.
         self.lacking: set[str] = mine & world.broadcast_object(mine)
         for part_name, part in module.named_modules():
             names = [name for name in part._parameters if f"{part_name}.{name}".lstrip(".") in self.lacking]
@@ -44,7 +44,7 @@ class Origins:
         self._reset: dict[str, Tensor] = {}
 
     def value(self, name: str, given: nn.Parameter) -> Tensor:
-        """Return the whole value of a parameter on this rank's device. Collective."""
+        """Return the full value of a parameter on this rank's device. Collective."""
         world = self.world
         if name in self.lacking and name not in self._reset:
             self._reset.update(self._after_reset(name))
@@ -64,7 +64,7 @@ class Origins:
         return world.broadcast(torch.empty(given.shape, dtype=given.dtype, device=world.device))
 
     def _after_reset(self, name: str) -> dict[str, Tensor]:
-        """Give the outermost layer that owns a parameter, and all in it, data; initialise it; return the values."""
+        """Allocate and initialize the outermost layer that owns a parameter; return the values of its parameters."""
         path, part = next((path, part) for path, part in self._chunks() if name.startswith(path))
         tables = [(sub, key, value) for sub in part.modules() for key, value in sub._parameters.items()]
         fresh: dict[int, nn.Parameter] = {}
@@ -90,7 +90,7 @@ class Origins:
         return values
 
     def _chunks(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the outermost modules that own parameters without data, and how names in them begin."""
+        """Yield the outermost modules that own parameters without data, with the prefix of their names."""
         taken: list[str] = []
         for path, part in self.module.named_modules():
             prefix = f"{path}." if path else ""
@@ -101,7 +101,7 @@ class Origins:
 
 
 def _check_alike(module: nn.Module, world: World) -> None:
-    """Refuse ranks that hold different parameters: they would wait for one another for ever."""
+    """Raise if ranks hold different parameters: their collectives would not match, and the job would hang."""
     own = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
     digest = sha256(repr(own).encode()).hexdigest()
     if all(other == digest for other in world.all_gather_object(digest)):
@@ -131,10 +131,10 @@ def _reset_of(part: nn.Module) -> Callable[[], Any] | None:
 
 @torch.no_grad()
 def allocate_buffers(module: nn.Module, world: World) -> list[tuple[str, nn.Module, list[str]]]:
-    """Give buffers on the meta device memory; return those that have no data on rank 0 either. Collective.
+    """Allocate buffers that are on the meta device; return those without data on rank 0. Collective.
 
     Raises:
-        ConfigurationError: a tensor on the meta device is an attribute that nothing fills.
+        ConfigurationError: an attribute is a tensor on the meta device that is not a buffer, which nothing fills.
     """
     stray = [
         f"{path}.{name}".lstrip(".")
@@ -144,7 +144,7 @@ def allocate_buffers(module: nn.Module, world: World) -> list[tuple[str, nn.Modu
     ]
     if stray:
         raise ConfigurationError(
-            f"{', '.join(stray)} is a tensor on the meta device that is no buffer, so nothing gives it data: use "
+            f"{', '.join(stray)} is a tensor on the meta device that is not a buffer, so nothing gives it data: use "
             "register_buffer, or compute it in forward."
         )
     empty = {name for name, buffer in module.named_buffers() if buffer.is_meta}
@@ -166,10 +166,10 @@ def allocate_buffers(module: nn.Module, world: World) -> list[tuple[str, nn.Modu
 
 
 def check_buffers(found: list[tuple[str, nn.Module, list[str]]]) -> None:
-    """Check that buffers without data have been computed with the parameters.
+    """Check that the initialization of the parameters has filled the buffers without data.
 
     Raises:
-        ConfigurationError: on all ranks; one has not.
+        ConfigurationError: on all ranks; a buffer was not filled.
     """
     for path, part, names in found:
         untouched = [key for key in names if _is_marked(part._buffers[key])]
@@ -182,7 +182,7 @@ def check_buffers(found: list[tuple[str, nn.Module, list[str]]]) -> None:
 
 
 def _marked(held: Tensor, device: torch.device) -> Tensor:
-    """Return a buffer whose values nothing would compute."""
+    """Return a buffer with marker values that no computation would produce."""
     return torch.full(held.shape, _mark(held.dtype), dtype=held.dtype, device=device)
 
 

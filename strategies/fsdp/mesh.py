@@ -1,4 +1,4 @@
-"""The device mesh: ranks that replicate, ranks that shard, ranks that share one layer's computation."""
+"""The device mesh, with axes for replicas, shards and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Replicas = int | Literal["node"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each axis of the mesh has."""
+    """The number of ranks of each axis of the mesh."""
 
     replicas: int
     shards: int
     tensor: int
 
     def build(self, world: World) -> DeviceMesh:
-        """Build the mesh: ``shard``, and ``replicate`` and ``tensor`` where they have several ranks. Collective."""
+        """Build the mesh: ``shard``, and ``replicate`` and ``tensor`` if they have several ranks. Collective."""
         axes = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
         kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
         return init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
     def data_part(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the part of the mesh that ``fully_shard`` takes."""
+        """Return the sub-mesh to pass to ``fully_shard``."""
         if self.tensor == 1:
             return mesh
         return mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
@@ -38,7 +38,7 @@ def lay_out(world_size: int, num_nodes: int, replicas: Replicas, tensor_parallel
     """Return the layout of a number of ranks.
 
     Raises:
-        ConfigurationError: they cannot be divided so.
+        ConfigurationError: the ranks cannot be divided in this way.
     """
     if world_size % tensor_parallel:
         raise ConfigurationError(
@@ -58,7 +58,7 @@ def lay_out(world_size: int, num_nodes: int, replicas: Replicas, tensor_parallel
 
 
 def _by_node(data: int, num_nodes: int) -> int:
-    """One replica for each node; on a single node two, and one rank alone is one."""
+    """Return the number of replicas: one per node; two on a single node, one for a single rank."""
     if data == 1:
         return 1
     return num_nodes if num_nodes > 1 else 2

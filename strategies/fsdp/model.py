@@ -1,7 +1,8 @@
-"""A model sharded in place by torch's ``fully_shard``, filled with rank 0's weights, and made whole again.
+"""A model sharded in place by torch's ``fully_shard``, filled with rank 0's weights, and unsharded after the fit.
 
-The model is sharded while its parameters are on the meta device, so that nothing is whole that was not whole before;
-then they are filled one after the other. What is whole at a time beyond what rank 0 brought along is one parameter.
+The model is sharded while its parameters are on the meta device, and filled one parameter at a time. So besides the
+weights that rank 0 holds anyway, at most one full parameter is in memory: a model that does not fit into the memory of
+one rank can still be sharded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .units import Units, check_parameters, find_units, without_shared
 
 @dataclass
 class Sharding:
-    """How a model is sharded; the arguments of ``fully_shard``."""
+    """The arguments of ``fully_shard`` for a model."""
 
     units: Units
     mesh: DeviceMesh
@@ -49,12 +50,12 @@ class Sharding:
     prefetch: int
     checkpointed: Checkpointed
     backward_inside: bool = False
-    """Whether the model runs again after a backward pass, before its outermost call returns."""
+    """Whether the model runs again after a backward pass before its outermost call returns (manual optimization)."""
 
 
 @dataclass
 class _Source:
-    """A parameter as it was handed over: where it is registered, and who else holds it."""
+    """An original parameter: the modules in which it is registered, and the optimizer groups that hold it."""
 
     name: str
     given: nn.Parameter
@@ -69,7 +70,7 @@ class _Source:
         return parameter
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Register another parameter in the place of this one, in the module and in optimizers."""
+        """Replace this parameter by another one, in modules and optimizers."""
         for part, key in self.owners:
             part._parameters[key] = parameter
         for held, position in self.lists:
@@ -77,7 +78,7 @@ class _Source:
 
 
 class ShardedModel:
-    """A module with its adapter, sharded. Collective to build."""
+    """A module with its adapter, sharded. Constructing it is collective."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class ShardedModel:
         self.sharding = sharding
         self.root: Any = StepAdapter(module)
         self._optimizers = list(optimizers)
-        # What can be wrong with what was asked for shows before the module is touched.
+        # Errors in the arguments are raised before the module is changed.
         check_parameters(module)
         self.units = find_units(module, sharding.units)
         self.checkpointed = checkpointed_parts(module, self.units, sharding.checkpointed)
@@ -106,7 +107,7 @@ class ShardedModel:
         self._shard(sources)
         self._fill(sources, origins)
         check_buffers(computed)
-        # What torch leaves to the first forward pass: it shows here what is wrong.
+        # torch would do this in the first forward pass: done here, its errors appear in set-up.
         self._state._lazy_init()
         self._footprint.close()
         self._prefetch(sharding.prefetch)
@@ -117,8 +118,8 @@ class ShardedModel:
         self._unreduced = False
         self._trainable = self._trainables()
         for sharded in self.parts:
-            # Gathered once, what torch keeps of it exists for a unit that no step runs, and was not born in the
-            # inference mode of an evaluation.
+            # Gathered once now: otherwise torch's buffers would be missing for a unit that no step runs, or would be
+            # created as inference tensors by an evaluation, which training cannot use.
             sharded.unshard()
             sharded.reshard()
 
@@ -130,7 +131,7 @@ class ShardedModel:
     # ---- building -------------------------------------------------------------------------------------------------
 
     def _take_away(self) -> list[_Source]:
-        """Leave parameters on the meta device in the place of those that were handed over; return these."""
+        """Replace the original parameters by parameters on the meta device; return the original ones."""
         owners = owners_of(self.module)
         places: dict[int, list[tuple[list[Any], int]]] = {}
         for optimizer in self._optimizers:
@@ -148,7 +149,7 @@ class ShardedModel:
         return sources
 
     def _split(self, sources: list[_Source], mesh: DeviceMesh) -> None:
-        """Split layers over the ranks of a tensor-parallel group; what was tied stays so. Collective."""
+        """Split layers over the ranks of a tensor-parallel group; tied parameters stay tied. Collective."""
         split_layers(self.module, mesh)
         for source in sources:
             source.put(tie_again(source.name, source.owners))
@@ -165,7 +166,7 @@ class ShardedModel:
         narrow = sharding.policy.param_dtype is not None
         norms = [part for part in self.module.modules() if isinstance(part, _BatchNorm) and narrow]
         for part in norms:
-            # With running statistics in fp32, its weights have to be too.
+            # The running statistics are fp32, and torch's kernels require weights of the same dtype.
             if part not in units and any(True for _ in part.parameters()):
                 fully_shard(part, reshard_after_forward=sharding.reshard_after_forward, **arguments)
         arguments["mp_policy"] = sharding.policy
@@ -178,7 +179,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def _fill(self, sources: list[_Source], origins: Origins) -> None:
-        """Give every rank its part of rank 0's weights, one parameter after the other. Collective."""
+        """Give every rank its shard of rank 0's weights, one parameter at a time. Collective."""
         device = torch.device("cpu") if self.sharding.cpu_offload else self.world.device
         while sources:
             source = sources.pop(0)
@@ -197,7 +198,7 @@ class ShardedModel:
                 origins.deferred.forget(source.given)
 
     def _leave_to_root(self, shared: list[nn.Parameter], sources: list[_Source]) -> None:
-        """Let the root see parameters that several units use and none of them gathers."""
+        """Assign parameters that several units share to the root, as none of the units gathers them."""
         if not shared:
             return
         self.root.shared = held = nn.ParameterList(shared)
@@ -218,17 +219,17 @@ class ShardedModel:
     # ---- in use ---------------------------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Reduce gradients in the next backward passes, or only keep them here."""
+        """Reduce gradients in the next backward passes, or only accumulate them locally."""
         if enabled != self.syncs:
             self.syncs = enabled
             for part in self.parts:
                 part.set_requires_gradient_sync(enabled, recurse=False)
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
-        """Compute gradients; inside the outermost call too, which then goes on with what it had gathered."""
+        """Compute gradients, also within the outermost call, which then continues with its gathered parameters."""
         inside = self.sharding.backward_inside
         if inside and loss.requires_grad:
-            # Else what the root holds is reduced only if a unit takes part.
+            # Otherwise gradients of the root are reduced only if a unit takes part.
             loss.register_hook(self._state._pre_backward)
         loss.backward(**options)
         self._unreduced = not self.syncs
@@ -236,7 +237,7 @@ class ShardedModel:
             self.root.unshard()
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
-        """Drop gradients that were kept here by a window which never came to its end."""
+        """Drop unreduced gradients of a window that was interrupted."""
         if not self._unreduced:
             return
         dropped = {id(parameter) for parameter in parameters_of(optimizer)}
@@ -246,7 +247,7 @@ class ShardedModel:
                 each.unsharded_param.grad = None
 
     def refresh(self) -> None:
-        """Take note of parameters that were frozen or unfrozen; those that are gathered now are so too."""
+        """Apply changes of ``requires_grad`` to sharded parameters and to those that are gathered now."""
         for each in self._parameters():
             if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
                 each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
@@ -266,21 +267,19 @@ class ShardedModel:
                 yield from group.fsdp_params
 
     def evaluate(self, *arguments: Any, **options: Any) -> Any:
-        """Run a step that no backward follows: what it gathers is freed after it."""
+        """Run a step without a backward pass; free the parameters that it has gathered."""
         try:
             return self.root(*arguments, **options)
         finally:
             self.reshard()
 
     def reshard(self) -> None:
-        """Free what is gathered, so that the module holds the parameters that optimizers update."""
+        """Free gathered parameters, so that the module holds the sharded parameters that optimizers update."""
         for part in self.parts:
             part.reshard()
 
-    # ---- back -----------------------------------------------------------------------------------------------------
-
     def take_off(self) -> None:
-        """Take all of torch's hooks and classes off; the parameters stay split."""
+        """Remove all of torch's hooks and classes; the parameters stay sharded."""
         self.reshard()
         for part in self.checkpointed:
             plain_forward(part)
@@ -288,7 +287,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def gather(self, everywhere: bool) -> None:
-        """Give the module whole parameters, on rank 0 or ``everywhere``; elsewhere on the meta device. Collective."""
+        """Give the module full parameters, on rank 0 or ``everywhere``; elsewhere on the meta device. Collective."""
         keeps = everywhere or self.world.rank == 0
 
         def whole(_: str, tensor: Tensor) -> Tensor | None:

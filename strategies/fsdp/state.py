@@ -1,4 +1,4 @@
-"""Between sharded tensors and canonical state: which box of a whole tensor this rank holds, and how it is filled."""
+"""Conversion between sharded tensors and canonical state. A box is the part of a full tensor that this rank holds."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ...framework.parallel.strategy import is_stored
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds, sharing its memory."""
+    """Return this rank's shard of a tensor, sharing its memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and offsets of the box of the whole tensor that this rank holds."""
+    """Return shape and offsets of this rank's box of the full tensor."""
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # A rank without any row stands beyond the end.
+    # The offset of a rank without any row is beyond the end.
     return tuple(shape), tuple(min(offset, size) for offset, size in zip(offsets, tensor.shape, strict=True))
 
 
 def whole_of_parts(tensor: Tensor) -> Tensor:
-    """Return a whole tensor, gathered where ranks hold parts of it. Collective."""
+    """Return a full tensor, gathered if it is sharded. Collective."""
     whole: Tensor = tensor.detach()
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def shard_of(tensor: Tensor) -> Shard:
-    """Return this rank's part of a tensor, sharing its memory."""
+    """Return this rank's part of a tensor as a shard for a checkpoint, sharing its memory."""
     if not isinstance(tensor, DTensor):
         return Shard.whole(tensor.detach())
     shape, offsets = box_of(tensor)
@@ -42,7 +42,7 @@ def shard_of(tensor: Tensor) -> Shard:
 
 
 def like(parameter: DTensor, local: Tensor) -> DTensor:
-    """Return a tensor of a parameter's whole shape, split as it is, of which this rank holds ``local``."""
+    """Return a tensor with the full shape and sharding of a parameter, of which this rank holds ``local``."""
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -73,7 +73,7 @@ def _plain(value: Any) -> Any:
 
 
 def slot_from_store(parameter: Tensor, stored: Any) -> Any:
-    """Return a slot's value for a parameter: of what is stored as a tensor this rank reads its box."""
+    """Return a slot's value for a parameter; of a stored tensor this rank reads only its box."""
     if not is_stored(stored):
         return stored
     if not isinstance(parameter, DTensor):
@@ -88,10 +88,10 @@ def slot_from_store(parameter: Tensor, stored: Any) -> Any:
 
 
 def shard_slots(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
-    """Split the state that an optimizer has of a parameter along with it.
+    """Shard an optimizer's state of a parameter like the parameter.
 
     Raises:
-        ConfigurationError: a slot is neither of the parameter's shape nor a single number.
+        ConfigurationError: a slot has neither the parameter's shape nor a single element.
     """
     slots = optimizer.state.pop(old, None)
     if not slots:
@@ -104,7 +104,7 @@ def shard_slots(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
             if value.shape != new.shape:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} has stepped already, and its state {slot!r} of shape "
-                    f"{list(value.shape)} cannot be split like its parameter of shape {list(new.shape)}: hand over an "
+                    f"{list(value.shape)} cannot be split like its parameter of shape {list(new.shape)}: pass an "
                     "optimizer that has not stepped."
                 )
             local = box_in(value, shape, offsets).to(local_of(new).device, copy=True)

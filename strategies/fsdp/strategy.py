@@ -1,7 +1,7 @@
-"""``fsdp``: parameters, gradients and optimizer state are split over ranks; a layer is whole only while it computes.
+"""``fsdp``: shards parameters, gradients and optimizer state over ranks; layers are gathered only while they compute.
 
 Torch's ``fully_shard`` does the work (Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
-Parallel"). ``hsdp`` is the same inside groups of ranks, replicated across them.
+Parallel"). ``hsdp`` shards within groups of ranks and replicates across groups.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .tensor import check_plan
 from .units import Units, check_units
 
 _GATHERS = ("rank_zero", "all", "none")
-# Arguments of other frameworks, and what says the same here.
+# Arguments of other frameworks, and their equivalents.
 _ELSEWHERE = {
     "auto_wrap_policy": "use units=..., a class, a size or a function",
     "sharding_strategy": "use strategy='fsdp', 'hsdp' or 'ddp', and reshard_after_forward",
@@ -56,19 +56,22 @@ class FSDPStrategy(Strategy):
     """Shards parameters, gradients and optimizer state over ranks.
 
     Args:
-        units: what is gathered and freed together: None finds the repeated blocks of the model; a class or a tuple of
-            classes, the least number of parameters of a unit, or a function from a module to a bool say it.
-        reshard_after_forward: whether a unit is freed between forward and backward, to be gathered again.
-        replicas: how many groups of ranks hold the whole model each, sharded inside.
-        tensor_parallel: how many ranks share each layer's computation, by ``TrainModule.configure_tensor_parallel``.
+        units: submodules that are gathered and freed together: a class, a tuple of classes, the least number of
+            parameters of a unit, or a function from a module to a bool. Default: None, the repeated blocks of the
+            model.
+        reshard_after_forward: whether a unit is freed after its forward pass and gathered again for backward. This
+            saves memory and costs one more all-gather.
+        replicas: the number of groups of ranks that each hold one full model, sharded within the group.
+        tensor_parallel: the number of ranks that share each layer's computation, see
+            ``TrainModule.configure_tensor_parallel``.
         cpu_offload: keep shards, gradients and optimizer state in the CPU's memory.
-        activation_checkpointing: compute activations again in backward: True for all units, classes, or a function.
-        prefetch: how many units ahead are gathered explicitly; 0 leaves it to torch.
-        reduce_dtype: the dtype gradients are averaged in, by default at least float32.
-        gather_weights: who gets whole weights after a fit: ``"rank_zero"``, ``"all"`` or ``"none"``.
+        activation_checkpointing: recompute activations in backward: True for all units, classes, or a function.
+        prefetch: the number of units to gather ahead explicitly; 0 leaves prefetching to torch.
+        reduce_dtype: the dtype in which gradients are averaged. Default: at least float32.
+        gather_weights: the ranks that get full weights after a fit: ``"rank_zero"``, ``"all"`` or ``"none"``.
 
     Raises:
-        ConfigurationError: an argument breaks its rule.
+        ConfigurationError: an argument is invalid.
     """
 
     name = "fsdp"
@@ -120,41 +123,41 @@ class FSDPStrategy(Strategy):
         self._sharded: ShardedModel | None = None
         self._stop_hooks: list[Any] = []
 
-    # ---- before the ranks meet ------------------------------------------------------------------------------------
+    # ---- before the process group exists --------------------------------------------------------------------------
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
-        """Refuse a number of ranks that cannot be divided as asked."""
+        """Refuse a number of ranks that cannot be divided into the requested groups."""
         lay_out(world_size, num_nodes, self.replicas, self.tensor_parallel)
 
     def data_size(self, world_size: int) -> int:
-        """Return the number of tensor-parallel groups: the ranks of one compute together, so they see the same data."""
+        """Return the number of tensor-parallel groups: the ranks of a group share one computation and the same data."""
         return world_size // self.tensor_parallel
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse sparse gradients, and a module that does not say how its layers are split where they are to be."""
+        """Refuse sparse gradients, and with tensor parallelism a module without a plan."""
         check_dense(module, self.name)
         if self.tensor_parallel > 1:
             check_plan(module, self.tensor_parallel)
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
-        """Join the process group, take the device and lay out the mesh. Collective."""
+        """Join the process group, select the device and build the mesh. Collective."""
         self.precision = precision
         self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
         self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
         self._mesh = self._layout.build(world)
         self._deferred = Deferred()
-        # The ranks of a tensor-parallel group compute one thing together, so they see the same data.
+        # The ranks of a tensor-parallel group share one computation, so they must see the same data.
         world.data_rank, world.data_size = world.rank // self.tensor_parallel, world.size // self.tensor_parallel
         return world
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------
 
     def building(self) -> AbstractContextManager[Any]:
-        """Return the context in which parameters get no data until ``setup`` gives each rank its part."""
+        """Return a context in which parameters are built without data; ``setup`` gives each rank its shard."""
         return self._deferred.recording()
 
     def to_device(self, module: nn.Module) -> None:
-        """Put the buffers on the device; parameters get there in ``setup``, each rank's part alone."""
+        """Move the buffers to the device; ``setup`` moves only each rank's shards of the parameters."""
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -192,19 +195,20 @@ class FSDPStrategy(Strategy):
         precision = self.precision
         narrow = precision.compute_dtype if precision.is_mixed else None
         reduce = self.reduce_dtype or precision.reduction_dtype
-        # Said where it is what it would be anyway, it makes torch keep copies of gradients.
+        # Only set if it differs from the default: an explicit dtype makes torch store copies of the gradients, which
+        # costs their memory again.
         reduces_as_computed = reduce == (narrow or precision.parameter_dtype)
         return MixedPrecisionPolicy(
             param_dtype=narrow, reduce_dtype=None if reduces_as_computed else reduce, cast_forward_inputs=False
         )
 
     def _before_update(self, *_: Any) -> None:
-        """Free what a forward pass without backward has left gathered: it would miss the update."""
+        """Free parameters that a forward pass without backward has left gathered, as they would miss the update."""
         if self._sharded is not None:
             self._sharded.reshard()
 
     def _after_update(self, *_: Any) -> None:
-        """Gather anew what the step that the update ran in may go on to use."""
+        """Gather parameters again that the rest of the step may use (manual optimization)."""
         if self._sharded is not None:
             self._sharded.root.unshard()
 
@@ -212,44 +216,45 @@ class FSDPStrategy(Strategy):
         """Return a call of ``step`` inside the hooks that gather the model's outermost parameters."""
         if self._sharded is None:
             return step
-        # A step that runs backward passes and updates itself leaves what it gathered behind, as an evaluation does.
+        # With manual optimization no backward pass follows the step, so its gathered parameters are freed after it, as
+        # in an evaluation.
         direct = training and not self.routes_backward
         return partial(self._sharded.root if direct else self._sharded.evaluate, step)
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Reduce and scatter gradients in the next backward, or let whole ones gather here."""
+        """Reduce-scatter gradients in the next backward pass, or accumulate full gradients locally."""
         if self._sharded is not None:
             self._sharded.sync_gradients(enabled)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients, which are reduced as they come."""
+        """Compute gradients, which are reduced during the backward pass."""
         if self._sharded is None:
             loss.backward(**options)
         else:
             self._sharded.backward(loss, options)
 
     def trainability_changed(self, module: nn.Module) -> bool:
-        """Take note of parameters frozen or unfrozen since set-up."""
+        """Apply changes of ``requires_grad`` since set-up."""
         if self._sharded is not None:
             self._sharded.reshard()
             self._sharded.refresh()
             if self.routes_backward:
-                # Within a step that toggles them, the root stays gathered.
+                # The root stays gathered within a step that toggles parameters.
                 self._sharded.root.unshard()
         return False
 
     def zero_backward(self) -> None:
-        """Refuse: a backward pass has to be run, by every rank alike."""
+        """Raise, as every rank must run a real backward pass."""
         raise LoopError(
-            f"strategy={self.name!r} reduces gradients in the backward pass itself, which every rank has to run: give "
+            f"strategy={self.name!r} reduces gradients in the backward pass itself, which every rank must run: give "
             "a batch without loss a batch_weight of 0 instead."
         )
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Nothing is left to do: backward averages gradients."""
+        """Do nothing: the backward pass has averaged the gradients."""
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
-        """Multiply this rank's parts of the gradients."""
+        """Multiply this rank's shards of the gradients."""
         gradients = local_gradients(parameters)
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -260,17 +265,17 @@ class FSDPStrategy(Strategy):
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
     def gradients_are_finite(self, parameters: Iterable[Tensor]) -> bool:
-        """Look at this rank's parts, and tell the others in one small message. Collective."""
+        """Whether this rank's and all other ranks' shards are finite, in one small reduction. Collective."""
         others = torch.tensor([float(not all_finite(local_gradients(parameters)))], dtype=torch.float64)
         self.world.control_reduce(others).wait()
         return others.item() == 0.0
 
     def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the whole gradient, from the ranks' parts in one reduction. Collective."""
+        """Return the norm of all gradients, from the ranks' shards in one reduction. Collective."""
         return whole_norm(parameters, norm_type, self.world)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-        """Scale this rank's parts of the gradients."""
+        """Scale this rank's shards of the gradients."""
         scale_to_norm(local_gradients(parameters), max_norm, norm)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
@@ -297,7 +302,7 @@ class FSDPStrategy(Strategy):
 
     @torch.no_grad()
     def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
-        """Read this rank's part of each parameter, and the buffers."""
+        """Read this rank's shard of each parameter, and the buffers."""
         self._before_update()
         own = state_tensors(module)
         for name, stored in tensors.items():
@@ -316,17 +321,17 @@ class FSDPStrategy(Strategy):
                 yield parameter, slots_as_shards(slots)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
-        """Read this rank's part of every slot. Collective."""
+        """Read this rank's shard of every slot. Collective."""
         own = [
             {slot: slot_from_store(parameter, value) for slot, value in slots.items()}
             for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
         ]
         optimizer.load_state_dict(numbered(optimizer, own, groups))
 
-    # ---- back -----------------------------------------------------------------------------------------------------
+    # ---- restoring the module -------------------------------------------------------------------------------------
 
     def restore(self, module: nn.Module) -> None:
-        """Take the shards' hooks off and give rank 0 whole weights, or all ranks, or leave them split. Collective."""
+        """Remove the hooks, and gather full weights on rank 0 or all ranks, or leave them sharded. Collective."""
         sharded = self._sharded
         if sharded is None:
             return
@@ -335,7 +340,7 @@ class FSDPStrategy(Strategy):
             sharded.gather(everywhere=self.gather_weights == "all")
 
     def teardown(self) -> None:
-        """Take torch's hooks and classes off the module; where one rank holds all, it has ordinary weights again."""
+        """Remove torch's hooks and classes from the module; on a single rank its weights are ordinary again."""
         sharded, self._sharded = self._sharded, None
         for hook in self._stop_hooks:
             hook.remove()
@@ -367,7 +372,7 @@ def _check_reduce_dtype(given: Any) -> None:
 
 
 def hsdp(units: Units = None, *, replicas: Replicas = "node", **arguments: Any) -> FSDPStrategy:
-    """Return ``fsdp`` with whole replicas of the model: one for each node, and two on a single node."""
+    """Return ``fsdp`` with full replicas of the model: one per node, and two on a single node."""
     strategy = FSDPStrategy(units, replicas=replicas, **arguments)
     strategy.name = "hsdp"
     return strategy

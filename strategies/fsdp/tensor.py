@@ -1,4 +1,4 @@
-"""Tensor parallelism under sharding: the module's plan, and ties that it would cut."""
+"""Tensor parallelism combined with sharding: the module's plan, and tied parameters."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _HOOK = "configure_tensor_parallel"
 
 
 def check_plan(module: nn.Module, degree: int) -> None:
-    """Check that a module says how its layers are split.
+    """Check that a module defines a plan for splitting its layers.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: the module does not define one.
     """
     hook = getattr(type(module), _HOOK, None)
     if hook is None or hook is TrainModule.configure_tensor_parallel:
         raise ConfigurationError(
-            f"FSDPStrategy(tensor_parallel={degree}) needs {type(module).__name__}.{_HOOK}(mesh), which says how "
+            f"FSDPStrategy(tensor_parallel={degree}) needs {type(module).__name__}.{_HOOK}(mesh), which defines how "
             "layers are split over the ranks of a group: define it, or leave tensor_parallel out."
         )
 
 
 def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the layers of a module by its own plan. Collective.
+    """Split the layers of a module according to its plan. Collective.
 
     Raises:
-        ConfigurationError: what it returned is no plan.
+        ConfigurationError: the module returned something other than a plan.
     """
     plan: Any = getattr(module, _HOOK)(mesh)
     if plan is None:
@@ -49,7 +49,7 @@ def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def tie_again(name: str, owners: Iterable[Owner]) -> nn.Parameter:
-    """Return the one parameter for all places where a tied one was registered, once layers are split.
+    """Return the single parameter to register in all places of a tied parameter after layers were split.
 
     Raises:
         ConfigurationError: the places were split differently.

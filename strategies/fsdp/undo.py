@@ -1,10 +1,13 @@
-"""Taking ``fully_shard`` and what comes with it off a model again, which torch itself cannot do.
+"""Removal of ``fully_shard`` and its hooks from a model, which torch does not offer.
 
-What is put on a module is seen by comparing: its class and the entries of its hook tables. These names that torch keeps
-private are involved: ``_module_state_mapping``, which remembers every module that was sharded and refuses it a second
-time; ``STATE_KEY`` and ``REGISTRY_KEY``, under which a module's attributes hold the same; the two attributes that
-compiled code asks for; the one by which tensor parallelism refuses a layer that was split before; and the names of a
-module's hook tables.
+Changes are found by comparing each module's class and hook tables before and after. These private names of torch are
+used:
+
+- ``_module_state_mapping``, which records every sharded module and refuses to shard it again;
+- ``STATE_KEY`` and ``REGISTRY_KEY``, the names of attributes for the same purpose;
+- the two attributes that compiled code reads;
+- the attribute by which tensor parallelism refuses a layer that was split before;
+- the names of a module's hook tables.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _ADDED_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distr
 
 
 class Footprint:
-    """What was put on the modules of a model between ``__init__`` and ``close``."""
+    """Changes to the modules of a model between ``__init__`` and ``close``."""
 
     def __init__(self, root: nn.Module) -> None:
         self._before = [(part, type(part), _hooks_of(part)) for part in root.modules()]
@@ -40,7 +43,7 @@ class Footprint:
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
 
     def close(self) -> None:
-        """Note what has been added."""
+        """Record the changes since ``__init__``."""
         for part, kind, hooks in self._before:
             if type(part) is not kind:
                 self._classes.append((part, kind))
@@ -51,7 +54,7 @@ class Footprint:
         self._before = []
 
     def undo(self) -> None:
-        """Take all of it off again."""
+        """Revert the recorded changes."""
         for table, key in self._added:
             table.pop(key, None)
         for part, kind in self._classes:
@@ -70,7 +73,7 @@ def _hooks_of(part: nn.Module) -> dict[str, set[Any]]:
 
 
 def _forget(part: nn.Module, key: str) -> None:
-    """Drop the entry of ``fully_shard`` from a table of composable interfaces, and the table where it was alone."""
+    """Remove the entry of ``fully_shard`` from a table of composable interfaces, and the table if it is then empty."""
     table = part.__dict__.get(key)
     if table is None:
         return

@@ -1,4 +1,4 @@
-"""Which submodules of a model are gathered and freed together: its units."""
+"""Units of a model: the submodules that are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Units: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | int | Callab
 
 
 def check_units(units: Any) -> None:
-    """Check what units are asked for, as far as that needs no model.
+    """Check the argument ``units``, as far as possible without a model.
 
     Raises:
-        ConfigurationError: it is neither a class, classes, a number of parameters, a function nor None.
+        ConfigurationError: ``units`` is not a class, a tuple of classes, a number of parameters, a function or None.
     """
     if units is None:
         return
@@ -35,10 +35,10 @@ def check_units(units: Any) -> None:
 
 
 def find_units(module: nn.Module, units: Units) -> list[nn.Module]:
-    """Return the submodules that are units, parents before children; without any, the whole model is one.
+    """Return the submodules that are units, parents before children; without any, the model is a single unit.
 
     Raises:
-        ConfigurationError: units were asked for, and no submodule is one.
+        ConfigurationError: units were requested, and no submodule matches.
     """
     if units is None:
         return list(_repeated(module))
@@ -56,10 +56,10 @@ def find_units(module: nn.Module, units: Units) -> list[nn.Module]:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Check that every parameter can be split.
+    """Check that every parameter can be sharded.
 
     Raises:
-        ConfigurationError: one has no dim, is trained without elements, or its shape is not known yet.
+        ConfigurationError: a parameter has no dims, is trained without elements, or has an unknown shape.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -82,11 +82,11 @@ def check_parameters(module: nn.Module) -> None:
 def without_shared(
     module: nn.Module, units: list[nn.Module]
 ) -> tuple[list[nn.Module], dict[nn.Module, set[nn.Parameter]], list[nn.Parameter]]:
-    """Return the units, the parameters that each of them leaves to the root, and all of those.
+    """Return the units, the parameters that each of them leaves to the root, and all parameters left to the root.
 
-    A parameter of several units, or of a unit and the rest of the model, is gathered with the root, which stays whole
-    for the time of a step: a unit may free it while another still needs it. A unit that would be left with none is
-    none.
+    A parameter of several units, or of a unit and the rest of the model, is gathered with the root, which stays
+    gathered during a step: a unit would free the parameter while another unit still needs it. A unit that would have
+    no parameters left is removed.
     """
     wanted, owners = set(units), dict[nn.Parameter, set[nn.Module | None]]()
     _note_owners(module, None, wanted, owners, set())
@@ -99,7 +99,7 @@ def without_shared(
                 left[unit].add(parameter)
             elif unit is not None:
                 own[unit] += 1
-    # Shared by units alone, a parameter is out of the root's sight: see ``ShardedModel``.
+    # torch does not assign a parameter that only units share to the root: see ``ShardedModel``.
     return [unit for unit in units if own[unit]], left, shared
 
 

@@ -52,7 +52,7 @@ def test_it_tells_why_and_how_good_it_was(tmp_path: Path) -> None:
     assert callback.stopping_reason_message == "metric did not improve in the last 1 checks; best value 3."
 
 
-def test_improvements_are_told_where_asked_for(tmp_path: Path) -> None:
+def test_improvements_are_printed_if_verbose(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, EarlyStopping("metric", verbose=True), max_epochs=2)
     notes = capturing(trainer)
     trainer.fit(Tiny({"metric": [5, 4]}), loader(), loader(4))
@@ -80,7 +80,7 @@ def test_an_unknown_metric_is_an_error_with_the_closest_name(tmp_path: Path) -> 
     assert stopped_after(tmp_path, EarlyStopping("metrik", strict=False), [1.0, 1.0]) == 2
 
 
-def test_a_stopped_run_stays_stopped_when_resumed_and_goes_on_with_more_patience(tmp_path: Path) -> None:
+def test_a_stopped_run_stays_stopped_when_resumed_and_continues_with_more_patience(tmp_path: Path) -> None:
     values = [5.0, 4.0, 4.0, 4.0, 3.0, 2.0]
 
     def fit(patience: int, resume: bool) -> tuple[int, EarlyStopping]:

@@ -268,7 +268,7 @@ def test_an_unknown_metric_is_an_error_by_steps_too(tmp_path: Path) -> None:
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_goes_on_with_what_was_best(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_best_checkpoints(tmp_path: Path) -> None:
     def train(epochs: int, resume: bool) -> ModelCheckpoint:
         saver = ModelCheckpoint(tmp_path / "kept", monitor="metric", save_top_k=2, save_last=True)
         trainer = quiet_trainer(tmp_path, saver, max_epochs=epochs)
@@ -334,7 +334,7 @@ def test_several_of_them_keep_their_states_apart(tmp_path: Path) -> None:
 # ---- around it -------------------------------------------------------------------------------------------------------
 
 
-def test_loggers_are_told_and_one_that_fails_ends_nothing(tmp_path: Path) -> None:
+def test_loggers_are_notified_and_a_failing_logger_does_not_end_the_run(tmp_path: Path) -> None:
     told: list[str] = []
 
     class Told(Logger):
@@ -353,7 +353,7 @@ def test_loggers_are_told_and_one_that_fails_ends_nothing(tmp_path: Path) -> Non
     assert any("Told failed after a checkpoint (RuntimeError: no network)" in note for note in notes)
 
 
-def test_it_tells_what_it_does_where_asked_for(tmp_path: Path) -> None:
+def test_saves_are_printed_if_verbose(tmp_path: Path) -> None:
     notes = fit(tmp_path, ModelCheckpoint(tmp_path / "kept", monitor="metric", verbose=True), [1, 2])
     assert [note for note in notes if note.startswith("Epoch")] == [
         "Epoch 0, step 4, metric = 1: saved epoch=0-step=4.ckpt.",

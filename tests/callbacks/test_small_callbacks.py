@@ -316,7 +316,7 @@ def test_parts_and_totals_are_shown(tmp_path: Path) -> None:
     assert summary(tmp_path, Deep(), 0) == []
 
 
-def test_layers_without_a_shape_yet_are_told(tmp_path: Path) -> None:
+def test_lazy_layers_are_reported(tmp_path: Path) -> None:
     from phalanx.callbacks.summary import summarize
 
     lines = summarize(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))).splitlines()

@@ -213,7 +213,7 @@ def test_under_every_strategy(cell: str, tmp_path: Path) -> None:
         assert_equal(seen.averages, before.averages)
 
 
-def test_it_goes_on_under_other_strategies(tmp_path: Path) -> None:
+def test_an_average_resumes_under_other_strategies(tmp_path: Path) -> None:
     path = tmp_path / "0.ckpt"
     found = on_ranks("zero3", tmp_path, True, (VALIDATED, {"on_train_batch_end": str(path)}))
     for cell in ("fsdp", "zero2", "single", "ddp"):

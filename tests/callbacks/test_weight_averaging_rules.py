@@ -231,7 +231,7 @@ def test_a_validation_that_raises_leaves_the_live_weights() -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_after_a_fit_the_module_holds_the_average_unless_told_otherwise(stays: bool, tmp_path: Path) -> None:
+def test_after_a_fit_the_module_holds_the_average_unless_disabled(stays: bool, tmp_path: Path) -> None:
     class Telling(Regressor):
         def on_train_end(self) -> None:
             self.at_end = weights_of(self)

@@ -93,7 +93,7 @@ def test_one_copy_of_the_package_is_loaded() -> None:
     assert not copies({name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}, ROOT)
 
 
-def test_the_tests_run_the_checkout_they_stand_in() -> None:
+def test_the_tests_run_their_own_checkout() -> None:
     assert Path(__file__).resolve().parents[2] == ROOT.resolve()
 
 

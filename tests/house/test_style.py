@@ -119,7 +119,7 @@ def test_foreign_pickles_are_read_by_the_safe_unpickler_alone() -> None:
         assert source.count("torch.load(") == source.count("weights_only=True)") == len(uses(source, {"torch.load"}))
 
 
-def test_nobody_outside_strategies_asks_for_a_strategys_class() -> None:
+def test_only_strategies_check_the_class_of_a_strategy() -> None:
     outside = [path for path in CODE if path.relative_to(ROOT).parts[0] != "strategies"]
     found = [f"{path.relative_to(ROOT)} {use}" for path in outside for use in strategy_questions(path.read_text())]
     assert not found
@@ -133,7 +133,7 @@ def test_no_file_is_called_like_the_standard_library() -> None:
     assert not [str(path.relative_to(ROOT)) for path in CODE if shadows_the_standard_library(path)]
 
 
-def test_tests_are_no_package() -> None:
+def test_tests_form_no_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 

@@ -33,7 +33,7 @@ def test_every_slot_of_an_optimizer_is_carried(kind: str, tmp_path: Path) -> Non
         ("sequence", "single@1 zero2@2 ddp@2 fsdp@2"),
     ],
 )
-def test_schedules_go_on(scheduler: str, chain: str, tmp_path: Path) -> None:
+def test_schedules_continue(scheduler: str, chain: str, tmp_path: Path) -> None:
     # OneCycle moves the betas too, and sets other rates for each group.
     recipe = Recipe(scheduler=scheduler)
     assert along(chain, recipe, tmp_path) == pytest.approx(by_hand(recipe), rel=1e-5)

@@ -381,7 +381,7 @@ def refused(kind: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "says"), [("two", "takes one"), ("whole", "needs whole tensors")])
+@pytest.mark.parametrize(("kind", "says"), [("two", "takes one"), ("whole", "needs full tensors")])
 def test_refusals(kind: str, says: str) -> None:
     for message in run_on_ranks(2, refused, kind):
         assert says in message

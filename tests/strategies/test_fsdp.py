@@ -84,7 +84,7 @@ def test_no_argument_changes_what_is_trained(arguments: dict[str, Any]) -> None:
     check(run_on_ranks(2, trained, 2, strategy, [1, 2], 0.1, 6), [1, 2], 0.1, 6)
 
 
-def test_arguments_of_other_frameworks_are_told_what_says_the_same() -> None:
+def test_arguments_of_other_frameworks_are_refused_with_their_equivalent() -> None:
     with pytest.raises(ConfigurationError, match=r"FSDPStrategy\(auto_wrap_policy=...\) is not known here: use units"):
         FSDPStrategy(auto_wrap_policy={nn.Linear})
     with pytest.raises(ConfigurationError, match="Did you mean 'units'"):

@@ -42,7 +42,7 @@ def two_fits(second: str) -> tuple[list[float], dict[str, Tensor] | None, list[b
 
 
 @pytest.mark.parametrize("second", ["fsdp", "ddp_find_unused_parameters_true"])
-def test_a_second_fit_goes_on_from_the_weights_of_the_first(second: str) -> None:
+def test_a_second_fit_continues_from_the_weights_of_the_first(second: str) -> None:
     results = run_on_ranks(2, two_fits, second)
     losses, expected = two_fits_by_hand()
     torch.testing.assert_close(per_update([each[0] for each in results], [1], 6), losses, rtol=1e-5, atol=0)

@@ -72,7 +72,7 @@ def test_sparse_gradients_are_refused_before_a_process_starts(strategy: str) -> 
     [
         (Late, "fsdp", "words is an Embedding(sparse=True), and strategy='fsdp'"),
         (Late, "zero2", "words is an Embedding(sparse=True), and strategy='zero2'"),
-        (WholeTensors, "fsdp", "Adafactor needs whole tensors, and strategy='fsdp'"),
+        (WholeTensors, "fsdp", "Adafactor needs full tensors, and strategy='fsdp'"),
         (
             Unused,
             "ddp",

@@ -222,7 +222,7 @@ def test_callbacks_that_monitor_come_after_the_modules_own_hook() -> None:
         assert calls.index(f"watching.{name}") > calls.index(f"module.{name}")
 
 
-def test_hooks_that_nobody_overrides_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_that_are_not_overridden_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain(TrainModule):
         def __init__(self) -> None:
             super().__init__()

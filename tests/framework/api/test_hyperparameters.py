@@ -96,7 +96,7 @@ def test_data_modules_keep_theirs_too() -> None:
     assert Data().hparams == {"size": 4}
 
 
-def test_what_loggers_are_told() -> None:
+def test_hyperparameters_sent_to_loggers() -> None:
     class Silent(TrainModule):
         def __init__(self, a: int = 1) -> None:
             super().__init__()

@@ -255,7 +255,7 @@ def scaled(kind: str) -> Trainer:
     return trainer
 
 
-def test_what_the_loss_scale_explains_is_no_error() -> None:
+def test_an_overflow_of_the_loss_scale_raises_no_error() -> None:
     trainer = scaled("scale")
     assert trainer.fabric.scaler is not None
     assert 0 < trainer.global_step < trainer.progress.attempts == 40

@@ -215,7 +215,7 @@ def test_a_plain_loop_weighs_a_rank_without_data_nothing() -> None:
         torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-5, atol=1e-6)
 
 
-def test_a_loop_that_accumulates_by_itself_keeps_ranks_alike() -> None:
+def test_a_loop_with_its_own_accumulation_keeps_ranks_identical() -> None:
     first, second = run_on_ranks(2, plain_loop, 21, 3)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
@@ -280,7 +280,7 @@ def test_each_set_of_models_has_windows_of_its_own() -> None:
     assert (generator.weight.item(), critic.weight.item()) == (-1.0, -1.0)
 
 
-def test_gradients_dropped_at_the_end_of_a_window_are_no_update() -> None:
+def test_gradients_dropped_at_the_end_of_a_window_cause_no_update() -> None:
     fabric = Fabric(accelerator="cpu", accumulate=2)
     original = line_model()
     model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=1.0))
@@ -309,7 +309,7 @@ def test_several_losses_of_a_micro_batch_share_its_weight() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
-def test_what_is_no_weight_is_refused(weight: float) -> None:
+def test_an_invalid_weight_is_refused(weight: float) -> None:
     fabric = Fabric(accelerator="cpu")
     model = fabric.setup(line_model())
     with fabric.accumulate(model), pytest.raises(ConfigurationError, match="finite number of at least 0"):

@@ -127,7 +127,7 @@ def marked_over_ranks() -> list[float]:
     return [original.layer.weight.grad[0, 0].item(), original.layer.weight.sum().item()]
 
 
-def test_gradients_of_a_marked_method_are_averaged_and_weights_start_alike() -> None:
+def test_gradients_of_a_marked_method_are_averaged_and_weights_start_identical() -> None:
     first, second = run_on_ranks(2, marked_over_ranks)
     assert first == second
     assert first[0] == 0.5
@@ -209,7 +209,7 @@ def test_modules_are_built_in_place() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_memory_is_let_go() -> None:
+def test_memory_is_released() -> None:
     fabric = Fabric(accelerator="cpu")
     original = nn.Linear(1, 1)
     model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=1.0))
@@ -234,7 +234,7 @@ def test_hooks_are_called_by_name_with_what_they_take() -> None:
     assert recorder.calls == [(3, 0.5)]
 
 
-def test_figures_go_to_the_loggers(tmp_path: Path) -> None:
+def test_metrics_are_sent_to_the_loggers(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", loggers=CSVLogger(tmp_path, name="run", version=0))
     fabric.log("loss", torch.tensor(0.5), step=2)
     fabric.log_dict({"loss": 0.25, "accuracy": 1.0}, step=3)

@@ -216,7 +216,7 @@ def prepares(folder: str, fails: bool) -> str:
     return "fitted"
 
 
-def test_data_is_prepared_before_any_rank_goes_on_and_a_failure_is_told_to_all(tmp_path: Path) -> None:
+def test_data_is_prepared_before_any_rank_continues_and_a_failure_raises_on_all(tmp_path: Path) -> None:
     assert run_on_ranks(2, prepares, str(tmp_path), False) == ["fitted"] * 2
     told = run_on_ranks(2, prepares, str(tmp_path), True)
     assert told == [

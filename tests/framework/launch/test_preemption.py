@@ -151,7 +151,7 @@ def test_a_run_that_has_not_begun_saves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
-def test_a_resumed_run_that_is_told_before_it_trains_loses_nothing(tmp_path: Path, hook: str) -> None:
+def test_a_resumed_run_preempted_before_it_trains_loses_nothing(tmp_path: Path, hook: str) -> None:
     def go(root: Path, told: str | None, step: int) -> Regressor:
         torch.manual_seed(4)
         module = Regressor(dropout=0.3)
@@ -207,7 +207,7 @@ def stay(there: multiprocessing.synchronize.Event) -> None:
     time.sleep(30.0)
 
 
-def test_a_process_that_a_fit_has_forked_ends_as_if_nobody_watched() -> None:
+def test_a_process_forked_by_a_fit_handles_signals_as_without_the_fit() -> None:
     with SignalWatch(["SIGTERM"]):
         fork = multiprocessing.get_context("fork")
         there = fork.Event()
@@ -292,7 +292,7 @@ def test_ignored_signals_stay_ignored_and_other_threads_handle_none() -> None:
     assert seen == [before]
 
 
-def test_a_signal_that_came_in_set_up_is_told_later() -> None:
+def test_a_signal_during_set_up_is_handled_later() -> None:
     triggers = Triggers(World.single())
     with SignalWatch(["SIGUSR1"]) as watch:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -376,7 +376,7 @@ def test_a_job_that_asked_for_a_signal_is_put_back(
     assert not queue.exists()
 
 
-def test_what_the_queue_says_against_it_is_told(
+def test_an_error_of_the_queue_is_reported(
     tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")

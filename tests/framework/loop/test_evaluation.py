@@ -303,7 +303,7 @@ def test_the_sanity_check_leaves_no_metrics_and_logs_nothing(tmp_path: Any) -> N
     assert len(validations) == 1
 
 
-def test_figures_of_single_batches_go_to_the_loggers(tmp_path: Any) -> None:
+def test_step_values_of_an_evaluation_are_sent_to_the_loggers(tmp_path: Any) -> None:
     logger, module = Kept(), StepFigures()
     trainer = silent_trainer(max_epochs=2, logger=logger, num_sanity_val_steps=0, default_root_dir=tmp_path)
     trainer.fit(module, batches(8), batches(12))

@@ -80,9 +80,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
-def test_a_run_resumed_from_a_save_behind_the_training_is_the_one_that_never_stopped(
-    tmp_path: Path, strategy: str
-) -> None:
+def test_a_run_resumed_from_an_asynchronous_save_equals_the_uninterrupted_run(tmp_path: Path, strategy: str) -> None:
     for whole, behind, here in run_on_ranks(2, fit_and_resume, strategy, tmp_path, timeout=120.0):
         assert whole == behind == here
         assert len(whole) == 3

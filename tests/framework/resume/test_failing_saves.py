@@ -280,7 +280,7 @@ def test_after_an_error_no_rank_waits_for_others_in_a_save(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("weights", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_not_saved_behind_the_training(tmp_path: Path, weights: float) -> None:
+def test_non_finite_weights_are_not_saved_asynchronously(tmp_path: Path, weights: float) -> None:
     saver = every_step(tmp_path / "kept", asynchronous=True, save_top_k=1)
     module = Tiny()
 
@@ -319,7 +319,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_the_first_step(tmp
     assert torch.equal(module.layer.weight, before)
 
 
-def test_too_little_room_is_told_of_before_the_first_step(small_disk: Path, tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_the_first_step(small_disk: Path, tmp_path: Path) -> None:
     class Huge(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -387,7 +387,7 @@ def test_what_killed_saves_left_is_deleted_at_the_next_start(tmp_path: Path) -> 
     assert not (kept.parent / f".report.json.{TOKEN}.tmp").exists()
 
 
-def test_what_was_left_in_a_run_that_nobody_goes_on_with_is_deleted_too(tmp_path: Path) -> None:
+def test_leftovers_in_runs_that_are_never_resumed_are_deleted_too(tmp_path: Path) -> None:
     abandoned = tmp_path / "phalanx_logs" / "version_0"
     abandoned.mkdir(parents=True)
     (abandoned / f".run.id.{TOKEN}.tmp").write_text("half")
@@ -428,7 +428,7 @@ def test_a_save_holds_its_directory_until_it_is_over(tmp_path: Path) -> None:
     assert verified(kept) == ["epoch=0-step=4.ckpt"]
 
 
-def test_an_interrupt_gives_a_save_behind_the_training_time_to_end(tmp_path: Path) -> None:
+def test_an_interrupt_gives_an_asynchronous_save_time_to_finish(tmp_path: Path) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -495,7 +495,7 @@ class Unsaved(Callback):
         return {"where": object()}
 
 
-def test_a_state_that_cannot_be_kept_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, [Unsaved(), every_step(tmp_path / "kept")], max_epochs=1)
     with pytest.raises(ConfigurationError, match="where"):
         trainer.fit(Tiny(), loader(8))

@@ -111,7 +111,7 @@ def test_auto_goes_back_to_the_newest_good_one_and_says_why(tmp_path: Path) -> N
         "step=5.ckpt": "does not match its checksum",
         "step=4.ckpt": "manifest does not match its checksum",
         "step=3.ckpt": "optimizer-00000.safetensors' cannot be read",
-        "weights.ckpt": "it holds weights alone",
+        "weights.ckpt": "it holds only weights",
         "fabric.ckpt": "it was saved by Fabric",
     }
     assert set(skipped) == set(words)
@@ -150,11 +150,11 @@ silent_trainer(devices=2, strategy="fsdp", max_steps=9, default_root_dir={root!r
 @pytest.mark.parametrize(
     ("limits", "told"),
     [
-        ({"max_epochs": 1, "max_steps": -1}, "stands after 2 epochs, but max_epochs=1: raise max_epochs"),
-        ({"max_epochs": -1, "max_steps": 5}, "stands after 8 optimizer steps, but max_steps=5: raise max_steps"),
+        ({"max_epochs": 1, "max_steps": -1}, "was saved after 2 epochs, but max_epochs=1: raise max_epochs"),
+        ({"max_epochs": -1, "max_steps": 5}, "was saved after 8 optimizer steps, but max_steps=5: raise max_steps"),
     ],
 )
-def test_a_limit_that_was_passed_is_told(tmp_path: Path, limits: dict[str, int], told: str) -> None:
+def test_a_limit_that_was_exceeded_is_refused(tmp_path: Path, limits: dict[str, int], told: str) -> None:
     saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"))
     quiet_trainer(tmp_path, saver, max_epochs=2).fit(Tiny(), rows())
     with pytest.raises(CheckpointError, match=told):

@@ -150,7 +150,7 @@ def parts(strategy: str, root: str, resume: str | None, save: str | None, stop: 
     return module.losses
 
 
-def test_several_optimizers_go_on_elsewhere(tmp_path: Path) -> None:
+def test_several_optimizers_resume_under_another_strategy(tmp_path: Path) -> None:
     whole = torch.tensor(on("single@1", parts, str(tmp_path), None, None, 6)).mean(0)
     found, saved = [], None
     for number, strategy in enumerate(["fsdp@2", "ddp@2", "single@1"]):
@@ -243,7 +243,7 @@ def lenient(strategy: str, path: str, root: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", EVERYWHERE)
-def test_what_fits_is_taken_and_the_rest_told(strategy: str, path: str, tmp_path: Path) -> None:
+def test_matching_tensors_are_loaded_and_mismatches_reported(strategy: str, path: str, tmp_path: Path) -> None:
     for notes in on(strategy, lenient, path, str(tmp_path)):
         (left,) = [note for note in notes if "strict_loading is False" in note]
         assert [problem for problem in PROBLEMS if problem not in left] == []
@@ -301,7 +301,7 @@ def renamed(strategy: str, path: str | None, root: str, kind: type[Regressor]) -
 
 
 @pytest.mark.parametrize("strategy", EVERYWHERE)
-def test_renamed_modules_go_on(strategy: str, path: str, tmp_path: Path) -> None:
+def test_renamed_modules_resume(strategy: str, path: str, tmp_path: Path) -> None:
     whole = on("single@1", renamed, None, str(tmp_path), Scheduled)[0]
     found = torch.tensor(on(strategy, renamed, path, str(tmp_path), Held)).mean(0)
     torch.testing.assert_close(found, torch.tensor(whole[3:]), rtol=1e-5, atol=0)
@@ -321,7 +321,7 @@ def test_renames_everywhere_else(path: str) -> None:
         fabric.load_raw(path, nn.Linear(1, 1), rename={"net.0.weight": "same", "net.3.weight": "same"})
 
 
-def test_renames_that_nothing_begins_with_are_told_where_something_does_not_fit(path: str) -> None:
+def test_renames_that_match_no_name_are_reported_with_mismatches(path: str) -> None:
     class Misspelt(Held):
         checkpoint_renames: ClassVar[dict[str, str]] = {"nett": "body.net"}
 

@@ -496,7 +496,7 @@ def told_on_resuming(root: Path, capsys: pytest.CaptureFixture[str], saved: Any,
         ({"shuffle": True}, {"batch_size": 2, "shuffle": True}, ""),
     ],
 )
-def test_who_goes_on_within_an_epoch_of_other_data_is_told(
+def test_resuming_within_an_epoch_of_other_data_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: dict[str, Any], given: dict[str, Any], said: str
 ) -> None:
     told = told_on_resuming(tmp_path, capsys, loader(**saved), loader(**given))

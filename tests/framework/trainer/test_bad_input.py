@@ -195,7 +195,7 @@ def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pytest.importorskip("lightning.pytorch")
 
 
-def test_a_callback_made_for_lightning_is_told_apart(lightning: Any) -> None:
+def test_a_callback_made_for_lightning_is_recognized(lightning: Any) -> None:
     text = refusal(callbacks=[lightning.callbacks.Timer()])
     assert "made for lightning.pytorch" in text
 
@@ -247,7 +247,7 @@ def test_what_cannot_be_trained_is_refused(make: Callable[[], Any], words: list[
         assert word in text
 
 
-def test_a_lightning_module_is_told_how_to_become_one_of_phalanx(lightning: Any) -> None:
+def test_a_lightning_module_is_refused_with_advice_for_conversion(lightning: Any) -> None:
     class Old(lightning.LightningModule):  # type: ignore[misc]
         pass
 
@@ -269,11 +269,11 @@ def test_a_lightning_module_is_told_how_to_become_one_of_phalanx(lightning: Any)
         ("val_dataloaders", "val_dataloader"),
     ],
 )
-def test_a_hook_that_nobody_would_call_is_refused(name: str, meant: str) -> None:
+def test_a_hook_that_is_never_called_is_refused(name: str, meant: str) -> None:
     base = NoOptimizers if meant == "configure_optimizers" else Regressor
     kind = type("Mine", (base,), {name: lambda self, *args: None})
     text = message(ConfigurationError, lambda: silent_trainer().fit(kind(), loader()))
-    assert text.startswith(f"Mine.{name} is called by nobody. Did you mean {meant!r}?")
+    assert text.startswith(f"phalanx never calls Mine.{name}. Did you mean {meant!r}?")
 
 
 def test_a_helper_with_a_name_of_its_own_is_fine() -> None:

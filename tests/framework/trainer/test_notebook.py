@@ -80,7 +80,7 @@ def test_two_forked_ranks_bring_everything_back(precision: str, tmp_path: Path) 
     assert trainer.checkpoint_dir == Path(saver.best_model_path).parent
 
 
-def test_evaluations_go_on_from_there(tmp_path: Path) -> None:
+def test_evaluations_use_the_fitted_weights(tmp_path: Path) -> None:
     module, trainer = fitted(2, tmp_path)
     (metrics,) = trainer.validate(dataloaders=loader(16, 4), verbose=False)
     assert metrics["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]))
@@ -93,7 +93,7 @@ def test_evaluations_go_on_from_there(tmp_path: Path) -> None:
     assert again[0].keys() == {"val_loss"}
 
 
-def test_an_error_in_a_rank_is_told_here(tmp_path: Path) -> None:
+def test_an_error_in_a_rank_is_raised_in_the_notebook(tmp_path: Path) -> None:
     class Failing(Logging):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.global_rank == 1:

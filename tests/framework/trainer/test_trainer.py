@@ -48,7 +48,7 @@ def test_all_stages_in_a_row(tmp_path: Path) -> None:
     assert trainer.state.finished
 
 
-def test_a_second_fit_starts_anew_in_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_a_second_fit_starts_again_in_a_new_directory(tmp_path: Path) -> None:
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, enable_progress_bar=False, logger=False
     )
@@ -148,7 +148,7 @@ def test_what_a_trainer_shows_without_a_run() -> None:
     for name in ("module", "estimated_stepping_batches"):
         with pytest.raises(ConfigurationError):
             getattr(trainer, name)
-    with pytest.raises(ConfigurationError, match="while a run is under way"):
+    with pytest.raises(ConfigurationError, match="only during a run"):
         trainer.save_checkpoint("x.ckpt")
 
 
