@@ -1,6 +1,6 @@
 """phalanx: train PyTorch models on one device or many, the same model every time.
 
-The public face. Each name is fetched when it is first asked for, so that ``import phalanx`` costs next to nothing.
+The public API. Each name is imported on first use, so ``import phalanx`` is almost free.
 """
 
 from __future__ import annotations

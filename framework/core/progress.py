@@ -1,4 +1,4 @@
-"""``Progress``: how far a run has come. Batches, optimizer steps and samples are three counters with three names."""
+"""``Progress``: the counters of a run. Batches, optimizer steps and samples are counted separately."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Progress:
     global_batch: int = 0
     """Micro-batches that each rank has consumed in the whole run."""
     global_step: int = 0
-    """Optimizer updates that were applied. An update skipped for overflow is none."""
+    """Optimizer updates that were applied. An update skipped because of an overflow does not count."""
     attempts: int = 0
-    """Optimizer steps that were reached, applied or not; what ranks compare to see that they are in step."""
+    """Optimizer steps that were reached, applied or not. Ranks compare this number to detect a desync."""
     epoch_ended: bool = False
-    """The epoch's last batch and its hooks are done; a resumed run goes on with the next epoch."""
+    """The epoch's last batch and its hooks are done; a resumed run continues with the next epoch."""
     epoch_cut: bool = False
-    """A hook wants no more batches of this epoch."""
+    """A hook has requested that this epoch ends early."""
     validated_at: int = -1
     """``global_batch`` of the last validation, so that a run resumed after it does not validate again."""
 
     published: int = 0
-    """``global_step`` at which step values went to the loggers last."""
+    """``global_step`` at which step values were last sent to the loggers."""
     hooks_started: int = 0
-    """How many of the hooks ``on_train_epoch_start`` have begun in this epoch, that of the present moment included."""
+    """The number of ``on_train_epoch_start`` hooks that have begun in this epoch, the running one included."""
 
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
@@ -44,7 +44,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over counters; those that an older checkpoint lacks keep their start value."""
+        """Restore the counters; those missing from an older checkpoint keep their initial value."""
         for field in fields(self):
             if field.name in state:
                 setattr(self, field.name, state[field.name])

@@ -1,6 +1,8 @@
 """``MetricLog``: the values that ``self.log`` records. They stay on their device until they are read.
 
-A value logged for each step keeps only its newest. A value logged for each epoch adds to an exact weighted sum; at the
+Of a name logged per step only the latest value is stored. A name logged per epoch is added to an exact weighted sum. At
+the end of the epoch the sums of all names, torchmetrics states included, are exchanged at once, and every rank has the
+same result. A step contains neither a collective nor a device synchronization.
 epoch's end the sums of all names travel in one exchange, torchmetrics states included, and every rank has the same
 result. In a step there is neither a collective nor a synchronisation with a device.
 """
@@ -40,13 +42,15 @@ _MARK = (1 << 20) - 1
 class MetricLog:
     """The logged values of one stage of a run (``"train"``, ``"validate"``, ``"test"``).
 
-    ``in_step`` says whether a step is running, which decides the defaults; the loop sets it once for each epoch, and
+    ``in_step``: whether a step is running, which determines the defaults. The loop sets it once per epoch, and
+    ``batch`` for each micro-batch; the weight of an epoch mean is computed from the batch when needed. ``batches``
+    counts the micro-batches. With several loaders, ``fed`` holds the numbers of those that had a batch for this rank.
     ``batch`` for each micro-batch, from which the weight of an epoch's mean is read when it is needed. ``batches``
     counts them, and ``fed`` holds the numbers of the loaders that had one for this rank, where there are several.
     """
 
     def __init__(self, stage: str, world: World, module: nn.Module | None = None) -> None:
-        """``module`` is the one whose metrics are part of the state."""
+        """``module``: the module whose metrics are part of the state."""
         self.stage = stage
         self.world = world
         self.batch: Any = None
@@ -63,23 +67,23 @@ class MetricLog:
         self._used_metrics: list[Any] = []
         self._frame_size = FrameSize()
         self.mark = 0
-        """Tells the names apart that are logged for the epoch's end by all ranks; below 2**20."""
+        """A hash, below 2**20, of the names that all ranks log for the end of the epoch."""
 
     @property
     def in_step(self) -> bool:
-        """Whether values belong to a step, or to a hook of the epoch."""
+        """Whether values belong to a step rather than to an epoch hook."""
         return self._entries is self._scopes[True]
 
     @in_step.setter
     def in_step(self, value: bool) -> None:
         self._entries = self._scopes[value]
-        # Values of the epoch weigh the same on every rank, so the last batch must not count; this also releases it.
+        # Epoch values have the same weight on every rank, so the last batch must not count; this also releases it.
         self.batch = None
         self.items = None
 
     @property
     def loader(self) -> int | None:
-        """The number of the evaluation loader, where there are several: names get it as a suffix."""
+        """The number of the evaluation loader if there are several: it is a suffix of names."""
         return self._loader
 
     @loader.setter
@@ -108,21 +112,21 @@ class MetricLog:
     ) -> None:
         """Record a value; ``TrainModule.log`` is this method while a run is in progress, with the same arguments.
 
-        The first call of a name fixes how it is reduced and where it goes.
+        The first call for a name fixes its reduction and its destinations.
         """
         if rank_zero_only and not self._speaks:
             return
         key = name + self._suffix if add_dataloader_idx and self._suffix else name
         flags = (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
         entry = self._entries.get(key)
-        # A plain tuple equals the named one of the entry, and takes a fraction of the time to make.
+        # A plain tuple equals the named one of the entry, and is several times faster to create.
         if entry is None or entry.flags != flags:
             entry = self._entry(name, key, Flags(*flags), entry)
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self._keep_on_device(entry, value, batch_size)
                 return
-            # A number at once: on a CPU that waits for nothing, and the tensor may change in place later.
+            # Converted to a number at once: on a CPU this does not wait, and the tensor may change in place later.
             try:
                 value = value.item()
             except RuntimeError:
@@ -141,7 +145,7 @@ class MetricLog:
                 entry.add(value, float(batch_size))
 
     def _count_items(self, entry: Entry) -> int:
-        """Return the weight of the batch: its items, counted when a mean first needs them."""
+        """Return the weight of the batch: its number of items, counted when first needed for a mean."""
         if self.items is None and entry.fx == "mean":
             self.items = batch_items(self.batch)
         return self.items or 0
@@ -149,7 +153,7 @@ class MetricLog:
     def _keep_on_device(self, entry: Entry, value: Tensor, batch_size: int | float | Tensor | None) -> None:
         if value.numel() != 1:
             raise _not_one_element(entry.name, value)
-        # A copy: the tensor may be a buffer, or be added to in place (`loss += penalty`) before anybody reads it.
+        # A copy: the tensor may be a buffer, or be added to in place (`loss += penalty`) before it is read.
         value = value.detach().clone()
         entry.last = value
         if entry.on_epoch:
@@ -160,7 +164,7 @@ class MetricLog:
             entry.add_on_device(value, batch_size)
 
     def _number(self, entry: Entry, value: Any) -> float | None:
-        """Return a value of another type as a float; None for a metric, which holds its own state."""
+        """Convert a value of another type to a float; return None for a metric, which holds its own state."""
         if is_metric(value):
             entry.metric = value
             if entry.on_step:
@@ -178,7 +182,7 @@ class MetricLog:
         )
 
     def _entry(self, name: str, key: str, flags: Flags, old: Entry | None) -> Entry:
-        """Return the entry of a name that is new, or whose arguments are written differently than before."""
+        """Return the entry for a new name, or for one that was called with other arguments than before."""
         if not isinstance(name, str):
             raise ConfigurationError(f"log({name!r}, ...): a name must be a string.")
         fx = _reduction(name, flags.reduce_fx)
@@ -193,8 +197,8 @@ class MetricLog:
         on_step, on_epoch = self._when(name, flags.on_step, flags.on_epoch)
         if self._loader is not None and _LOADER_SUFFIX in name and key != name:
             raise ConfigurationError(
-                f"log({name!r}, ...): the number of the loader is added by itself; leave it out of the name, or say "
-                "add_dataloader_idx=False."
+                f"log({name!r}, ...): the number of the loader is added automatically; leave it out of the name, or "
+                "pass add_dataloader_idx=False."
             )
         suffix = key[len(name) :]
         entry = self._entries[key] = Entry(name, flags, fx, on_step, on_epoch, self._loader, suffix)
@@ -202,7 +206,7 @@ class MetricLog:
         return entry
 
     def epoch_names(self) -> list[str]:
-        """Return the names that every rank with data must have logged by the epoch's end."""
+        """Return the names that every rank with data must have logged by the end of the epoch."""
         return [entry.epoch_name for entry in self if entry.on_epoch and not entry.rank_zero_only]
 
     def _mark(self) -> int:
@@ -213,9 +217,9 @@ class MetricLog:
         on_step = stepwise if on_step is None else on_step
         on_epoch = not stepwise if on_epoch is None else on_epoch
         if on_step and not self.in_step:
-            raise ConfigurationError(f"log({name!r}, on_step=True) in a hook of the epoch: use on_epoch=True there.")
+            raise ConfigurationError(f"log({name!r}, on_step=True) in an epoch hook: use on_epoch=True there.")
         if not on_step and not on_epoch:
-            raise ConfigurationError(f"log({name!r}, ...) with on_step and on_epoch both False keeps nothing.")
+            raise ConfigurationError(f"log({name!r}, ...) with on_step and on_epoch both False records nothing.")
         return bool(on_step), bool(on_epoch)
 
     # ---- reading --------------------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ class MetricLog:
             yield from scope.values()
 
     def step_values(self, wanted: str) -> dict[str, Any]:
-        """Return the newest step values of the entries whose attribute ``wanted`` is true, as numbers or tensors."""
+        """Return the latest step values of the entries whose attribute ``wanted`` is true, as numbers or tensors."""
         return {
             entry.step_name: entry.last
             for entry in self._scopes[True].values()
@@ -233,9 +237,9 @@ class MetricLog:
         }
 
     def current(self) -> dict[str, Any]:
-        """Return the newest step values for callbacks: under the step's name, and under the plain one.
+        """Return the latest step values for callbacks, each under its step name and its plain name.
 
-        As in Lightning callbacks see no step values of an evaluation.
+        As in Lightning, callbacks do not see the step values of an evaluation.
         """
         if not self._training:
             return {}
@@ -244,9 +248,9 @@ class MetricLog:
         return values
 
     def reduce(self, more: bool = False) -> tuple[dict[Entry, Tensor], bool]:
-        """Return the epoch's values of what was logged since the last call, and whether any rank has ``more`` to log.
+        """Return the epoch values of names logged since the last call, and whether any rank has ``more`` to log.
 
-        Entries start again; ``finish`` resets the metrics. Collective: one exchange for all names.
+        Resets the entries; ``finish`` resets the metrics. Collective: one exchange for all names.
 
         Raises:
             MetricError: ranks that had data logged different names, or a metric has no single value.
@@ -261,7 +265,7 @@ class MetricLog:
         return exchange(self.world, self.stage, entries, fed, more, self._frame_size)
 
     def finish(self) -> None:
-        """Start a new epoch: metrics that were logged are reset."""
+        """Start a new epoch: reset the metrics that were logged."""
         for metric in self._used_metrics:
             metric.reset()
         self._used_metrics = []
@@ -273,7 +277,7 @@ class MetricLog:
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has recorded in the epoch so far, the metrics of the module included."""
+        """Return the values that this rank has recorded in the epoch so far, including the module's metrics."""
         read_devices(self)
         places = {id(part): name for name, part in self._module.named_modules()} if self._module is not None else {}
         return {
@@ -290,18 +294,18 @@ class MetricLog:
                 }
                 for in_step, scope in self._scopes.items()
                 for entry in scope.values()
-                # A metric outside the module has no name by which it could be found again.
+                # A metric outside the module has no name by which it could be restored.
                 if entry.metric is None or id(entry.metric) in places
             ],
             "metrics": metric_states(self._module) if self._module is not None else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue an epoch from what ``state_dict`` returned."""
+        """Continue an epoch from a ``state_dict``."""
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue an epoch from what ``state_dict`` returned on one rank or several, whose part is this one's now."""
+        """Continue an epoch from the ``state_dict`` of one rank or several, whose data this rank continues."""
         self.batches = sum(state["batches"] for state in states)
         for state in states:
             for item in state["entries"]:
@@ -321,7 +325,7 @@ class MetricLog:
 
 
 class NoLog:
-    """Takes the place of a ``MetricLog`` in hooks where logging is an error."""
+    """Replaces a ``MetricLog`` in hooks where logging is an error."""
 
     def __init__(self, where: str, instead: str) -> None:
         self._where = where
@@ -333,7 +337,7 @@ class NoLog:
         Raises:
             MetricError: always.
         """
-        raise MetricError(f"log({name!r}, ...) in {self._where}, where nothing is gathered: {self._instead}.")
+        raise MetricError(f"log({name!r}, ...) in {self._where}, where nothing is recorded: {self._instead}.")
 
 
 def _reduction(name: str, given: Any) -> str:

@@ -143,7 +143,7 @@ def test_a_port_that_is_taken_and_a_host_that_is_none_are_told_in_one_sentence()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} cannot be listened on by rank 0"):
             _listen("127.0.0.1", port, 2, alone=False)
-    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR='no\.such\.host\.invalid' is no host that rank 0"):
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR='no\.such\.host\.invalid' is not a host that rank 0"):
         _listen("no.such.host.invalid", port, 2, alone=False)
 
 
