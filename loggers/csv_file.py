@@ -29,10 +29,6 @@ class CSVLogger(FileLogger):
     seconds, and before a checkpoint is written; only a new column rewrites the file. The rows of a resumed run follow
     those from before its checkpoint; rows written after the checkpoint are dropped, so the file equals that of an
     uninterrupted run.
-    call had no such key. Rows are kept in memory and appended every ``flush_logs_every_n_steps`` steps, or after some
-    seconds, and before a checkpoint is written; only a new column rewrites the file. The rows of a resumed run follow
-    those from before its checkpoint; what was written after that is dropped, so that the file is that of a run which
-    was never interrupted.
 
     Args:
         save_dir: root directory of the files; default: the run's.

@@ -23,7 +23,6 @@ class TensorBoardLogger(FileLogger):
 
     ``experiment`` is torch's ``SummaryWriter``, for histograms, images and other data. TensorBoard is imported when the
     first metric arrives.
-    first figure arrives.
 
     Args:
         save_dir: root directory of the files; default: the run's.
@@ -32,7 +31,6 @@ class TensorBoardLogger(FileLogger):
         log_graph: whether ``log_graph`` records the graph; it needs the module's ``example_input_array``.
         default_hp_metric: record the placeholder ``hp_metric`` with hyperparameters that are logged without a metric;
         TensorBoard's table shows hyperparameters only with a metric.
-            without one TensorBoard's table does not show them.
         prefix: prepended to the key of every metric, with ``-`` between.
         sub_dir: a subdirectory of the version's directory for the event files.
         kwargs: further arguments of ``SummaryWriter``, such as ``max_queue`` and ``flush_secs``.
@@ -143,8 +141,7 @@ class TensorBoardLogger(FileLogger):
 
 class _Shell(nn.Module):
     """The submodules of a module and its forward, without its properties: the tracer reads every property, and some are
-    only available during a run.
-    while a run is under way."""
+    only available during a run."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

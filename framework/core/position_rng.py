@@ -1,8 +1,7 @@
 """Random numbers that depend only on a position in the data.
 
 A sampler written by the user runs on a separate stream, so running it leaves the global generators unchanged and gives
-the same order on every rank.
-gives the same order on every rank. In DataLoader workers the generators are seeded for each sample from (seed, epoch,
+the same order on every rank. In DataLoader workers the generators are seeded for each sample from (seed, epoch,
 position), so that augmentation depends neither on the number of workers nor on where a run was resumed.
 """
 

@@ -1,4 +1,5 @@
-"""Worker processes of a DataLoader: they end with their rank, and outlive a signal to the process group for a while."""
+"""Worker processes of a DataLoader: they end with their rank, and outlive a signal to the process group for a limited
+time."""
 
 from __future__ import annotations
 

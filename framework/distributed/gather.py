@@ -2,7 +2,6 @@
 
 A *leaf* is a tensor, or any object other than a collection that contains a tensor. The rows of a tensor are its first
 dim (a 0-d tensor is one row); the rows of a list or tuple are its items; any other object is one row.
-dim (a 0-d tensor is one row), those of a list or tuple its items; any other object is one row.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ def gather_rows(world: World, data: Any, valid: bool = True, as_objects: bool = 
 
     Ranks may have different numbers of rows; the rows of a rank that is not ``valid`` are dropped. With ``as_objects``,
     ``data`` is a list of rows of any type.
-    the whole of ``data`` is a list of rows of any type.
 
     Raises:
         ConfigurationError: tensors differ in more than their number of rows. Raised on all ranks.

@@ -2,7 +2,6 @@
 
 All ranks use the same buffer size, so one collective is enough for a small object. The header gives the length of a
 larger object, which a second collective transfers.
-in the header, so that a second collective can carry it.
 """
 
 from __future__ import annotations

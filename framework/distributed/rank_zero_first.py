@@ -2,7 +2,6 @@
 
 A collective cannot be used: its timeout is half an hour while a download may take hours, and ranks that wait in a
 collective are not notified when the first rank fails.
-that wait in one do not learn that the first has failed.
 """
 
 from __future__ import annotations

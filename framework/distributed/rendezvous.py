@@ -3,8 +3,6 @@
 Rank 0 serves the store unless the launcher provides one. It listens on MASTER_ADDR if that is an address of its host.
 Each process group uses a separate key prefix, and so does each start of a run if its launcher distinguishes starts
 (SLURM, Open MPI, phalanx): a leftover rank of an earlier start that finds the same port open cannot join.
-one. Every meeting has keys of its own in it, and so has every start of a run as far as its launcher tells them apart
-(SLURM, Open MPI, phalanx): a rank that an earlier start has left over, and that finds the same port open, meets nobody.
 """
 
 from __future__ import annotations
@@ -100,7 +98,6 @@ def _gather(store: Any, place: Placement, seconds: float) -> str:
     Rank 0 chooses the id. Another rank may first read the id of an earlier start. It therefore publishes a random
     number (a nonce) under the id that it read, and continues only once rank 0 has repeated that number. Unlike torch's
     own wait, this one can be interrupted by signals.
-    and goes on only once rank 0 has repeated that number. Signals are heard meanwhile, which torch's own wait is not.
 
     Raises:
         RankError: some ranks have not joined in time; rank 0 names them.
@@ -207,7 +204,6 @@ def _listen(host: str, port: int, size: int, alone: bool) -> int:
 
     ``alone``: all ranks are on this host. Otherwise it listens on all interfaces if the address is a loopback address
     (some systems resolve their own name to one), or is forwarded to this host.
-    their own name, or that is no address of this host's but leads to it, tells nothing: it listens on all then.
     """
     try:
         told = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -18,8 +18,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed Python, torch on every device and, if loaded, numpy, the same on all ranks. Return the seed.
 
     None means a seed of 0. ``workers`` is accepted for compatibility with Lightning: the workers of a loader are always
-    seeded.
-    a loader are seeded in any case. ``verbose`` prints the seed on rank 0.
+    seeded. ``verbose`` prints the seed on rank 0.
 
     Raises:
         ConfigurationError: the seed is not an integer from 0 to 2**32 - 1.

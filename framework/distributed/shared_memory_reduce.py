@@ -3,11 +3,9 @@
 A reduction on gloo wakes a thread in every rank, which takes the core from the rank's own work: 1 ms of a step of 60
 ms, where there are as many ranks as cores. Here each rank writes its numbers into its own slot, and reads the slots of
 the others when it needs the sum: without a thread, and without a system call unless a rank is late.
-slots when it wants the sum: no thread, and no system call while nobody is late.
 
 Reductions are numbered, identically on all ranks. A rank has at most ``_DEPTH / 4`` of them open at a time, so every
 rank has read a slot before it is reused. A slot that was reused too early is detected by its number and never summed.
-by all before its turn comes again; one that was not is seen by its number, never summed.
 """
 
 from __future__ import annotations

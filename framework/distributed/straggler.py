@@ -3,8 +3,6 @@
 Ranks that wait for one another in every step all have the same step time. They differ in the time between an update and
 the next collective: data, hooks, and the forward pass unless it contains collectives. The control reduction sums the
 running mean of that time and its square, so all ranks come to the same conclusion about whether they differ.
-between an update and the next meeting: data, hooks, and the forward pass where that meets nobody. Its running mean
-travels with the control reduction as a number and its square, from which all ranks see alike that they differ.
 """
 
 from __future__ import annotations

@@ -63,7 +63,6 @@ def placement(num_nodes: int = 1) -> Placement:
 
     It is read from an existing torch.distributed group, else from the variables of torchrun or phalanx, of SLURM, or of
     Open MPI. ``num_nodes`` is only used if none of these gives the number of ranks per node.
-    and of Open MPI. ``num_nodes`` only serves where none of them tells how the ranks lie on the nodes.
 
     Raises:
         ConfigurationError: the variables contradict one another, or one that is needed is missing.
@@ -86,7 +85,6 @@ class World:
 
     Several worlds in one process share torch's default group, which none of them destroys. Each builds a separate CPU
     group for control messages at its first collective that needs one.
-    group of its own on the CPU, for control, at its first collective that needs it.
     """
 
     def __init__(self, place: Placement, device: torch.device) -> None:
@@ -131,8 +129,7 @@ class World:
         With ``grouped``, a single process creates torch's default group too, for libraries that need one.
 
         ``backend`` is gloo on a CPU and "cpu:gloo,cuda:nccl" on CUDA; ``timeout_seconds`` limits its collectives; None
-        means torch's default of 30 minutes.
-        torch's default of 30 minutes where it is None. A default group that exists already is used as it is.
+        means torch's default of 30 minutes. A default group that exists already is used as it is.
 
         Raises:
             ConfigurationError: the launcher's variables contradict one another, or a rank has no device.
@@ -152,7 +149,6 @@ class World:
 
         LOCAL_RANK is the index of the device, if there is one. On exit the environment is restored, including any
         changes by the library.
-        the library did to it.
         """
         with variables_set(self._variables()):
             yield
@@ -330,7 +326,6 @@ class World:
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         # If the device is not the CPU, CPU tensors use the control group: a default group that the user created with
         # only NCCL cannot send them.
-        # made for NCCL alone has no way to send them.
         return self.control if tensor.device.type == "cpu" and self.device.type != "cpu" else None
 
 

@@ -24,8 +24,6 @@ class FileLogger(Logger):
     Each of the three parts can be given by the user and otherwise follows the run (``attach``). Without a run they are
     the working directory, ``phalanx_logs`` and the next free version. A directory with files of another run is never
     written to: the next free version is used instead.
-    directory, ``phalanx_logs`` and the next free version. A directory that the files of another run lie in is never
-    written into: the next free version is taken.
     """
 
     def __init__(

@@ -33,13 +33,9 @@ class LoggerFanout:
     thread only appends to a queue (below a microsecond). Any logger may block on a network or a stuck disk; in the
     training thread such a call could not be timed out, and all ranks would wait for it. With threads, the cost of a
     step does not depend on the loggers, and training does not wait for the import of a heavy one.
-    training thread only appends to a queue (below a microsecond): a logger that waits for a network or a stuck disk
-    can be anybody's, its wait would be every rank's, and no limit can be put on a call that is made in the training
-    thread. So a step costs the same whatever the loggers do, and the import of a heavy one is not waited for either.
 
     A logger that raises is reported once and then skipped; the others continue. Reports are made in the thread that
     calls these methods.
-    that calls these methods.
 
     Args:
         loggers: the destinations, in order.

@@ -163,7 +163,6 @@ class _Parked:
 
     Values are stacked, one tensor for each device and dtype; from CUDA they are copied to pinned memory asynchronously,
     so that a later read need not wait.
-    work under way, so that a later look finds them there without having waited.
     """
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:

@@ -3,8 +3,6 @@
 Of a name logged per step only the latest value is stored. A name logged per epoch is added to an exact weighted sum. At
 the end of the epoch the sums of all names, torchmetrics states included, are exchanged at once, and every rank has the
 same result. A step contains neither a collective nor a device synchronization.
-epoch's end the sums of all names travel in one exchange, torchmetrics states included, and every rank has the same
-result. In a step there is neither a collective nor a synchronisation with a device.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ class MetricLog:
     ``in_step``: whether a step is running, which determines the defaults. The loop sets it once per epoch, and
     ``batch`` for each micro-batch; the weight of an epoch mean is computed from the batch when needed. ``batches``
     counts the micro-batches. With several loaders, ``fed`` holds the numbers of those that had a batch for this rank.
-    ``batch`` for each micro-batch, from which the weight of an epoch's mean is read when it is needed. ``batches``
-    counts them, and ``fed`` holds the numbers of the loaders that had one for this rank, where there are several.
     """
 
     def __init__(self, stage: str, world: World, module: nn.Module | None = None) -> None:

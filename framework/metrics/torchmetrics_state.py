@@ -2,7 +2,6 @@
 
 The states of all ranks are merged as in torchmetrics, except lists (``cat`` states): a rank's k-th update is placed
 where a single process would have made it, so a metric over the full list sees the same list as in one process.
-is placed where one process would have made it, so that a metric over the full list sees the list of one process.
 """
 
 from __future__ import annotations

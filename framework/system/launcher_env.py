@@ -38,7 +38,6 @@ class Placement:
 
     ``run`` is the same on all ranks of one start of a run, and differs between starts. It is empty if the launcher sets
     no such value.
-    not set anything of the kind.
     """
 
     rank: int = 0

@@ -161,7 +161,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         CombinedLoader([LONG], "minsize")
     with pytest.raises(ConfigurationError, match=r"iterables\['a'\] is a int"):
         CombinedLoader({"a": 3})
-    with pytest.raises(ConfigurationError, match="do not nest"):
+    with pytest.raises(ConfigurationError, match="cannot be nested"):
         CombinedLoader({"a": CombinedLoader([LONG])})
     with pytest.raises(ConfigurationError, match="for evaluation"):
         prepare_training(CombinedLoader([LONG], "sequential"), rank=0, size=1, seed=0)
