@@ -108,10 +108,10 @@ class PlainFile:
             os.close(self._handle)
 
     def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill ``memory`` from byte ``start`` on.
+        """Fill ``memory`` with the bytes beginning at ``start``.
 
         Raises:
-            CheckpointError: the file ends before, or cannot be read.
+            CheckpointError: the file is too short or cannot be read.
         """
         done = 0
         while done < len(memory):
@@ -124,7 +124,7 @@ class PlainFile:
             done += count
 
     def read(self, size: int, start: int = 0) -> bytes:
-        """Return ``size`` bytes from ``start`` on. Raises as ``read_into``."""
+        """Return ``size`` bytes, beginning at ``start``. Raises as ``read_into``."""
         data = bytearray(size)
         self.read_into(memoryview(data), start)
         return bytes(data)
