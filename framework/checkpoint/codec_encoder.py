@@ -44,7 +44,7 @@ NUMPY = [
 
 
 class Encoder:
-    """Encodes one state. If ``tensors`` is None, tensors are written into the document."""
+    """Encodes one state. If ``tensors`` is ``None``, tensors are written into the document."""
 
     def __init__(self, tensors: dict[str, Tensor] | None) -> None:
         self.tensors = tensors

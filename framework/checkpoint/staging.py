@@ -67,7 +67,7 @@ class Staging:
         """Return a copy of a snapshot that is valid until the next one is taken; ``finish`` completes it.
 
         State that only ``step`` of ``optimizers`` changes, which is most of the data, is copied by ``finish``; ``step``
-        waits for that. If one of the optimizers is None, everything is copied here.
+        waits for that. If one of the optimizers is ``None``, everything is copied here.
 
         Raises:
             ConfigurationError: a document is not strict JSON.

@@ -20,7 +20,7 @@ class Windows:
     """Takes windows from a training source, for one run.
 
     ``full`` is the number of micro-batches in a complete epoch, the same on every rank; ``end`` is the number after
-    which the epoch in progress ends. Both are None if the length is unknown: the epoch then ends when no rank has a
+    which the epoch in progress ends. Both are ``None`` if the length is unknown: the epoch then ends when no rank has a
     batch left.
     """
 

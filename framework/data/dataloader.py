@@ -38,8 +38,8 @@ def skip(batches: Iterator[Any], count: int, name: str, announce: Callable[[str]
         if time.monotonic() >= due:
             due = time.monotonic() + _REPEAT_SECONDS
             announce(
-                f"Skipping batches of {name} to the position of the run: {number:,} of {count:,}. A loader or "
-                "dataset with state_dict and load_state_dict would resume at once."
+                f"Skipping batches of {name} to the position of the run: {number:,} of {count:,} read so far. A loader "
+                "or dataset with state_dict and load_state_dict would resume at once."
             )
 
 

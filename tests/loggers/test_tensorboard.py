@@ -36,7 +36,7 @@ def events(directory: str) -> Any:
     return accumulator
 
 
-def test_figures_are_read_back(tmp_path: Path) -> None:
+def test_metrics_are_read_back(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, "exp", prefix="p", sub_dir="train")
     logger.log_metrics({"loss": 0.5, "acc": torch.tensor(0.25)}, 10)
     logger.log_metrics({"loss": 0.75})
