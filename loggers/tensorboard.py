@@ -30,7 +30,7 @@ class TensorBoardLogger(FileLogger):
         version: a number, or the directory's name; default: the run's, or the next free one.
         log_graph: whether ``log_graph`` records the graph; it needs the module's ``example_input_array``.
         default_hp_metric: record the placeholder ``hp_metric`` with hyperparameters that are logged without a metric;
-        TensorBoard's table shows hyperparameters only with a metric.
+            TensorBoard's table shows hyperparameters only with a metric.
         prefix: prepended to the key of every metric, with ``-`` between.
         sub_dir: a subdirectory of the version's directory for the event files.
         kwargs: further arguments of ``SummaryWriter``, such as ``max_queue`` and ``flush_secs``.

@@ -8,8 +8,7 @@ numbers.
 Decoding looks kinds up in a fixed table: nothing is imported or called by a name that came from a file.
 
 Not stored: a tensor's device, ``requires_grad`` and strides; the factory of a ``defaultdict`` that is not a builtin
-type
-(it is decoded as a dict); the bits of a NaN.
+type (it is decoded as a dict); the bits of a NaN.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def encode(state: Any) -> tuple[JSON, dict[str, Tensor]]:
 
 
 def encode_inline(state: Any) -> JSON:
-    """Encode nested state as a single document that contains the tensors (base64). For small states, such as
-    random generators. Raises as ``encode``."""
+    """Encode nested state as a single document that contains the tensors (base64). For small states, such as random
+    generators. Raises as ``encode``."""
     return Encoder(None).value(state, ())
 
 

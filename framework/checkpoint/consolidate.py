@@ -30,10 +30,10 @@ def consolidate(
     Args:
         path: the checkpoint.
         out: a file that does not exist yet, or a directory, in which ``model.safetensors`` is written. With
-        ``max_shard_size`` a
-            new directory of ``model-00001-of-00002.safetensors`` and an index, as Hugging Face writes them.
+            ``max_shard_size`` a new directory of ``model-00001-of-00002.safetensors`` and an index, as Hugging Face
+            writes them.
         max_shard_size: the largest size of the tensors in one file, in bytes or as ``"5GB"``; a larger tensor gets a
-        separate file.
+            separate file.
         dtype: the dtype of floating-point tensors in the output: ``"bf16"``, ``"float16"``, ... Default: as saved.
         section: the section to write: the model's weights, the model with an average of them (``"averages/ema"``),
             ``"optimizer"``, ...

@@ -16,7 +16,7 @@ def open_on_all_ranks(world: World, path: object, verified: bool = False) -> Che
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or a different one on some rank. Raised on all ranks; the
-        message names file and tensor.
+            message names file and tensor.
     """
     checkpoint = on_all_ranks(world, lambda: open_checkpoint(str(path)))
     every = world.all_gather_object(checkpoint.manifest.checksum)

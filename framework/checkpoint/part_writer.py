@@ -55,7 +55,7 @@ class PartWriter:
         rank: this rank.
         needed_bytes: the size of the whole checkpoint, for messages.
         finite: if given, refuse weights that are NaN or infinite; the text describes the time of capture in the
-        message.
+            message.
         given_up: called for every piece; the save fails once it returns True.
     """
 

@@ -58,8 +58,7 @@ def save(
 
     With ``sharded`` every rank writes the shards that it holds (if several ranks hold a piece, one of them writes it);
     otherwise rank 0 writes its own snapshot, which must be full, and only ``rank_document`` of the other ranks is used.
-    The
-    directory must be visible to every rank that writes.
+    The directory must be visible to every rank that writes.
 
     Args:
         path: the checkpoint.
@@ -73,7 +72,7 @@ def save(
 
     Raises:
         ConfigurationError: a snapshot cannot be saved, or ``path`` is not a checkpoint. All errors are raised on all
-        ranks.
+            ranks.
         NonFiniteError: a weight is NaN or infinite, and ``finite`` is given.
         StorageError: a rank could not write. A previous checkpoint at ``path`` is unchanged.
     """

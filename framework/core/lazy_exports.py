@@ -39,8 +39,7 @@ def on_call(package: str, homes: Mapping[str, str]) -> Callable[[str], Callable[
 
     ``from ..package import function`` then costs nothing, and the importing module needs no import inside a function.
     Each call looks the function up again, which takes about a microsecond: use it for functions that run a few times in
-    a run.
-    A class can be instantiated in this way, but not subclassed or used with ``isinstance``.
+    a run. A class can be instantiated in this way, but not subclassed or used with ``isinstance``.
 
     Args:
         package: the ``__name__`` of the package.

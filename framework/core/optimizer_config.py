@@ -37,7 +37,7 @@ def resolve_optimizers(returned: Any, module: nn.Module | None = None) -> tuple[
 
     Raises:
         ConfigurationError: the value has an unknown form, or an optimizer updates a tensor that is not a parameter of
-        ``module``.
+            ``module``.
     """
     optimizers, schedulers = _resolved(returned)
     if module is not None:

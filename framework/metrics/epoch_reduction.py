@@ -40,7 +40,7 @@ def exchange(
 
     Raises:
         MetricError: ranks that had data logged different names or reductions, or a metric has no value. Raised on all
-        ranks.
+            ranks.
     """
     if world.size == 1:
         return {entry: _value(key, entry, []) for key, entry in entries.items()}, more

@@ -24,7 +24,7 @@ class Updater:
         strategy: applies the update.
         scaler: unscales gradients and adapts the scale; None without a loss scale.
         skip_nonfinite: skip an update whose gradients are not finite. Always the case with a scaler. The check gives
-        the same result on all ranks under every strategy.
+            the same result on all ranks under every strategy.
     """
 
     def __init__(self, strategy: Strategy, scaler: LossScaler | None, skip_nonfinite: bool = False) -> None:
