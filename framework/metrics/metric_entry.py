@@ -92,7 +92,7 @@ class Entry:
         """The name of the epoch value, with a suffix if there is a step value too."""
         return f"{self.name}_epoch{self.suffix}" if self.on_step else self.plain_name
 
-    # ---- gathering ------------------------------------------------------------------------------------------------
+    # ---- accumulating ---------------------------------------------------------------------------------------------
 
     def add(self, value: float, weight: float) -> None:
         """Add a number; a weight of 0 changes nothing, even if the number is NaN."""

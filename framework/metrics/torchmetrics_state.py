@@ -48,7 +48,7 @@ def _parts(metric: nn.Module) -> list[Any]:
     return [part for part in metric.modules() if is_metric(part)]
 
 
-# ---- over ranks ---------------------------------------------------------------------------------------------------
+# ---- reduction over ranks -----------------------------------------------------------------------------------------
 
 
 def packed_states(metric: Any) -> list[tuple[int, States]]:
@@ -185,7 +185,7 @@ def metrics_set_aside(module: nn.Module) -> Generator[None, None, None]:
             part._forward_cache = shown
 
 
-# ---- over time ----------------------------------------------------------------------------------------------------
+# ---- saving and loading -------------------------------------------------------------------------------------------
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Strategy(ABC):
     routes_backward: bool = False
     """Whether backward passes, updates and further forward passes run inside routed functions. Set before ``setup``."""
 
-    # ---- before the ranks meet ------------------------------------------------------------------------------------
+    # ---- checks and connection ------------------------------------------------------------------------------------
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a configuration that this strategy does not support. Called before any process starts.
@@ -116,7 +116,7 @@ class Strategy(ABC):
         self.world = World.from_environment(device_type, num_nodes)
         return self.world
 
-    # ---- a module and its optimizers ------------------------------------------------------------------------------
+    # ---- set-up and steps -----------------------------------------------------------------------------------------
 
     def clone(self) -> Strategy:
         """Return a strategy with the same settings and ranks that holds no module. This strategy must not hold a module

@@ -103,7 +103,7 @@ class Average:
         # The positions of buffers in these lists, and in their modules.
         self._reread: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
 
-    # ---- what is averaged -----------------------------------------------------------------------------------------
+    # ---- averaged tensors -----------------------------------------------------------------------------------------
 
     def bind(self) -> None:
         """Rebind to the current parameters and add newly trainable ones. Collective."""
@@ -201,7 +201,7 @@ class Average:
                 known.own.copy_(tensor)
         self._sort()
 
-    # ---- in the module --------------------------------------------------------------------------------------------
+    # ---- swapping weights -----------------------------------------------------------------------------------------
 
     @property
     def is_in_module(self) -> bool:
@@ -254,7 +254,7 @@ class Average:
         }
         return {name: live.get(name, shard) for name, shard in state.items()}
 
-    # ---- in a checkpoint ------------------------------------------------------------------------------------------
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def shards(self) -> dict[str, Shard]:
         """Return this rank's part of the averages, by ``<key>/<parameter or buffer>``."""

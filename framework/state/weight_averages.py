@@ -53,7 +53,7 @@ class Averages:
         """Set the function that recomputes batch statistics of averages; None if the module has none."""
         self.recompute = recompute
 
-    # ---- while a fit runs -----------------------------------------------------------------------------------------
+    # ---- updates and evaluation -----------------------------------------------------------------------------------
 
     def after_step(self, step_idx: int) -> None:
         """Update after an optimizer step that was applied, the ``step_idx``-th from 0."""

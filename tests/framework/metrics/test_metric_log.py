@@ -390,7 +390,7 @@ def test_the_same_reduction_may_be_written_differently() -> None:
         ({"reduce_fx": lambda values: values}, True, "log a torchmetrics Metric"),
         ({"reduce_fx": [1]}, True, "Known: mean, sum, min, max"),
         ({"on_step": True}, False, "use on_epoch=True"),
-        ({"on_step": False, "on_epoch": False}, True, "keeps nothing"),
+        ({"on_step": False, "on_epoch": False}, True, "records nothing"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], in_step: bool, said: str) -> None:
