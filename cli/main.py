@@ -1,5 +1,4 @@
-"""The command ``phalanx``: parses the arguments, returns an exit code, and prints one sentence on stderr if it is not
-0.
+"""The command ``phalanx``: parses arguments, returns an exit code, and prints one sentence on stderr if it is not 0.
 
 0    done, good, equal
 65   a checkpoint is refused or damaged, or two checkpoints differ

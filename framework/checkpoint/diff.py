@@ -35,8 +35,7 @@ class ValueDifference:
 
 @dataclass
 class SectionDifference:
-    """The differences in a section. ``shapes`` and ``dtypes`` hold the values of the first and the second
-    checkpoint."""
+    """The differences in a section. ``shapes`` and ``dtypes`` hold the values of both checkpoints, in order."""
 
     only_in_first: list[str] = field(default_factory=list)
     only_in_second: list[str] = field(default_factory=list)

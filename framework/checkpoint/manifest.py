@@ -253,8 +253,7 @@ def _check_tensor(manifest: Manifest, section: str, name: str, record: TensorRec
 
 
 def _check_files(manifest: Manifest) -> None:
-    """Check that every byte of every file belongs to its header or to exactly one part, so that checksums cover the
-    file."""
+    """Check that every byte of every file belongs to its header or to exactly one part, for full checksums."""
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for tensors in manifest.sections.values():
         for record in tensors.values():

@@ -1,7 +1,8 @@
 """One safetensors file as bytes: its header, its checksums, reading by ranges. Needs no torch.
 
 The format is the public one: 8 bytes little-endian length of the header, the header (JSON, padded with spaces to a
-multiple of 8), then the tensors' bytes without gaps. The tensors lie by falling item size, so that each is aligned.
+multiple of 8), then the tensors' bytes without gaps. Tensors are sorted by decreasing item size, so that each is
+aligned.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def _counts(values: Any) -> tuple[int, ...]:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of an object's pairs; for ``json.loads``. Raises ``ValueError`` where a key appears twice."""
+    """Return the dict of an object's pairs; for ``json.loads``. Raises ``ValueError`` if a key appears twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key appears twice in one object")

@@ -31,8 +31,7 @@ def tell(failure: Exception | None, path: Path) -> Outcome:
 
 
 def error_of(told: Sequence[Outcome], what: str, size: int) -> PhalanxError | None:
-    """Return the error that all ``size`` ranks raise, based on the first rank that failed; ``what`` begins its
-    message."""
+    """Return the error that all ``size`` ranks raise, from the first rank that failed; ``what`` begins its message."""
     for rank, outcome in enumerate(told):
         if outcome is not None:
             kind, message = outcome

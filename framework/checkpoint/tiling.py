@@ -73,8 +73,7 @@ def _cut_apart(boxes: list[Box], dim: int) -> list[list[Box]]:
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[Box]:
-    """Yield boxes that together cover ``length`` elements, beginning at ``start``, of the flattened tensor, in
-    order."""
+    """Yield boxes that cover ``length`` elements, beginning at ``start``, of the flattened tensor, in order."""
     if not shape:
         yield (), ()
         return

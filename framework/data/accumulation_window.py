@@ -83,8 +83,7 @@ class Windows:
         return (batches, len(batches)) if batches else None
 
     def coming(self, index: int) -> Generator[tuple[Any, int], None, None]:
-        """Yield this rank's next batches of the epoch, without consuming them, and their indices, starting at
-        ``index``.
+        """Yield this rank's next batches, without consuming them, and their indices, starting at ``index``.
 
         Once the generator is closed, ``take`` continues with the first of these batches.
         """

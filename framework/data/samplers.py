@@ -134,8 +134,7 @@ def chunks(items: Sequence[Any] | LazyItems, start: int, width: int) -> Iterator
 def _shares(
     items: Sequence[Any] | LazyItems, start: int, span: int, rank: int, size: int
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
-    """Yield, for each ``span`` items beginning at ``start``: their number, and the start and the items of the rank's
-    part.
+    """Yield, for each ``span`` items from ``start``: their number, and the start and the items of the rank's part.
 
     The parts of other ranks are not copied, which would cost time proportional to the number of ranks.
     """

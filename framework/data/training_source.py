@@ -307,8 +307,7 @@ def tells_state(thing: Any) -> bool:
 
 
 def every(batches: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
-    """Yield every ``size``-th batch, starting with batch ``rank``, and ``NO_BATCH`` if the last round has no batch for
-    it."""
+    """Yield every ``size``-th batch, starting with batch ``rank``, or ``NO_BATCH`` if the last round has none."""
     while True:
         for place in range(size):
             try:

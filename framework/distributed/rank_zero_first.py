@@ -92,11 +92,13 @@ def _wait(store: Any, keys: Mapping[int, str], near: Mapping[int, int], limit: f
                 if word != _DONE:
                     # Give the rank that failed time to report its error first: this one is only a consequence.
                     time.sleep(_GRACE_SECONDS)
-                    raise RankError(f"what this rank waited for failed on {word.decode()}")
+                    raise RankError(f"the block that this rank waited for failed on {word.decode()}")
             if not waiting:
                 return
             if time.monotonic() > until:
-                raise RankError(f"what this rank waited for was not done within {limit:g} s: pass a longer timeout.")
+                raise RankError(
+                    f"the block that this rank waited for did not finish within {limit:g} s: pass a longer timeout."
+                )
             time.sleep(next(waits))
     except dist.DistError as error:
         raise RankError(f"the store was lost while another rank was waited for: {error}") from error

@@ -85,8 +85,7 @@ class LoggerFanout:
         return [(writer.name, writer.mark()) for writer in self._writers]
 
     def resume(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
-        """Drop records that loggers made after a checkpoint, which was saved with the ``state_dicts`` given as
-        ``states``."""
+        """Drop records that loggers made after a checkpoint that was saved with ``states`` (see ``state_dicts``)."""
         same = [writer.name for writer in self._writers] == [state["kind"] for state in states]
         for number, writer in enumerate(self._writers):
             state = states[number]["state"] if same else {}

@@ -202,8 +202,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def load_metric_states(module: nn.Module, *saved: Mapping[str, Any]) -> None:
-    """Restore states that ``metric_states`` returned on one rank, or merge those of several; reset all other
-    metrics."""
+    """Restore states of ``metric_states`` from one rank, or merge those of several; reset other metrics."""
     for name, part in module.named_modules():
         if not is_metric(part):
             continue

@@ -20,8 +20,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def owners_of(module: nn.Module) -> dict[int, list[Owner]]:
-    """Map the ``id`` of each parameter and buffer to its registrations (module table and key); a tied one has
-    several."""
+    """Map the ``id`` of each parameter and buffer to its registrations (table and key); a tied one has several."""
     owners: dict[int, list[Owner]] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):

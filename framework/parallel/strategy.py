@@ -145,8 +145,7 @@ class Strategy(ABC):
         """Return the function that the loop calls instead of the user's step, with the same arguments."""
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Set whether the next forward and backward pass reduce gradients over ranks, or only accumulate them
-        locally."""
+        """Set whether the next forward and backward pass reduce gradients over ranks, or accumulate them locally."""
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of a loss that is already weighted; ``options`` are those of ``Tensor.backward``."""

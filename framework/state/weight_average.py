@@ -1,5 +1,4 @@
-"""``Average``: a running average of a run's weights (EMA, SWA), stored in addition to them with the strategy's
-sharding.
+"""``Average``: a running average of a run's weights (EMA, SWA), sharded like them.
 
 Each rank averages its own part: the shards of canonical state, of fp32 master weights if there are any. While a module
 computes with an average, the live weights are stored separately, and checkpoints are saved from there.

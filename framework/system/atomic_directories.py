@@ -108,7 +108,7 @@ def _swap_back(temporary: Path, target: Path, replaced: Path | None) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; return False where the system does not support that."""
+    """Swap two names in one step; return False if the system does not support this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -104,7 +104,7 @@ def build_tools() -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def library_environment(**variables: str) -> Iterator[None]:
-    """Set variables that a library reads, within the context. On PATH the interpreter's folder comes first.
+    """Set variables that a library reads, within the context. On PATH the interpreter's folder is first.
 
     The tools of a virtual environment (such as ninja) are then found even if it was not activated.
     """

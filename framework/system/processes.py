@@ -97,7 +97,7 @@ def allow_open_files(count: int) -> None:
 
 
 def children() -> set[int]:
-    """Return the pids of this process's children; empty where the system does not list them."""
+    """Return the pids of this process's children; empty if the system does not list them."""
     pids: set[int] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):

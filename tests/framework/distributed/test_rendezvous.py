@@ -168,7 +168,7 @@ def test_who_waits_for_a_first_rank_that_is_killed_learns_it_on_all_nodes(tmp_pa
         assert ranks[1].wait(timeout=60) == -signal.SIGKILL
         for rank in (0, 2):
             told, _ = ranks[rank].communicate(timeout=20)
-            assert told == "what this rank waited for failed on rank 1: its process has ended\n"
+            assert told == "the block that this rank waited for failed on rank 1: its process has ended\n"
             assert ranks[rank].returncode == 7
     finally:
         for process in ranks:
