@@ -1,6 +1,6 @@
 """phalanx: train PyTorch models on one device or many, the same model every time.
 
-Each public name is imported on first use, so that ``import phalanx`` costs next to nothing.
+The public API. Each name is imported on first use, so ``import phalanx`` is almost free.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The command ``phalanx``: a thin face, without logic that a user of the library would miss."""
+"""The command ``phalanx``: a thin command-line interface to functions of the library."""

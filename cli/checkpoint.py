@@ -18,7 +18,7 @@ _REFUSED = CheckpointError.exit_code
 
 
 def add_commands(commands: Any) -> None:
-    """Add ``checkpoint`` and what it can do to the subparsers of a parser."""
+    """Add ``checkpoint`` and its subcommands to the subparsers of a parser."""
     own = commands.add_parser("checkpoint", help="look into, check, compare and convert checkpoints")
     verbs = own.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
     _inspect(verbs)
@@ -133,7 +133,7 @@ def _consolidate(verbs: Any) -> None:
     parser.add_argument("path", help="a checkpoint")
     parser.add_argument("out", help="a file, or with --max-shard-size a directory, that does not exist yet")
     parser.add_argument("--dtype", help="write floating point tensors as bf16, float16, float32, ...")
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="several files of at most so much, such as 5GB")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="split into files of at most this size, such as 5GB")
     parser.add_argument("--section", default="model", help="what to write: model, averages/<key>, optimizer, ...")
 
 
@@ -158,7 +158,7 @@ def _convert(verbs: Any) -> None:
     parser.add_argument("out", help="the checkpoint to make; nothing may be there")
     parser.add_argument("--format", help="the format, if it is not recognised: lightning, accelerate, deepspeed, ...")
     parser.add_argument("--module", metavar="MODULE:CLASS", help="the module's class, where names are not certain")
-    parser.add_argument("--prefix", default="", help="what the names of weights get before them, such as net.")
+    parser.add_argument("--prefix", default="", help="prefix to add to the names of weights, such as net.")
     parser.add_argument(
         "--leave-out", metavar="CLASS", action="append", default=[], help="a class whose objects are left out"
     )

@@ -1,8 +1,8 @@
-"""The command ``phalanx``: arguments in, an exit code out, and one sentence on stderr where it is not 0.
+"""The command ``phalanx``: parses arguments, returns an exit code, and prints one sentence on stderr if it is not 0.
 
 0    done, good, equal
-65   a checkpoint is refused or damaged, or two differ
-74   something cannot be written
+65   a checkpoint is refused or damaged, or two checkpoints differ
+74   a file or directory cannot be written
 78   the arguments are wrong
 130  interrupted
 """
@@ -26,7 +26,7 @@ _FOREIGN = re.compile(r"unrecognized arguments: (?P<given>\S+).*")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaint is one sentence with the closest match, and whose exit code is 78."""
+    """A parser that reports an error in one sentence with the closest match, and exits with code 78."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{self._sentence(message)} Try '{self.prog} --help'.")
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         if match := _CHOICE.fullmatch(message):
             known = re.findall(r"[\w-]+", match["known"])
             given = match["given"].strip("'")
-            return f"{given!r} is no {match['what']}.{did_you_mean(given, known)} Known: {', '.join(known)}."
+            return f"{given!r} is not a known {match['what']}.{did_you_mean(given, known)} Known: {', '.join(known)}."
         if match := _FOREIGN.fullmatch(message):
             options = [option for action in self._actions for option in action.option_strings]
             return f"{match['given']!r} is not known here.{did_you_mean(match['given'], options)}"
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"phalanx: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # Who read this has seen enough. Nothing may be left to flush when the interpreter ends.
+        # The reader closed the pipe. Nothing must be left to flush when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Output of the command: text that no name from a file can bend, sizes and ages to read, JSON for programs."""
+"""Output of the command: text with control characters escaped, human-readable sizes and ages, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _plain(value: Any) -> Any:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes for people: ``"1.5 GB"``."""
+    """Return a human-readable number of bytes: ``"1.5 GB"``."""
     value, units = float(count), ["B", "KB", "MB", "GB", "TB", "PB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
@@ -45,12 +45,12 @@ def size(count: int) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number and what it counts, in singular or plural."""
+    """Return a number with its unit in singular or plural."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def age(seconds: float) -> str:
-    """Return a time span for people: ``"3 h"``."""
+    """Return a human-readable time span: ``"3 h"``."""
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -59,7 +59,7 @@ def age(seconds: float) -> str:
 
 def moment(seconds: float) -> str:
     """Return seconds since 1970 as a date and time, UTC."""
-    # Far in the future a year has five digits, which the calendar of datetime does not know.
+    # Times far in the future have a year of five digits, which datetime does not support.
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(seconds, 253_402_300_799)))
 
 

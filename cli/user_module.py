@@ -1,4 +1,4 @@
-"""A class of the user's, named on the command line."""
+"""Import of a user's class that is named on the command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..framework.core.errors import ConfigurationError, did_you_mean
 
 
 def find_module(given: str) -> Any:
-    """Import the class that ``package.module:Class`` names; modules are looked for in the working directory too.
+    """Import the class that ``package.module:Class`` names; the working directory is searched too.
 
     Raises:
-        ConfigurationError: it is not of that form, or nothing is there.
+        ConfigurationError: the text is not of that form, or there is no such class.
     """
     name, _, attribute = given.partition(":")
     if not name or not attribute:

@@ -1,4 +1,4 @@
-"""Where figures go: one file each. A logger's module loads when its name is first asked for."""
+"""Loggers, one file each. The module of a logger is imported when its name is first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``CSVLogger``: figures as rows of ``metrics.csv``."""
+"""``CSVLogger``: writes metrics as rows of ``metrics.csv``."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ..framework.metrics.file_logger import FileLogger, plain_number
 from ..framework.metrics.hparams_text import as_mapping
 
 _METRICS_FILE = "metrics.csv"
-# Somebody who follows the file of a slow run should not wait for a hundred steps.
+# A user who follows the file of a slow run should not have to wait for a hundred steps.
 _FLUSH_SECONDS = 15.0
 
 
 class CSVLogger(FileLogger):
-    """Write figures to ``metrics.csv`` and hyperparameters to ``hparams.yaml``.
+    """Write metrics to ``metrics.csv`` and hyperparameters to ``hparams.yaml``.
 
-    The file has one column for each key, in alphabetical order, and one row for each call; a cell is empty where a
-    call had no such key. Rows are kept in memory and appended every ``flush_logs_every_n_steps`` steps, or after some
+    The file has one column for each key, in alphabetical order, and one row for each call; a cell is empty if the call
+    did not have the key. Rows are buffered in memory and appended every ``flush_logs_every_n_steps`` steps, after some
     seconds, and before a checkpoint is written; only a new column rewrites the file. The rows of a resumed run follow
-    those from before its checkpoint; what was written after that is dropped, so that the file is that of a run which
-    was never interrupted.
+    those from before its checkpoint; rows written after the checkpoint are dropped, so the file equals that of an
+    uninterrupted run.
 
     Args:
-        save_dir: root of the files; default: the run's.
-        name: the experiment's name; ``""`` for no directory of that level; default: the run's.
+        save_dir: root directory of the files; default: the run's.
+        name: the experiment's name; ``""`` omits this directory level; default: the run's.
         version: a number, or the directory's name; default: the run's, or the next free one.
-        prefix: put before every metric's key, with ``-`` between.
-        flush_logs_every_n_steps: how many steps may lie between two writes.
+        prefix: prepended to the key of every metric, with ``-`` between.
+        flush_logs_every_n_steps: the largest number of steps between two writes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CSVLogger(FileLogger):
         self._flushed_step = 0
         self._flushed_at = time.monotonic()
         self._table: _Table | None = None
-        # Figures come from the writer thread; a user may call from the training thread as well.
+        # Metrics arrive in the writer thread; a user may call from the training thread as well.
         self._lock = Lock()
 
     @property
@@ -63,7 +63,7 @@ class CSVLogger(FileLogger):
         return self
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add one row; ``step`` defaults to one more than the last."""
+        """Add one row; ``step`` defaults to the last step plus one."""
         step = self._next_step if step is None else step
         row = {self._with_prefix(key): plain_number(value) for key, value in metrics.items()}
         row["step"] = step
@@ -94,7 +94,7 @@ class CSVLogger(FileLogger):
             return {"directory": self.log_dir, "rows": self._opened().count() + len(self._rows)}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        # A directory of the user's choice may hold another run's file by now.
+        # A directory that the user chose may contain another run's file by now.
         if "rows" in state and (self._fixed_save_dir is None or state["directory"] == self.log_dir):
             self._opened().keep(int(state["rows"]))
 
@@ -108,7 +108,7 @@ class CSVLogger(FileLogger):
 
 
 class _Table:
-    """A CSV file that grows by rows and, seldom, by columns."""
+    """A CSV file that is extended by rows and, rarely, by columns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -131,7 +131,7 @@ class _Table:
             self._count += len(rows)
 
     def keep(self, count: int) -> None:
-        """Drop the rows after the first ``count``, and the columns that only those had."""
+        """Drop the rows after the first ``count``, and the columns that only the dropped rows had."""
         if self.count() <= count:
             return
         rows = list(itertools.islice(self._rows(), count))
@@ -142,11 +142,11 @@ class _Table:
         if self._columns:
             with self._path.open(newline="", encoding="utf-8") as source:
                 for row in csv.DictReader(source):
-                    # A row cut off by a kill has None for what is missing.
+                    # A row that was cut off by a kill has None for missing cells.
                     yield {key: value or "" for key, value in row.items() if key is not None}
 
     def _rewrite(self, columns: list[str], rows: Iterable[dict[str, Any]]) -> None:
-        # Into a sibling first: a run that is killed here keeps the figures it had.
+        # Into a sibling first: a run that is killed here retains its earlier metrics.
         sibling = self._path.with_name(self._path.name + ".new")
         try:
             with sibling.open("w", newline="", encoding="utf-8") as target:
@@ -163,8 +163,8 @@ class _Table:
 
 
 def _repaired_header(path: Path) -> list[str]:
-    """Return the columns of an existing file, whose last row is ended if a kill cut it off; empty for no file."""
-    # Of a rewrite that a kill cut short.
+    """Return the columns of an existing file, terminating a last row that a kill cut off; empty if there is no file."""
+    # Left by a rewrite that was interrupted by a kill.
     path.with_name(path.name + ".new").unlink(missing_ok=True)
     if not path.exists() or path.stat().st_size == 0:
         return []

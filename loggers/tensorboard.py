@@ -1,4 +1,4 @@
-"""``TensorBoardLogger``: figures as event files that TensorBoard shows."""
+"""``TensorBoardLogger``: writes metrics as TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(FileLogger):
-    """Write figures, hyperparameters and the model's graph as TensorBoard event files.
+    """Write metrics, hyperparameters and the model's graph as TensorBoard event files.
 
-    ``experiment`` is torch's ``SummaryWriter``, for histograms, images and all else. TensorBoard is imported when the
-    first figure arrives.
+    ``experiment`` is torch's ``SummaryWriter``, for histograms, images and other data. TensorBoard is imported when the
+    first metric arrives.
 
     Args:
-        save_dir: root of the files; default: the run's.
-        name: the experiment's name; ``""`` for no directory of that level; default: the run's.
+        save_dir: root directory of the files; default: the run's.
+        name: the experiment's name; ``""`` omits this directory level; default: the run's.
         version: a number, or the directory's name; default: the run's, or the next free one.
         log_graph: whether ``log_graph`` records the graph; it needs the module's ``example_input_array``.
-        default_hp_metric: record the placeholder ``hp_metric`` with hyperparameters that come without a metric;
-            without one TensorBoard's table does not show them.
-        prefix: put before every metric's key, with ``-`` between.
-        sub_dir: a directory below the version's, for these files alone.
+        default_hp_metric: record the placeholder ``hp_metric`` with hyperparameters that are logged without a metric;
+            TensorBoard's table shows hyperparameters only with a metric.
+        prefix: prepended to the key of every metric, with ``-`` between.
+        sub_dir: a subdirectory of the version's directory for the event files.
         kwargs: further arguments of ``SummaryWriter``, such as ``max_queue`` and ``flush_secs``.
     """
 
@@ -55,7 +55,7 @@ class TensorBoardLogger(FileLogger):
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
         self._next_step = 0
-        # Figures come from the writer thread; a user's histogram may be what opens the file.
+        # Metrics arrive in the writer thread; a user's histogram may open the file first.
         self._lock = Lock()
 
     @property
@@ -66,18 +66,18 @@ class TensorBoardLogger(FileLogger):
     def experiment(self) -> SummaryWriter:
         with self._lock:
             if self._writer is None:
-                # Costs a tenth of a second, which only who logs to TensorBoard should pay.
+                # The import takes a tenth of a second, so it is made only when TensorBoard is used.
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._writer = SummaryWriter(
                     str(self._make_log_dir()), **{"purge_step": self._purge_step, **self._kwargs}
                 )
-                # What a later run of this object records follows on what this one did.
+                # Records of a later run of this object continue after those of this run.
                 self._purge_step = None
             return self._writer
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record figures; a mapping as value becomes one chart of several lines. ``step`` counts up where None."""
+        """Record metrics; a mapping as a value becomes one chart of several lines. ``step`` counts up if None."""
         step = self._next_step if step is None else step
         self._next_step = step + 1
         writer = self.experiment
@@ -109,7 +109,7 @@ class TensorBoardLogger(FileLogger):
             files.add_summary(summary, step or 0)
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Record the graph of ``model`` on ``input_array`` or its ``example_input_array``, if asked for at all."""
+        """Record the graph of ``model`` on ``input_array`` or its ``example_input_array``, if ``log_graph=True``."""
         if not self._log_graph:
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
@@ -124,7 +124,7 @@ class TensorBoardLogger(FileLogger):
             self.experiment.add_graph(_Shell(model), _on_device_of(model, example))
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        # TensorBoard then shows nothing of the earlier files from this step on.
+        # TensorBoard then hides the records of earlier files from this step.
         self._purge_step = step
 
     def save(self) -> None:
@@ -140,8 +140,8 @@ class TensorBoardLogger(FileLogger):
 
 
 class _Shell(nn.Module):
-    """The parts of a module and its forward, without its properties: the tracer reads all of those, and some hold only
-    while a run is under way."""
+    """The submodules of a module and its forward, without its properties: the tracer reads every property, and some are
+    only available during a run."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

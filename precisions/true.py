@@ -8,7 +8,7 @@ from ..framework.core.precision import Precision
 
 
 class Float32True(Precision):
-    """``"32-true"``, the default: everything as torch does it."""
+    """``"32-true"``, the default: torch's own dtypes everywhere."""
 
     name = "32-true"
 

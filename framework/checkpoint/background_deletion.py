@@ -9,7 +9,7 @@ from pathlib import Path
 from ..system.atomic_directories import delete_hidden
 from ..system.atomic_files import free_bytes
 
-# More wait only where saves come faster than the disk deletes; each of them still takes the room of a checkpoint.
+# More directories wait only if saves are faster than the disk deletes; each still takes the space of a checkpoint.
 _MOST_WAITING = 4
 
 
@@ -28,7 +28,7 @@ class BackgroundDeletion:
         self._problems: list[str] = []
 
     def add(self, hidden: Path) -> None:
-        """Have a hidden directory deleted. Waits only while the queue is full."""
+        """Add a hidden directory to the queue. Blocks only while the queue is full."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._queue) < _MOST_WAITING)
             self._queue.append(hidden)
@@ -43,14 +43,14 @@ class BackgroundDeletion:
             self.wait()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all are deleted, at most ``seconds``; return whether they are."""
+        """Wait until all directories are deleted, at most ``seconds``; return whether they are."""
         thread = self._thread
         if thread is not None:
             thread.join(seconds)
         return thread is None or not thread.is_alive()
 
     def close(self, seconds: float | None = None) -> None:
-        """Wait at most ``seconds``, then end the thread after the file it is at; the rest stays as hidden leftovers."""
+        """Wait at most ``seconds``, then end the thread after its current file; the rest stays as hidden leftovers."""
         if not self.wait(seconds):
             self._stopped.set()
             self.wait()

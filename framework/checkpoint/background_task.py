@@ -1,4 +1,4 @@
-"""A task on a thread of its own, whose error is kept for the thread that started it."""
+"""A task on a separate thread, whose error is stored for the thread that started it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Background:
-    """Runs ``work`` at once on a daemon thread. Nothing is raised there: ``error`` holds the exception afterwards.
+    """Runs ``work`` at once on a daemon thread. An exception is not raised there but stored in ``error``.
 
     ``over`` is called on that thread at the end.
     """

@@ -1,13 +1,14 @@
-"""Nested state to strict JSON and a flat dict of tensors, and back exactly.
+"""Lossless encoding of nested state as strict JSON and a flat dict of tensors.
 
-What JSON knows is written as it is: None, bool, str, int, finite float, list, and dict with string keys. All else is an
-object with the key ``"$"``, which names its kind. Tensors go into a dict beside the document under their path
-(``"callbacks/0/weights"``), but a 0-d CPU tensor becomes its exact value, so that step counters stay readable numbers.
+Types of JSON are written directly: None, bool, str, int, finite float, list, and dict with string keys. Any other value
+becomes an object with the key ``"$"``, which names its kind. Tensors are stored in a separate dict under their path
+(``"callbacks/0/weights"``), except that a 0-d CPU tensor becomes its exact value, so that step counters stay readable
+numbers.
 
 Decoding looks kinds up in a fixed table: nothing is imported or called by a name that came from a file.
 
-Not kept: a tensor's device, ``requires_grad`` and strides; the factory of a ``defaultdict`` that is not a builtin type
-(it comes back as a dict); the bits of a NaN.
+Not stored: a tensor's device, ``requires_grad`` and strides; the factory of a ``defaultdict`` that is not a builtin
+type (it is decoded as a dict); the bits of a NaN.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from .manifest import JSON
 
 
 def encode(state: Any) -> tuple[JSON, dict[str, Tensor]]:
-    """Turn nested state into ``(document, tensors)``; ``decode`` is the exact inverse. Tensors are not copied.
+    """Encode nested state as ``(document, tensors)``; ``decode`` is the exact inverse. Tensors are not copied.
 
     Raises:
-        ConfigurationError: something in the state is of a type that is not kept; the message names its place.
+        ConfigurationError: a value in the state has an unsupported type; the message gives its path.
     """
     tensors: dict[str, Tensor] = {}
     return Encoder(tensors).value(state, ()), tensors
 
 
 def encode_inline(state: Any) -> JSON:
-    """Turn nested state into a document alone: tensors are written into it (base64). For small states, such as
-    random generators. Raises as ``encode``."""
+    """Encode nested state as a single document that contains the tensors (base64). For small states, such as random
+    generators. Raises as ``encode``."""
     return Encoder(None).value(state, ())
 
 
 def decode(document: JSON, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """Turn ``(document, tensors)`` back into the state that ``encode`` or ``encode_inline`` was given.
+    """Decode ``(document, tensors)`` to the state that was passed to ``encode`` or ``encode_inline``.
 
     Raises:
         CheckpointError: the document is not one that ``encode`` writes, or a tensor is missing.
@@ -53,7 +54,7 @@ def decode(document: JSON, tensors: Mapping[str, Tensor] | None = None) -> Any:
 
 
 class _Decoder:
-    """One walk over a document."""
+    """Decodes one document."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -129,9 +130,9 @@ def _known(name: str, names: list[str]) -> str:
 def _read_inline(value: dict[str, JSON]) -> Tensor:
     data = bytearray(base64.b64decode(value["base64"], validate=True))
     dtype, shape = DTYPES[value["dtype"]], value["shape"]
-    # Before any memory is asked for: the bytes are here, and there are so many.
+    # Checked before memory is allocated: the number of bytes is already known.
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data):,} bytes are no {dtype} tensor of shape {shape}")
+        raise ValueError(f"{len(data):,} bytes are not a {dtype} tensor of shape {shape}")
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -17,7 +17,7 @@ from ..core.errors import ConfigurationError
 from .manifest import JSON
 
 TAG = "$"
-# Each level takes five frames of Python, and the caller is deep in a stack already.
+# Each level takes five Python frames, and the caller's stack is already deep.
 MAX_DEPTH = 64
 _SMALL_BYTES = 4096
 _INT64 = 1 << 63
@@ -44,7 +44,7 @@ NUMPY = [
 
 
 class Encoder:
-    """One walk over a state. ``tensors`` may be None: they are written into the document then."""
+    """Encodes one state. If ``tensors`` is ``None``, tensors are written into the document."""
 
     def __init__(self, tensors: dict[str, Tensor] | None) -> None:
         self.tensors = tensors
@@ -91,7 +91,7 @@ class Encoder:
         if kind in (tuple, torch.Size):
             return {TAG: "tuple" if kind is tuple else "size", "items": self.items(value, path)}
         if kind in (set, frozenset):
-            # The order of a set differs between processes; a document does not.
+            # The order of a set differs between processes; the document must not.
             return {TAG: kind.__name__, "items": sorted(self.items(value, path), key=repr)}
         if kind.__module__ == "numpy":
             return self.numpy(value, path)
@@ -116,7 +116,7 @@ class Encoder:
         name = type(value).__name__
         if self.tensors is None or len(value) <= _SMALL_BYTES:
             return {TAG: name, "base64": base64.b64encode(value).decode("ascii")}
-        # From a bytearray, as torch warns of memory that cannot be written.
+        # From a bytearray, since torch warns about read-only memory.
         tensor = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         return {TAG: name, "tensor": self.place(tensor, path)}
 
@@ -141,7 +141,7 @@ class Encoder:
             raise _refused(value, path)
         if isinstance(value, numpy.generic):
             return {TAG: "numpy", "dtype": name, "value": self.value(value.item(), path)}
-        # Copied: torch warns of arrays that cannot be written, and the caller's may change before it is saved.
+        # Copied: torch warns about read-only arrays, and the caller may change the array before it is saved.
         tensor = torch.from_numpy(numpy.array(value, order="C"))
         return {TAG: "array", "dtype": name, "value": self.tensor(tensor, path)}
 
@@ -187,7 +187,7 @@ _LEAVES: dict[type, Callable[[Any], JSON]] = {
 def _dtype_name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigurationError(f"tensors of {dtype} are not kept in a checkpoint; convert them first.")
+        raise ConfigurationError(f"tensors of {dtype} cannot be stored in a checkpoint; convert them first.")
     return name
 
 
@@ -201,7 +201,7 @@ def _inline(value: Tensor) -> dict[str, JSON]:
 
 
 def at(path: tuple[str, ...]) -> str:
-    """Return a place in nested state, for messages."""
+    """Format a path in nested state, for messages."""
     return "".join(f"[{part!r}]" for part in path)
 
 
@@ -211,7 +211,7 @@ def _refused(value: Any, path: tuple[str, ...]) -> ConfigurationError:
     if isinstance(value, Tensor):
         detail = f" (layout {value.layout}, dtype {value.dtype}, device {value.device})"
     return ConfigurationError(
-        f"state{at(path)} is a {kind.__module__}.{kind.__qualname__}{detail}, which a checkpoint does not keep:"
+        f"state{at(path)} is a {kind.__module__}.{kind.__qualname__}{detail}, which a checkpoint cannot store:"
         " nothing in it is pickled. Return plain values from state_dict (numbers, strings, lists, dicts, dense"
         " tensors) and rebuild the object in load_state_dict; for an enum its .value, for a named tuple or dataclass"
         " a dict."

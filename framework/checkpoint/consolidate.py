@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as plain safetensors, for programs that know nothing of phalanx."""
+"""Export of a checkpoint's tensors as plain safetensors, for other programs."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ def consolidate(
     dtype: str | torch.dtype | None = None,
     section: str = MODEL,
 ) -> Path:
-    """Write a section of a checkpoint as plain safetensors, for programs that know nothing of phalanx.
+    """Write a section of a checkpoint as plain safetensors, for other programs.
 
-    It is read, checked, converted and written in slices of some megabytes, whatever the size of the tensors.
+    Tensors of any size are read, checked, converted and written in slices of a few megabytes.
 
     Args:
         path: the checkpoint.
-        out: a file that does not exist yet, or a directory, which gets ``model.safetensors``. With ``max_shard_size`` a
-            new directory of ``model-00001-of-00002.safetensors`` and an index, as Hugging Face writes them.
-        max_shard_size: the most bytes of tensors in one file, as a number or ``"5GB"``; a larger tensor has its own.
-        dtype: write floating point tensors in it: ``"bf16"``, ``"float16"``, ... Default: as they were saved.
-        section: what is written: the model's weights, the model with an average of them (``"averages/ema"``),
+        out: a file that does not exist yet, or a directory, in which ``model.safetensors`` is written. With
+            ``max_shard_size`` a new directory of ``model-00001-of-00002.safetensors`` and an index, as Hugging Face
+            writes them.
+        max_shard_size: the largest size of the tensors in one file, in bytes or as ``"5GB"``; a larger tensor gets a
+            separate file.
+        dtype: the dtype of floating-point tensors in the output: ``"bf16"``, ``"float16"``, ... Default: as saved.
+        section: the section to write: the model's weights, the model with an average of them (``"averages/ema"``),
             ``"optimizer"``, ...
 
     Tied tensors are written under each of their names. Returns the file, or the directory.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged; nothing is written then.
-        ConfigurationError: ``out`` exists, an argument is wrong, or a number does not fit into ``dtype``.
+        CheckpointError: there is no checkpoint, or it is damaged; nothing is written.
+        ConfigurationError: ``out`` exists, an argument is wrong, or a value does not fit into ``dtype``.
         StorageError: ``out`` cannot be written.
     """
     if max_shard_size is not None:
@@ -53,12 +55,13 @@ def consolidate(
 
 
 def section_tensors(checkpoint: Checkpoint, given: str) -> dict[str, StoredTensor]:
-    """Return the tensors of a section, or of ``<section>/<key>`` those whose names begin with the key, without it.
+    """Return the tensors of a section, or for ``<section>/<key>`` those whose names begin with the key, without the
+    key.
 
-    An average has its own of what was trained; the rest of the model belongs to it as it is.
+    An average contains only the trained tensors; the rest of the model is added to it unchanged.
 
     Raises:
-        UnknownNameError: there is no such section, or nothing in it has such a key.
+        UnknownNameError: there is no such section, or no tensor in it has such a key.
     """
     section, _, key = given.partition("/")
     names = checkpoint.names(section)

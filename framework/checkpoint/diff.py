@@ -1,4 +1,4 @@
-"""Compare two checkpoints: names, shapes, dtypes, values, and everything that is not a tensor."""
+"""Comparison of two checkpoints: names, shapes, dtypes, values, and all values other than tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MISSING = "(not there)"
 class ValueDifference:
     """The number of elements that differ and the largest difference.
 
-    NaN equals NaN; NaN beside a number differs by infinity.
+    NaN equals NaN; the difference between NaN and a number is infinity.
     """
 
     elements: int
@@ -35,7 +35,7 @@ class ValueDifference:
 
 @dataclass
 class SectionDifference:
-    """The differences in a section. ``shapes`` and ``dtypes`` have both sides, the first checkpoint's first."""
+    """The differences in a section. ``shapes`` and ``dtypes`` hold the values of both checkpoints, in order."""
 
     only_in_first: list[str] = field(default_factory=list)
     only_in_second: list[str] = field(default_factory=list)
@@ -57,16 +57,17 @@ class Difference:
 
     sections: dict[str, SectionDifference]
     documents: list[tuple[str, str, str]]
-    """The path of a value that is not a tensor, such as ``document/progress/global_step``, and both sides as text."""
+    """The paths of differing values other than tensors, such as ``document/progress/global_step``, and both values as
+    text."""
 
     @property
     def equal(self) -> bool:
-        """Whether the two hold the same."""
+        """Whether the two checkpoints have equal contents."""
         return not self.documents and all(section.equal for section in self.sections.values())
 
 
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Difference:
-    """Compare two checkpoints, whatever strategy and number of ranks saved them. Every tensor is read, and checked.
+    """Compare two checkpoints, saved under any strategy and number of ranks. Reads and verifies every tensor.
 
     Raises:
         CheckpointError: one of them is missing or damaged.
@@ -128,13 +129,13 @@ def _values(one: Checkpoint, other: Checkpoint, section: str, name: str, element
 
 
 def _distance(one: Tensor, other: Tensor) -> tuple[int, float]:
-    """Return how many elements differ, and by how much at most."""
+    """Return the number of elements that differ, and the largest difference."""
     if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
         return 0, 0.0
     exact = one.dtype == other.dtype and not one.is_floating_point() and not one.is_complex()
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     a, b = one.to(wide), other.to(wide)
-    # Whole numbers beyond 2**53 differ where doubles are equal.
+    # Integers beyond 2**53 may differ although they are equal as doubles.
     unequal = one.view(_bits(one)) != other.view(_bits(other)) if exact else a != b
     unequal &= ~(a.isnan() & b.isnan())
     count = int(unequal.sum())
@@ -150,7 +151,7 @@ def _bits(tensor: Tensor) -> torch.dtype:
 
 
 def _documents(one: JSON, other: JSON, path: str, depth: int) -> Iterator[tuple[str, str, str]]:
-    """Yield the places in which two documents differ. Below a hundred levels they are compared as wholes."""
+    """Yield the paths at which two documents differ. Values nested deeper than a hundred levels are compared as one."""
     if type(one) is dict and type(other) is dict and depth < 100:
         for key in dict.fromkeys([*one, *other]):
             here = f"{path}/{key}"
@@ -166,6 +167,6 @@ def _documents(one: JSON, other: JSON, path: str, depth: int) -> Iterator[tuple[
 
 
 def _text(value: Any, limit: int | None = _MAX_TEXT) -> str:
-    """Return JSON, so that 1, 1.0 and true are three values; shortened for display."""
+    """Return JSON text, which distinguishes 1, 1.0 and true; shortened for display."""
     text = json.dumps(value)
     return text if limit is None or len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"

@@ -1,4 +1,4 @@
-"""A test of a checkpoint directory before the first step: each operation of a save, once, with a few bytes."""
+"""Test of a checkpoint directory before the first step: every operation of a save, with a few bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ..system.atomic_files import hidden_sibling, make_directory, write_synced
 from .save_errors import agree, error_of, tell
 
 NAME = "probe"
-"""The name that hidden probe directories are made from, so that one left by a killed process is recognised."""
+"""The base name of hidden probe directories, by which leftovers of a killed process are recognized."""
 
 
 def probe(directory: Path, world: World, sharded: bool) -> None:
-    """Make a directory where it is missing, and create, write, sync, rename and delete in it. Collective.
+    """Create a directory if it is missing, and test creating, writing, syncing, renaming and deleting in it.
+    Collective.
 
-    With ``sharded`` every rank writes, as every rank's part will be.
+    With ``sharded``, every rank writes, as in a sharded save.
 
     Raises:
-        StorageError: on all ranks; something of it failed on one.
+        StorageError: an operation failed on some rank. Raised on all ranks.
     """
     what = f"checkpoints cannot be saved in {str(directory)!r}"
     held: list[HiddenDirectory] = []

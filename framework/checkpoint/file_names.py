@@ -43,17 +43,17 @@ class NameTemplate:
 
         if any("/" in text for text, _, _, _ in self._parts):
             raise ConfigurationError(
-                f"filename={template!r} must name no folder: give that as dirpath=, where a resumed run looks."
+                f"filename={template!r} must not contain a folder: pass it as dirpath=, where a resumed run looks."
             )
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics that a name needs."""
+        """The metrics that the template uses."""
         return [field for _, field, _, _ in self._parts if field is not None and field not in COUNTERS]
 
     @property
     def pattern(self) -> str:
-        """A regular expression of the names that this template gives, without a suffix."""
+        """A regular expression that matches the names of this template, without a suffix."""
         text = ""
         for literal, field, _, _ in self._parts:
             text += re.escape(literal)
@@ -83,7 +83,8 @@ class NameTemplate:
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """The paths of a run's checkpoints: from a template, and one for the newest; ``-v1`` where a name is taken."""
+    """The paths of a run's checkpoints: names from a template, and a name for the last one; ``-v1`` is added if a name
+    is taken."""
 
     template: NameTemplate
     last: NameTemplate
@@ -95,10 +96,10 @@ class CheckpointNames:
     def path(
         self, directory: str | None, metrics: Mapping[str, Any], template: NameTemplate, version: int | None = None
     ) -> str:
-        """Return the path for metrics, among which ``epoch`` and ``step`` are.
+        """Return the path for metrics, which must include ``epoch`` and ``step``.
 
         Raises:
-            MetricError: the template names a metric that is not there.
+            MetricError: the template uses a metric that was not logged.
         """
         counters = [int(metrics.get(name, 0)) for name in COUNTERS]
         name = template.fill(counters[0], counters[1], {key: float(value) for key, value in metrics.items()})
@@ -109,7 +110,7 @@ class CheckpointNames:
     def free(
         self, directory: str | None, metrics: Mapping[str, Any], gives_way: str, template: NameTemplate | None = None
     ) -> str:
-        """Return a path that is free, or that of the checkpoint which gives way."""
+        """Return an unused path, or the path of the checkpoint that may be replaced."""
         template = template or self.template
         path = self.path(directory, metrics, template)
         version = self.first_version
@@ -119,6 +120,6 @@ class CheckpointNames:
         return path
 
     def gives(self, name: str) -> bool:
-        """Whether ``name`` may be that of a checkpoint with these names."""
+        """Whether ``name`` can be the name of one of this run's checkpoints."""
         versions = rf"(?:{re.escape(self.join)}v\d+)?{re.escape(self.extension)}"
         return any(re.fullmatch(f"(?:{one.pattern}){versions}", name) for one in (self.template, self.last))

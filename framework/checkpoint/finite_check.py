@@ -1,4 +1,4 @@
-"""Whether weights and gradients are numbers: a checkpoint with a NaN in it is no checkpoint to come back to."""
+"""Checks for NaN and infinity in weights and gradients: a checkpoint that contains NaN is useless for resuming."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_finite(tensor: Tensor) -> bool:
 def _all_finite(tensor: Tensor) -> bool:
     if tensor.dtype.itemsize == 1:
         tensor = tensor.float()
-    # One pass without a copy. A finite sum has finite terms; an infinite one may have overflowed, so look again.
+    # One pass without a copy. A finite sum has finite terms; an infinite sum may be an overflow, so check the elements.
     total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     return math.isfinite(total.item()) or bool(tensor.isfinite().all())
 
@@ -36,8 +36,8 @@ def _all_finite(tensor: Tensor) -> bool:
 def all_finite(tensors: list[Tensor]) -> bool:
     """Whether no element of any tensor is NaN or infinite; reads one number from the device.
 
-    What loss scaling looks at gradients with: one call for all of them, a third of the time of sums. It multiplies by 1
-    in place, so the tensors must be dense ones of this rank's own.
+    Uses the kernel of loss scaling: one call for all tensors, in a third of the time of sums. It multiplies by 1 in
+    place, so the tensors must be dense and local to this rank.
     """
     if not tensors:
         return True
@@ -49,7 +49,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
         try:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
         except RuntimeError:
-            # Complex numbers, memory that overlaps itself, several devices, sparse tensors.
+            # Complex tensors, overlapping memory, several devices, sparse tensors.
             found.zero_()
         else:
             if found.item() == 0.0:
@@ -61,11 +61,11 @@ def all_finite(tensors: list[Tensor]) -> bool:
 
 @cache
 def _found_and_one(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a 0 to write to where something is found, and a 1 to multiply by; making them takes longer than a look."""
+    """Return a 0 for the result and a 1 to multiply by; cached, because creating them takes longer than the check."""
     with torch.inference_mode(False):
         return torch.zeros((), device=device), torch.ones((), device=device)
 
 
 def has_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the first name whose tensor holds a NaN or an infinity, or None."""
+    """Return the first name whose tensor contains NaN or infinity, or None."""
     return next((name for name, tensor in tensors.items() if not is_finite(tensor.detach())), None)

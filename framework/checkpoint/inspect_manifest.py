@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, from its manifest alone: no tensor is read. Needs no torch."""
+"""Description of a checkpoint from its manifest, without reading tensors. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COUNTERS = ("epoch", "batch_in_epoch", "global_batch", "global_step")
 
 @dataclass(frozen=True)
 class SectionSummary:
-    """The contents of a section: how many tensors, their elements and bytes, and the names that are tied to others."""
+    """The contents of a section: the number of tensors, elements, bytes, and names that are tied to others."""
 
     tensors: int
     tied: int
     elements: int
     bytes: int
     bytes_by_dtype: dict[str, int]
-    """By the code that safetensors has for a dtype: ``F32``, ``BF16``, ..."""
+    """Bytes by the safetensors code of the dtype: ``F32``, ``BF16``, ..."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Inspection:
     bytes: int
     optimizers: list[OptimizerSummary]
     hparams: dict[str, Any]
-    """As the manifest has them: what JSON does not know is an object with the key ``"$"``."""
+    """As in the manifest: values that JSON does not support are objects with the key ``"$"``."""
     unsaved_hparams: list[str]
     metrics: dict[str, float]
-    """The metrics that had been logged, those that are numbers."""
+    """The logged metrics that are numbers."""
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
-    """Describe a checkpoint by its manifest; ``verify`` says whether the files are good.
+    """Describe a checkpoint by its manifest; use ``verify`` to check the files.
 
     Raises:
-        CheckpointError: there is none, its manifest is damaged, or it is of a newer format version.
+        CheckpointError: there is no checkpoint, its manifest is damaged, or it has a newer format version.
     """
     return inspection_of(path, read_manifest(path))
 
@@ -112,7 +112,7 @@ def inspection_of(path: str | os.PathLike[str], manifest: Manifest) -> Inspectio
 
 
 def kind_of(manifest: Manifest) -> str:
-    """Return whose a checkpoint is: ``"trainer"``, ``"weights"``, ``"fabric"`` or ``"other"``."""
+    """Return the kind of a checkpoint: ``"trainer"``, ``"weights"``, ``"fabric"`` or ``"other"``."""
     document = _dict(manifest.document)
     if type(document.get("fabric")) is dict:
         return "fabric"
@@ -123,7 +123,7 @@ def kind_of(manifest: Manifest) -> str:
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:
-    """Return the numbers among the metrics that a Trainer's checkpoint keeps."""
+    """Return the metrics in a Trainer's checkpoint that are numbers."""
     state = _dict(_dict(manifest.document).get("state"))
     found = {}
     for name, value in _dict(state.get("metrics")).items():
@@ -134,7 +134,7 @@ def metrics_of(manifest: Manifest) -> dict[str, float]:
 
 
 def monitored(manifest: Manifest) -> tuple[str, float] | None:
-    """Return the metric by which a ModelCheckpoint ranks, and its value at this checkpoint, where both are recorded."""
+    """Return the metric that a ModelCheckpoint monitors and its value at this checkpoint, or None if not recorded."""
     for state in _dict(_dict(_dict(manifest.document).get("state")).get("callbacks")).values():
         name, score = _dict(state).get("monitor"), _dict(state).get("current_score")
         if type(name) is str and _is_number(score):

@@ -1,4 +1,4 @@
-"""The checkpoint of a directory to resume from: found by its contents, never by a pointer file. Needs no torch."""
+"""Search for the checkpoint to resume from, by contents and never by a pointer file. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ def newest_good(
     note: Callable[[str], None],
     refuse: Callable[[Manifest], str | None] | None = None,
 ) -> Path | None:
-    """Return the checkpoint in ``directory``, or in one of several, that got furthest and verifies, or None.
+    """Return the checkpoint with the most progress that verifies, in ``directory`` or in one of several, or None.
 
-    "Furthest" is by the progress in the manifests (optimizer steps, then batches, then the time of saving), never by
-    names or a pointer file. ``note`` is called with the reason for each better one that was skipped: damaged, weights
-    that are not finite, or the answer of ``refuse``. Links and unfinished saves are not looked at.
+    Checkpoints are compared by the progress in their manifests (optimizer steps, then batches, then the time of
+    saving), never by names or a pointer file. ``note`` is called with the reason for each better checkpoint that was
+    skipped: it is damaged, has weights that are not finite, or was rejected by ``refuse``. Links and unfinished saves
+    are ignored.
     """
     found: list[tuple[tuple[int, int, float], Path, Manifest]] = []
     directories = [directory] if isinstance(directory, (str, os.PathLike)) else directory
@@ -42,7 +43,7 @@ def newest_good(
 
 
 def candidates(directory: Path) -> Iterator[Path]:
-    """Yield the possible checkpoints in a directory, by name: no links, nothing hidden.
+    """Yield the possible checkpoints in a directory, sorted by name, without links and hidden entries.
 
     Raises:
         StorageError: it cannot be listed.

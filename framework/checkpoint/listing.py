@@ -1,4 +1,4 @@
-"""The checkpoints of a directory at a glance. Needs no torch."""
+"""List of the checkpoints in a directory. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .verify import verify as verified
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint of a directory. Of a damaged one no more may be known than its name and what is wrong."""
+    """A checkpoint in a directory. For a damaged one, possibly only its name and the problem are known."""
 
     path: Path
     status: str
@@ -25,22 +25,22 @@ class Listed:
     too. ``"damaged"``: see ``problem``."""
     problem: str | None = None
     kind: str | None = None
-    """As ``inspect`` has it."""
+    """See ``Inspection``."""
     step: int | None = None
     epoch: int | None = None
     metric: tuple[str, float] | None = None
-    """The metric that a ModelCheckpoint ranks by, and its value."""
+    """The metric that a ModelCheckpoint monitors, and its value."""
     bytes: int | None = None
-    """Of the tensor files and the manifest."""
+    """The size of the tensor files and the manifest, in bytes."""
     saved_at: float | None = None
     """Seconds since 1970."""
 
 
 def checkpoints(directory: str | os.PathLike[str], verify: bool = False) -> list[Listed]:
-    """Return the checkpoints that lie in a directory, not below it, by progress, the furthest last.
+    """Return the checkpoints in a directory (not in subdirectories), sorted by progress, the furthest last.
 
-    Links and unfinished saves are left out. Cheap, as only manifests and headers are read, unless ``verify`` has every
-    byte read.
+    Links and unfinished saves are ignored. Only manifests and headers are read, which is cheap, unless ``verify`` is
+    set, which reads every byte.
 
     Raises:
         CheckpointError: there is no such directory, or it is a checkpoint itself.

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what lies where, and the checksum of each piece.
+"""The manifest of a checkpoint: the location and the checksum of every piece of a tensor.
 
 ``manifest.json`` begins with the 31 bytes ``{"checksum":"0123456789abcdef",``; the checksum is the XXH3-64 of the byte
-``{`` followed by all that comes after these 31. It is checked before anything else of the file is believed.
+``{`` followed by all that comes after these 31. It is verified before the rest of the file is parsed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILE_NAME = re.compile(r"([a-z][a-z0-9_]*)-[0-9]{5,9}\.safetensors")
 SECTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 MAX_MANIFEST_BYTES = 1 << 30
-"""A manifest is read as a whole, so a reader refuses a longer one; a checkpoint of 6 million parts fits."""
+"""The size limit of a manifest, which is read into memory; a checkpoint of 6 million parts fits."""
 START_BYTES = 31
 _MAX_BYTES = 1 << 62
 _MAX_DIMS = 64
@@ -57,13 +57,13 @@ class TensorRecord:
     parts: tuple[Part, ...]
 
     def size_of(self, part: Part) -> int:
-        """Return the bytes of one of the parts."""
+        """Return the size of a part in bytes."""
         return byte_size(part.shape, self.dtype)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that ``manifest.json`` says. In ``sections``, a string stands for a tensor tied to the one of that name."""
+    """The contents of ``manifest.json``. In ``sections``, a string denotes a tensor tied to the one of that name."""
 
     sections: dict[str, dict[str, TensorRecord | str]]
     files: dict[str, FileRecord]
@@ -75,14 +75,14 @@ class Manifest:
     saved_at: float = 0.0
     phalanx: str = ""
     checksum: str = field(default="", compare=False)
-    """Of the manifest's own bytes, and so of all that it says; empty while it is not written."""
+    """The checksum of the manifest's bytes, and so of its contents; empty until it is written."""
 
 
 def dump(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``, one line for each field and tensor.
 
     Raises:
-        ValueError, TypeError: a document is not strict JSON, or all of it is longer than a reader takes.
+        ValueError, TypeError: a document is not strict JSON, or the manifest exceeds the size limit.
     """
     from xxhash import xxh3_64_hexdigest
 
@@ -124,10 +124,10 @@ def _tensor_fields(item: tuple[str, TensorRecord | str]) -> tuple[str, Any]:
 
 
 def parse(data: bytes) -> Manifest:
-    """Return the manifest in ``data``, checked so far as that is possible without the files.
+    """Return the manifest in ``data``, validated as far as possible without the tensor files.
 
     Raises:
-        CheckpointError: it is damaged, contradicts itself, or is of a newer format version.
+        CheckpointError: the manifest is damaged, inconsistent, or has a newer format version.
     """
     from xxhash import xxh3_64_hexdigest
 
@@ -146,10 +146,10 @@ def parse(data: bytes) -> Manifest:
 
 
 def check_start(data: bytes) -> re.Match[bytes]:
-    """Return the match of a manifest's first 31 bytes, which hold its checksum.
+    """Return the match of a manifest's first 31 bytes, which contain its checksum.
 
     Raises:
-        CheckpointError: it is no manifest of phalanx.
+        CheckpointError: the data is not a phalanx manifest.
     """
     start = _START.match(data)
     if start is None:
@@ -162,7 +162,7 @@ def _no_constant(text: str) -> JSON:
 
 
 def _finite(text: str) -> float:
-    # JSON can spell numbers that no float holds, and Python makes infinity of them.
+    # JSON allows numbers beyond the range of a float, which Python parses as infinity.
     value = float(text)
     if not isfinite(value):
         raise ValueError(f"{text} is beyond what a float holds")
@@ -239,7 +239,7 @@ def _check_tensor(manifest: Manifest, section: str, name: str, record: TensorRec
         if not isinstance(manifest.sections[section].get(record), TensorRecord):
             raise ValueError(f"{where} is an alias of {record!r}, which holds no data")
         return
-    # Empty dims do not excuse the others: torch multiplies them too.
+    # Also if another dim is empty: torch multiplies all dims.
     if prod(max(size, 1) for size in record.shape) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
         raise ValueError(f"{where} has the absurd shape {list(record.shape)}")
     problem = coverage_problem(record.shape, ((part.offsets, part.shape) for part in record.parts))
@@ -253,7 +253,7 @@ def _check_tensor(manifest: Manifest, section: str, name: str, record: TensorRec
 
 
 def _check_files(manifest: Manifest) -> None:
-    """Every byte of every file belongs to its header or to exactly one part, so that checksums cover all of it."""
+    """Check that every byte of every file belongs to its header or to exactly one part, for full checksums."""
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for tensors in manifest.sections.values():
         for record in tensors.values():

@@ -1,4 +1,4 @@
-"""Recognise a checkpoint and read its manifest, before any tensor is read. Needs no torch."""
+"""Recognition of a checkpoint and reading of its manifest, before any tensor is read. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .safetensors_header import PlainFile
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return a checkpoint's manifest, checked.
+    """Return a checkpoint's validated manifest.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of a newer format version.
@@ -32,15 +32,15 @@ def parse_at(path: str | os.PathLike[str], data: bytes) -> Manifest:
 
 
 def read_manifest_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a checkpoint's manifest, of which only the beginning was looked at.
+    """Return the bytes of a checkpoint's manifest; only the beginning is checked.
 
     Raises:
-        CheckpointError: there is none, or it is too long or does not begin as one.
+        CheckpointError: there is no manifest, it is too long, or its first bytes are wrong.
     """
     folder = Path(path)
     _check_directory(folder)
     file = PlainFile(folder / MANIFEST)
-    # The beginning tells a manifest from anything else, before a file of any size is read.
+    # The first bytes identify a manifest before a file of any size is read.
     try:
         check_start(file.read(min(file.size, START_BYTES)))
     except CheckpointError as error:
@@ -59,7 +59,7 @@ def _check_directory(folder: Path) -> None:
     except NotADirectoryError:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} is a file, and a checkpoint is a directory. If it is Lightning's: "
-            f"phalanx checkpoint convert {folder} OUT makes one of it."
+            f"phalanx checkpoint convert {folder} OUT converts it."
         ) from None
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {str(folder)!r} does not exist.{_interrupted(folder)}") from None
@@ -84,7 +84,7 @@ def _interrupted(folder: Path) -> str:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a directory holds nothing but what a checkpoint holds, damaged or not; so that deleting it is safe."""
+    """Whether a directory contains only files of a checkpoint, damaged or not, so that deleting it is safe."""
     if path.is_symlink() or not path.is_dir():
         return False
     names = os.listdir(path)

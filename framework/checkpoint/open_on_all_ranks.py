@@ -1,4 +1,4 @@
-"""Opening one checkpoint on all ranks: the same one everywhere, verified by all ranks together."""
+"""Opening of the same checkpoint on all ranks, with verification shared by the ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .verify import problems_of
 
 
 def open_on_all_ranks(world: World, path: object, verified: bool = False) -> Checkpoint:
-    """Open the same checkpoint on all ranks, once every byte of it was found good. Collective.
+    """Verify every byte of a checkpoint and open it on all ranks. Collective.
 
-    The ranks share the files out among them to read them, unless they are ``verified`` already.
+    The ranks divide the files among them for verification, unless they are already ``verified``.
 
     Raises:
-        CheckpointError: on all ranks; one has none there, a damaged one, or another one. The message names file and
-            tensor.
+        CheckpointError: the checkpoint is missing, damaged or a different one on some rank. Raised on all ranks; the
+            message names file and tensor.
     """
     checkpoint = on_all_ranks(world, lambda: open_checkpoint(str(path)))
     every = world.all_gather_object(checkpoint.manifest.checksum)

@@ -1,4 +1,4 @@
-"""A gate that makes optimizers wait with their step while another thread copies their state."""
+"""A gate that blocks the ``step`` of optimizers while another thread copies their state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Hold:
-    """Between ``begin`` and ``release`` a call of ``step`` waits; at any other time that costs it a look at a flag."""
+    """Blocks calls of ``step`` between ``begin`` and ``release``; at other times a call only checks a flag."""
 
     def __init__(self) -> None:
         self._free = threading.Event()
         self._free.set()
-        # By identity; the optimizer is kept so that no other one gets its number.
+        # By ``id``; the optimizer is referenced so that its id is not reused.
         self._held: dict[int, tuple[Optimizer, RemovableHandle]] = {}
 
     def begin(self, optimizers: Sequence[Optimizer | None]) -> bool:
-        """Hold updates from here on, if they can be held; return whether they can.
+        """Start to block updates, if possible; return whether it is possible.
 
-        They cannot where a strategy does not know what steps (None), and where a class has replaced what torch wraps
-        around ``step``.
+        It is not possible if a strategy does not know the optimizer that steps (None), or if a class has replaced
+        torch's wrapper around ``step``.
         """
         known = [one for one in optimizers if one is not None and getattr(type(one).step, "hooked", False)]
         if len(known) != len(optimizers):
@@ -39,7 +39,7 @@ class Hold:
             self._free.wait()
 
     def release(self) -> None:
-        """Release waiting updates."""
+        """Unblock waiting updates."""
         self._free.set()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank's part of a save: its tensor files, checked and hashed while they are written. No collectives."""
+"""Writing of one rank's part of a save: its tensor files, checked and hashed in the same pass. No collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .write_plan import Assignment, Box, Plan, Snapshot
 
 @dataclass
 class WrittenPart:
-    """A rank's report to rank 0: the files it wrote, and for each section where its tensors lie in its file."""
+    """A rank's report to rank 0: the files that it wrote, and the positions of its tensors in the file of each
+    section."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     segments: dict[str, dict[str, Segment]] = field(default_factory=dict)
@@ -34,7 +35,7 @@ def file_name(section: str, rank: int) -> str:
 
 
 def total_bytes(assignment: Assignment, plans: list[Plan]) -> int:
-    """Return the bytes of all tensors that all ranks are to write."""
+    """Return the total size in bytes of the tensors that all ranks write."""
     return sum(
         size_of(box[1], plans[rank][section][name].dtype)
         for section, tensors in assignment.items()
@@ -45,7 +46,7 @@ def total_bytes(assignment: Assignment, plans: list[Plan]) -> int:
 
 
 class PartWriter:
-    """Writes what ``assignment`` gives to ``rank``.
+    """Writes the boxes that ``assignment`` assigns to ``rank``.
 
     Args:
         target: the checkpoint, for messages.
@@ -53,7 +54,8 @@ class PartWriter:
         assignment: which rank writes which box of each tensor.
         rank: this rank.
         needed_bytes: the size of the whole checkpoint, for messages.
-        finite: refuse weights that are NaN or infinite; says when they were captured, for the message.
+        finite: if given, refuse weights that are NaN or infinite; the text describes the time of capture in the
+            message.
         given_up: called for every piece; the save fails once it returns True.
     """
 
@@ -87,7 +89,7 @@ class PartWriter:
         try:
             for section, tensors in self._assignment.items():
                 self._write_section(directory, section, tensors, files)
-            # All syncs come at the end: the disk was at work on the first files while the others were written.
+            # Sync all files at the end: the disk then writes the first files while the others are being produced.
             for file in files:
                 try:
                     file.sync()
@@ -142,7 +144,7 @@ class PartWriter:
 
     def _not_written(self, path: Path, error: OSError) -> StorageError:
         """Build the error for a file that could not be written; it names the bytes of the whole checkpoint."""
-        # Files written so far are useless, and would be counted as taken in the message's free bytes.
+        # Files written so far are useless, and would reduce the free bytes in the message.
         for name in [*self.written.files, path.name]:
             with contextlib.suppress(OSError):
                 (path.parent / name).unlink()

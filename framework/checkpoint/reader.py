@@ -1,4 +1,4 @@
-"""Reading a checkpoint: only the bytes that are asked for, each checked against its checksum before it is returned."""
+"""Reading of checkpoints: reads only the requested bytes, and verifies them before they are returned."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 class Checkpoint:
     """An open checkpoint.
 
-    Every read raises ``CheckpointError`` where bytes do not match the manifest, and ``UnknownNameError`` for a section
-    or tensor that is not there. Tensors come as contiguous CPU memory of their own.
+    Every read raises ``CheckpointError`` if bytes do not match the manifest, and ``UnknownNameError`` for an unknown
+    section or tensor. Returned tensors are contiguous, on the CPU, and do not share memory with the file.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -67,7 +67,7 @@ class Checkpoint:
         return list(self._section(section))
 
     def aliases(self, section: str) -> dict[str, str]:
-        """Return, for each tied name, the name that holds its data."""
+        """Map each tied name to the name that holds its data."""
         return {name: record for name, record in self._section(section).items() if isinstance(record, str)}
 
     def shape(self, section: str, name: str) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class Checkpoint:
         return DTYPES[self._record(section, name).dtype]
 
     def read(self, section: str, name: str) -> Tensor:
-        """Return a whole tensor."""
+        """Return a full tensor."""
         shape = self.shape(section, name)
         return self.read_slice(section, name, (0,) * len(shape), shape)
 
@@ -94,7 +94,7 @@ class Checkpoint:
         return {name: found[owners.get(name, name)] for name in self.names(section)}
 
     def read_slice(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the box of ``shape`` at ``offsets`` of a tensor, assembled from the parts that it touches.
+        """Return the box of ``shape`` at ``offsets`` of a tensor, assembled from the parts that overlap it.
 
         Raises:
             ConfigurationError: the box does not lie within the tensor.
@@ -111,7 +111,8 @@ class Checkpoint:
             for part in touched:
                 self._copy_box(name, record, part, offsets, out)
             return out
-        # Parts of the flattened tensor hold whole rows only, so the rows are read and the other dims cut afterwards.
+        # Parts of the flattened tensor contain full rows only, so rows are read first and the other dims are cut
+        # afterwards.
         row_size = prod(record.shape[1:])
         start, length = (offsets[0] * row_size, shape[0] * row_size) if offsets else (0, 1)
         touched = parts_in_range(record, start, length)
@@ -123,7 +124,7 @@ class Checkpoint:
         return out if rows is out else out.copy_(_cut(rows, (0, *offsets[1:]), shape))
 
     def read_flat(self, section: str, name: str, start: int, length: int) -> Tensor:
-        """Return ``length`` elements from ``start`` on of the flattened (row-major) tensor, as a 1-d tensor.
+        """Return ``length`` elements, beginning at ``start``, of the flattened (row-major) tensor, as a 1-d tensor.
 
         Raises:
             ConfigurationError: the range does not lie within the tensor.
@@ -151,9 +152,9 @@ class Checkpoint:
         return out
 
     def _empty(self, name: str, record: TensorRecord, touched: Sequence[Part], shape: tuple[int, ...]) -> Tensor:
-        """Return memory to read into, once the files of what is to be read are known to hold what the manifest says.
+        """Allocate memory to read into, after checking that the files to be read match the manifest.
 
-        No others are opened: there are as many as ranks that wrote, and each rank of a run reads a part of its own.
+        Other files are not opened: there is one per writing rank, and each rank of a run reads only its own part.
         """
         for part in touched:
             if part.file not in self._seen:
@@ -163,17 +164,18 @@ class Checkpoint:
         except (MemoryError, RuntimeError) as error:
             need = prod(shape) * DTYPES[record.dtype].itemsize
             raise CheckpointError(
-                f"tensor {name!r} of {str(self.path)!r} needs {need:,} bytes of memory, and there are not so many."
+                f"tensor {name!r} of {str(self.path)!r} needs {need:,} bytes of memory, which are not available."
             ) from error
 
     def _copy_box(self, name: str, record: TensorRecord, part: Part, offsets: Sequence[int], out: Tensor) -> None:
-        """Copy what ``part`` holds of the box at ``offsets`` into ``out``."""
+        """Copy the elements of the box at ``offsets`` that ``part`` contains into ``out``."""
         lows = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
         highs = [min(a + n, b + m) for a, n, b, m in zip(offsets, out.shape, part.offsets, part.shape, strict=True)]
         extent = [high - low for low, high in zip(lows, highs, strict=True)]
         target = _cut(out, [low - start for low, start in zip(lows, offsets, strict=True)], extent)
         inside = [low - start for low, start in zip(lows, part.offsets, strict=True)]
-        # Elements that lie together in the file: some of the first dim that is not cut to one, and all of those after.
+        # Contiguous elements in the file: a range of the first dim that is not cut to one element, and all of later
+        # dims.
         dim = next((dim for dim, size in enumerate(extent) if size != 1), len(extent))
         rows = (*extent[: dim + 1], *part.shape[dim + 1 :])
         first = sum(at * prod(part.shape[place + 1 :]) for place, at in enumerate(inside[: dim + 1]))
@@ -185,7 +187,7 @@ class Checkpoint:
         target.copy_(_cut(buffer, [*[0] * len(inside[: dim + 1]), *inside[dim + 1 :]], extent))
 
     def _copy_range(self, name: str, record: TensorRecord, touched: Sequence[Part], start: int, out: Tensor) -> None:
-        """Fill the 1-d ``out`` with the elements from ``start`` on, from the parts of the flattened tensor there."""
+        """Fill the 1-d ``out`` with the elements beginning at ``start``, from the parts of the flattened tensor."""
         for part in touched:
             low = max(start, part.offsets[0])
             high = min(start + out.numel(), part.offsets[0] + part.shape[0])
@@ -193,9 +195,9 @@ class Checkpoint:
             self._read_elements(name, record, part, low - part.offsets[0], target)
 
     def _read_elements(self, name: str, record: TensorRecord, part: Part, first: int, out: Tensor) -> None:
-        """Fill the contiguous ``out`` with the elements of ``part`` from ``first`` on.
+        """Fill the contiguous ``out`` with the elements of ``part`` beginning at ``first``.
 
-        The first time, all bytes of the part pass through its checksum; those that are wanted are read just once.
+        The first time, the checksum is computed over all bytes of the part; requested bytes are read only once.
         """
         file, memory, low = self._file(part.file), bytes_of(out), first * out.dtype.itemsize
         if (part.file, part.start) in self._verified:

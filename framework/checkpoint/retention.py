@@ -1,4 +1,4 @@
-"""The rules by which checkpoints are retained: the best k by a score, the newest n, every nth for ever."""
+"""Retention rules for checkpoints: the best k by a score, the newest n, and every nth permanently."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..system.atomic_files import storage_error, sync_directory
 
 
 class BestK:
-    """The paths of the best ``k`` checkpoints with their scores; -1 keeps all. A score of NaN is never among the best.
+    """The paths of the best ``k`` checkpoints with their scores; -1 retains all. A score of NaN is never among the
+    best.
 
-    Pure bookkeeping: every rank holds the same one, and nothing here touches a disk.
+    Bookkeeping only: the same on every rank, without access to the disk.
     """
 
     def __init__(self, k: int, mode: str) -> None:
@@ -31,23 +32,23 @@ class BestK:
 
     @property
     def worst(self) -> str:
-        """The path that a better one would replace; empty while there is room."""
+        """The path that a better checkpoint would replace; empty if fewer than ``k`` are retained."""
         full = 0 < self.k <= len(self.scores)
         return self._extreme("max" if self.mode == "min" else "min") if full else ""
 
     def accepts(self, score: float) -> bool:
-        """Whether a checkpoint with this score is to be kept."""
+        """Whether a checkpoint with this score should be retained."""
         if self.k == -1:
             return True
         if self.k == 0 or math.isnan(score):
             return False
         if len(self.scores) < self.k:
             return True
-        # There are more in a resumed run that retained more before.
+        # A resumed run has more if it retained more before.
         return is_better(score, sorted(self.scores.values(), reverse=self.mode == "max")[self.k - 1], self.mode)
 
     def add(self, path: str, score: float) -> None:
-        """Take in an accepted checkpoint; the worst ones give way, as many as there are beyond ``k``."""
+        """Add an accepted checkpoint; remove the worst ones beyond ``k``."""
         while path not in self.scores and self.worst:
             del self.scores[self.worst]
         self.scores[path] = score
@@ -61,9 +62,9 @@ class BestK:
 
 
 class Retention:
-    """The checkpoints that are kept, by path, in the order saved.
+    """The retained checkpoints, by path, in the order saved.
 
-    Pure bookkeeping, as ``BestK`` is. ``ranked`` says whether scores count; without them the best one is the newest.
+    Bookkeeping only, like ``BestK``. ``ranked``: whether scores are used; if not, the newest checkpoint is the best.
 
     Raises:
         ConfigurationError: a number breaks its rule, or ``k`` needs scores.
@@ -91,17 +92,17 @@ class Retention:
 
     @property
     def saves(self) -> bool:
-        """Whether any checkpoint may be kept at all."""
+        """Whether any checkpoint may be retained."""
         return bool(self.best.k or self.depth or self.every_nth)
 
     @property
     def paths(self) -> set[str]:
-        """All that are kept."""
+        """The paths of all retained checkpoints."""
         return {*self.best.scores, *self.newest, *self.forever}
 
     @property
     def gives_way(self) -> str:
-        """The checkpoint that the next one may replace under the same name; empty where none does."""
+        """The checkpoint that the next one may replace under the same name; empty if there is none."""
         leaving = self.best.worst if self.ranked else self._oldest
         return "" if leaving in {*self.forever, *(self.newest[1:] if self.ranked else ())} else leaving
 
@@ -111,15 +112,15 @@ class Retention:
         return self.newest[0] if full else ""
 
     def accepts(self, score: float | None) -> bool:
-        """Whether a checkpoint that is due now, with this score, is to be written."""
+        """Whether a checkpoint that is due now, with this score, should be written."""
         return self._ranks(score) or self.depth > 0 or self._is_nth(self.due + 1)
 
     def count(self) -> None:
-        """Note that a checkpoint was due."""
+        """Record that a checkpoint was due."""
         self.due += 1
 
     def add(self, path: str, score: float | None) -> None:
-        """Take in an accepted checkpoint, after ``count``."""
+        """Add an accepted checkpoint, after ``count``."""
         if self.ranked and score is not None and self._ranks(score):
             self.best.add(path, score)
         if self.depth:
@@ -128,7 +129,7 @@ class Retention:
             self.forever = [*(one for one in self.forever if one != path), path]
 
     def forget(self, path: str) -> None:
-        """Drop a checkpoint that is no longer there."""
+        """Remove a checkpoint that no longer exists."""
         self.best.scores.pop(path, None)
         self.newest = [one for one in self.newest if one != path]
         self.forever = [one for one in self.forever if one != path]
@@ -143,7 +144,7 @@ class Retention:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned; what an older checkpoint lacks is empty."""
+        """Restore a ``state_dict``; entries missing from an older checkpoint are empty."""
         self.best.scores = {path: float(score) for path, score in state["best_k_models"].items()}
         newest = state.get("newest_models", [state["newest"]] if state.get("newest") else [])
         self.newest = list(newest)
@@ -160,8 +161,8 @@ class Retention:
 def link_files(source: Path, target: Path) -> None:
     """Fill the empty directory ``target`` with the files of ``source``, and sync it.
 
-    They are hard links: checkpoints' files are never changed once written, so the two share their bytes and either can
-    be deleted without the other. Where links are not possible the files are copied.
+    Uses hard links: files of a checkpoint never change once written, so both directories can share them, and either can
+    be deleted. If links are not possible, the files are copied.
 
     Raises:
         StorageError: it cannot be written.

@@ -1,6 +1,6 @@
-"""Tensors as plain safetensors, for programs that know nothing of phalanx: one file, or several and an index.
+"""Writing of plain safetensors for other programs: one file, or several files and an index.
 
-They are written a bounded slice at a time, from wherever they lie, so that no tensor has to fit into memory.
+Tensors are read and written in bounded slices, so no tensor has to fit into memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .safetensors_io import CODES, DTYPES, bytes_of, code_of, dense, size_of
 from .stored_tensor import StoredTensor
 
 SLICE_BYTES = 8 << 20
-"""So much of a tensor is in memory at once, and a few times that where it is converted."""
+"""The bytes of a tensor in memory at a time; a few times as many during conversion."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHORT = {
     "64": torch.float64,
@@ -41,10 +41,10 @@ _SHORT = {
 
 
 def target_dtype(given: str | int | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype that a name such as ``"bf16"``, ``"float16"`` or ``"torch.float32"`` stands for; None for None.
+    """Return the dtype for a name such as ``"bf16"``, ``"float16"`` or ``"torch.float32"``; None for None.
 
     Raises:
-        ConfigurationError: it is not a floating point dtype that safetensors files hold.
+        ConfigurationError: it is not a floating-point dtype that safetensors supports.
     """
     if given is None:
         return None
@@ -63,7 +63,7 @@ def size_in_bytes(given: int | str) -> int:
     """Return the bytes of a size such as ``5_000_000_000`` or ``"5GB"``.
 
     Raises:
-        ConfigurationError: it is no size.
+        ConfigurationError: the value is not a size.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(given))
     unit = _UNITS.get(match[2].upper()) if match is not None else None
@@ -73,7 +73,7 @@ def size_in_bytes(given: int | str) -> int:
 
 
 class PlainTensors:
-    """The tensors to write, which are read when their turn comes, in ``dtype`` where they are floating."""
+    """The tensors to write, read on demand, with floating-point tensors converted to ``dtype``."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> None:
         self._tensors = tensors
@@ -94,14 +94,14 @@ class PlainTensors:
         return own if self._dtype is None or not own.is_floating_point else self._dtype
 
     def size(self, *names: str) -> int:
-        """Return the bytes of tensors as they are written."""
+        """Return the size in bytes of tensors in the output."""
         return sum(size_of(self.shape(name), self.dtype(name)) for name in names)
 
     def slices(self, name: str) -> Iterator[Tensor]:
         """Yield a tensor's elements in order, flattened, a bounded number at a time.
 
         Raises:
-            CheckpointError: a damaged part is met.
+            CheckpointError: a part is damaged.
             ConfigurationError: a finite number is not finite in the requested dtype.
         """
         stored, dtype = self._tensors[name], self.dtype(name)
@@ -128,7 +128,8 @@ def write_plain(
 ) -> Path:
     """Write tensors as one file ``out``, or with ``max_shard_size`` as a new directory of files and an index.
 
-    A directory as ``out`` gets ``<stem>.safetensors``. All is synced before it appears under its name.
+    If ``out`` is a directory, ``<stem>.safetensors`` is written in it. All files are synced before they are renamed to
+    their final names.
 
     Raises:
         ConfigurationError: ``out`` exists, or ``max_shard_size`` is not a size.
@@ -148,10 +149,10 @@ def write_plain(
 
 
 def check_target(target: Path, as_directory: bool) -> None:
-    """Refuse to write over what is there. A directory may be there where a file is to be made in it.
+    """Refuse to overwrite an existing target. A directory may exist if a file is created in it.
 
     Raises:
-        ConfigurationError: something is there.
+        ConfigurationError: the target exists, or is inside a checkpoint.
     """
     if as_directory and os.path.lexists(target):
         raise ConfigurationError(f"out={str(target)!r} exists; with max_shard_size it is made as a new directory.")

@@ -1,7 +1,8 @@
 """One safetensors file as bytes: its header, its checksums, reading by ranges. Needs no torch.
 
 The format is the public one: 8 bytes little-endian length of the header, the header (JSON, padded with spaces to a
-multiple of 8), then the tensors' bytes without gaps. The tensors lie by falling item size, so that each is aligned.
+multiple of 8), then the tensors' bytes without gaps. Tensors are sorted by decreasing item size, so that each is
+aligned.
 """
 
 from __future__ import annotations
@@ -108,10 +109,10 @@ class PlainFile:
             os.close(self._handle)
 
     def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill ``memory`` from byte ``start`` on.
+        """Fill ``memory`` with the bytes beginning at ``start``.
 
         Raises:
-            CheckpointError: the file ends before, or cannot be read.
+            CheckpointError: the file is too short or cannot be read.
         """
         done = 0
         while done < len(memory):
@@ -124,7 +125,7 @@ class PlainFile:
             done += count
 
     def read(self, size: int, start: int = 0) -> bytes:
-        """Return ``size`` bytes from ``start`` on. Raises as ``read_into``."""
+        """Return ``size`` bytes, beginning at ``start``. Raises as ``read_into``."""
         data = bytearray(size)
         self.read_into(memoryview(data), start)
         return bytes(data)
@@ -178,7 +179,7 @@ def _counts(values: Any) -> tuple[int, ...]:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of an object's pairs; for ``json.loads``. Raises ``ValueError`` where a key appears twice."""
+    """Return the dict of an object's pairs; for ``json.loads``. Raises ``ValueError`` if a key appears twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key appears twice in one object")

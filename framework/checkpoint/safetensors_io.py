@@ -1,4 +1,4 @@
-"""Tensors to and from the bytes of safetensors files; a file is written in one pass that hashes as it writes."""
+"""Conversion of tensors to and from safetensors bytes; files are written and hashed in one pass."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor as contiguous CPU memory, itself where it is that already."""
+    """Return the tensor as contiguous CPU memory, without a copy if it already is."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
@@ -79,8 +79,8 @@ def write_tensor_file(
 ) -> tuple[FileRecord, dict[str, Segment]]:
     """Create a file of the tensors in ``specs`` (name, dtype, shape) and sync it.
 
-    ``fetch`` is called once for each name, in the file's order, so that only one tensor has to be at hand at a time.
-    ``look`` is shown each piece of a tensor, 1-d, before it is written; what it raises ends the writing. Where
+    ``fetch`` is called once for each name, in the file's order, so that only one tensor has to be in memory at a time.
+    ``look`` is called with each 1-d piece of a tensor before it is written; if it raises, writing ends. Where
     ``unsynced`` is given, the file is left there, open, for the caller to sync and close.
     """
     from xxhash import xxh3_64

@@ -1,4 +1,4 @@
-"""Exchange of each rank's outcome of a save, so that all ranks raise the same error or none does."""
+"""Exchange of each rank's outcome of a save, so that all ranks raise the same error or none raises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS: dict[str, type[PhalanxError]] = {
 
 
 def tell(failure: Exception | None, path: Path) -> Outcome:
-    """Describe a failure met while ``path`` was written."""
+    """Describe a failure that occurred while ``path`` was written."""
     if failure is None:
         return None
     if isinstance(failure, OSError) and not isinstance(failure, PhalanxError):
@@ -31,7 +31,7 @@ def tell(failure: Exception | None, path: Path) -> Outcome:
 
 
 def error_of(told: Sequence[Outcome], what: str, size: int) -> PhalanxError | None:
-    """Return the error that all ``size`` ranks raise, of the first that failed; ``what`` begins its message."""
+    """Return the error that all ``size`` ranks raise, from the first rank that failed; ``what`` begins its message."""
     for rank, outcome in enumerate(told):
         if outcome is not None:
             kind, message = outcome
@@ -46,7 +46,7 @@ def agree(world: World, failure: Exception | None, path: Path, what: str, payloa
     """Gather each rank's payload; raise on all ranks if one failed. Collective.
 
     Raises:
-        PhalanxError: what the first rank that failed met.
+        PhalanxError: the error of the first rank that failed.
     """
     gathered = world.all_gather_object((tell(failure, path), payload))
     error = error_of([told for told, _ in gathered], what, world.size)

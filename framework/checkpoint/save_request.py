@@ -31,8 +31,8 @@ class SaveRequest:
     tolerant: bool = True
     """Whether training continues after a failure."""
     prune: Callable[[BackgroundDeletion], list[str]] = _delete_none
-    """Called on rank 0 once the checkpoint is published, perhaps on another thread: has older ones deleted. Returns
-    lines for the console."""
+    """Called on rank 0 once the checkpoint is published, possibly on another thread: deletes older ones. Returns lines
+    for the console."""
     on_done: Callable[[PhalanxError | None], None] = _nothing
     """Called on every rank, on the training thread, with the error of a failed save or None."""
     step: int = 0

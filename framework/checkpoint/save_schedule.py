@@ -1,4 +1,4 @@
-"""The schedule of checkpoints: every so many optimizer steps, epochs, or so much time. One of the three."""
+"""The schedule of checkpoints: an interval in optimizer steps, in epochs, or in time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..core.errors import ConfigurationError, is_count
 
 
 class SaveSchedule:
-    """One rule for when to save; every epoch where none is given.
+    """A schedule with one rule; every epoch if no rule is given.
 
     Raises:
         ConfigurationError: a number is negative, or more than one rule is given.

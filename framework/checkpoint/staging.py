@@ -1,9 +1,9 @@
-"""A copy of a snapshot in its own memory, so that training can continue while it is written.
+"""Staging memory for snapshots, so that training can continue while a copy is written.
 
-The memory is kept and used again for the next snapshot. What costs most is the first touch of fresh pages, ten times as
-much as copying; ``reserve`` has that done ahead, on a thread. Nor does training wait for all copies: an optimizer's
-state changes in its steps alone, so that is copied while the next batch is computed with. From a GPU all copies are
-queued in front of whatever comes next, and training waits for none.
+The memory is reused for the next snapshot. The first access to new pages costs ten times as much as the copy, so
+``reserve`` does it in advance on a thread. Training does not wait for all copies either: optimizer state changes only
+in ``step``, so it is copied during the computation of the next batch. From a GPU, all copies are queued before later
+work, and training waits for none of them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .manifest import JSON
 from .optimizer_gate import Hold
 from .write_plan import Shard, Snapshot, memory_of
 
-# More than any element, and a line of the processor's cache.
+# At least the size of any element, and one cache line.
 _ALIGNMENT = 64
 _OPTIMIZER = "optimizer"
 
 
 class Staging:
-    """Host memory that snapshots are copied to, one at a time; pinned where they come from a GPU."""
+    """Host memory that snapshots are copied to, one at a time; pinned if they are copied from a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,11 +37,11 @@ class Staging:
         self._reserving: threading.Thread | None = None
         self._hold = Hold()
         self._later: list[tuple[Tensor, Tensor, int]] = []
-        """Copies to be made: where to, from what, and its version as it was."""
+        """Pending copies: the destination, the source, and the version of the source."""
         self._copied: torch.cuda.Event | None = None
 
     def reserve(self, size: int) -> None:
-        """Get ready for snapshots of about ``size`` bytes, on a thread."""
+        """Allocate memory for snapshots of about ``size`` bytes, on a thread."""
         if self._reserving is None and size > len(self._memory):
             self._reserving = threading.Thread(target=self._reserve, args=(size,), daemon=True, name="phalanx-reserve")
             self._reserving.start()
@@ -56,18 +56,18 @@ class Staging:
         self._memory = memory
 
     def wait(self) -> None:
-        """Wait for what ``reserve`` began."""
+        """Wait for the allocation that ``reserve`` started."""
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
 
-    # A save may come out of an evaluation, and tensors made in inference mode could not be written to afterwards.
+    # A save may run during an evaluation, and tensors created in inference mode cannot be written to later.
     @torch.inference_mode(False)
     def take(self, snapshot: Snapshot, optimizers: Sequence[Optimizer | None] = (None,)) -> Snapshot:
-        """Return a copy of a snapshot that stays as it is, until the next one is taken; ``finish`` completes it.
+        """Return a copy of a snapshot that is valid until the next one is taken; ``finish`` completes it.
 
-        What a step of ``optimizers`` alone changes, and most of what is to be copied, is left to ``finish``, and they
-        wait for it before they step. With a None among them everything is copied here.
+        State that only ``step`` of ``optimizers`` changes, which is most of the data, is copied by ``finish``; ``step``
+        waits for that. If one of the optimizers is ``None``, everything is copied here.
 
         Raises:
             ConfigurationError: a document is not strict JSON.
@@ -83,7 +83,7 @@ class Staging:
                     places[key] = size
                     size += -(-shard.tensor.numel() * shard.tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         if size > len(self._memory):
-            # What is held goes first: there may be no room for both.
+            # Free the old memory first: both may not fit.
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = self._allocate(size)
         held = self._hold.begin(optimizers)
@@ -98,16 +98,16 @@ class Staging:
                     copied[key] = self._copy(shard.tensor.detach(), places[key], later)
                 sections[section][name] = Shard(copied[key], shard.shape, shard.offsets)
         if self._device.type == "cuda":
-            # One wait for all copies, before they are read: the next update is behind them in the device's queue.
+            # Wait once for all copies before they are read: the next update is queued behind them on the device.
             self._copied = torch.cuda.Event()
             self._copied.record()
         return Snapshot(sections, *documents, set(snapshot.buffers))
 
     def finish(self) -> None:
-        """Copy what ``take`` left, on any thread, and release waiting updates.
+        """Make the copies that ``take`` deferred, on any thread, and unblock waiting updates.
 
         Raises:
-            StorageError: what only an update changes was changed.
+            StorageError: optimizer state was changed outside of an update.
         """
         later, self._later = self._later, []
         try:
@@ -115,7 +115,7 @@ class Staging:
                 copy.copy_(tensor)
             if any(tensor._version != version for _, tensor, version in later):
                 raise StorageError(
-                    "An optimizer's state was changed by something else than its step while it was copied: save with "
+                    "An optimizer's state was changed outside of its step while it was copied: save with "
                     "asynchronous=False."
                 )
         finally:

@@ -1,4 +1,4 @@
-"""Cleaning up what killed processes left behind: hidden directories and files of unfinished writes and deletions."""
+"""Cleanup after killed processes: hidden directories and files of unfinished writes and deletions."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old|gone)", 
 
 
 def clean_own(directory: Path, note: Callable[[str], None]) -> list[Path]:
-    """Clean up a directory that this process alone writes into, as it holds the run's lock.
+    """Clean up a directory that only this process writes into, since it holds the run's lock.
 
-    What cannot be deleted stays, and ``note`` is called with the reason.
+    If a leftover cannot be deleted, ``note`` is called with the reason.
     """
     return _clean(directory, lambda name, path: path.is_file() or is_ours(path), False, note)
 
 
 def clean_shared(directory: Path, written: Callable[[str], bool], note: Callable[[str], None]) -> list[Path]:
-    """Clean up a directory that other runs may be writing into at this moment.
+    """Clean up a directory that other runs may be writing into concurrently.
 
     Deletes only leftovers of names that this run writes, by ``written``, and that no live process has locked.
     """
@@ -49,14 +49,14 @@ def clean_leftovers(
     ours: Callable[[str, Path], bool] | None = None,
     shared: bool = False,
 ) -> list[Path]:
-    """Delete what killed processes left in ``directory``, not below it, and return the deleted paths.
+    """Delete leftovers of killed processes in ``directory`` (not in subdirectories); return the deleted paths.
 
-    A ``.old`` directory whose successor is missing is renamed back instead. Links are left alone.
+    A ``.old`` directory whose successor is missing is renamed back instead. Links are ignored.
 
     Args:
         directory: no other process may be writing into it, unless it is ``shared``.
-        ours: called with the name that was being written and the path of the leftover; False leaves that alone.
-        shared: leave what a live process has locked.
+        ours: called with the name that was being written and the path of the leftover; return False to skip it.
+        shared: skip leftovers that a live process has locked.
 
     Raises:
         StorageError: the directory cannot be listed, or a leftover cannot be deleted.

@@ -1,4 +1,4 @@
-"""One tensor of canonical state, read when and as far as it is wanted: from a checkpoint, or from memory."""
+"""Tensors of canonical state, read on demand and in parts, from a checkpoint or from memory."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .write_plan import Shard
 
 
 class StoredTensor(Protocol):
-    """A whole tensor of which a rank reads the part that it holds, onto the CPU."""
+    """A full tensor, of which a rank reads the part that it needs, onto the CPU."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it was saved in."""
+        """The dtype in which the tensor was saved."""
 
     def read(self) -> Tensor:
-        """Return the whole tensor."""
+        """Return the full tensor."""
 
     def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return the box of ``shape`` at ``offsets``."""
 
     def read_flat(self, start: int, length: int) -> Tensor:
-        """Return ``length`` elements from ``start`` on of the flattened (row-major) tensor, as a 1-d tensor."""
+        """Return ``length`` elements, beginning at ``start``, of the flattened (row-major) tensor, as a 1-d tensor."""
 
 
 class SavedTensor:
@@ -44,16 +44,16 @@ class SavedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
         return tuple(self._checkpoint.shape(self._section, self._name))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it was saved in."""
+        """The dtype in which the tensor was saved."""
         return self._checkpoint.dtype(self._section, self._name)
 
     def read(self) -> Tensor:
-        """Return the whole tensor."""
+        """Return the full tensor."""
         return self._checkpoint.read(self._section, self._name)
 
     def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -75,7 +75,7 @@ class HeldTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
         return tuple(self._tensor.shape)
 
     @property
@@ -100,7 +100,7 @@ class HeldTensor:
 
 
 class HeldShard:
-    """A tensor of which this rank has its own piece in memory, and gives out nothing else."""
+    """A tensor of which this rank has one piece in memory; only that piece can be read."""
 
     __slots__ = ("_shard",)
 
@@ -109,7 +109,7 @@ class HeldShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
         return self._shard.shape
 
     @property
@@ -118,7 +118,7 @@ class HeldShard:
         return self._shard.tensor.dtype
 
     def read(self) -> Tensor:
-        """Return the whole tensor."""
+        """Return the full tensor."""
         return self.read_slice((0,) * len(self._shard.shape), self._shard.shape)
 
     def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -130,7 +130,7 @@ class HeldShard:
     def read_flat(self, start: int, length: int) -> Tensor:
         """Return a range of the flattened tensor, which must lie within the piece."""
         piece = self._shard
-        # A box of several dims has no range of the whole tensor in it, unless it is all of it.
+        # A box of several dims is not a range of the flattened tensor, unless it covers the tensor.
         assert not length or piece.tensor.dim() == 1 or tuple(piece.tensor.shape) == piece.shape
         begin = piece.offsets[0] if piece.offsets else 0
         return piece.tensor.reshape(-1).narrow(0, start - begin if length else 0, length)
@@ -140,12 +140,12 @@ StoredTensors = Mapping[str, StoredTensor]
 
 
 def read_piece(stored: StoredTensor, shard: Shard) -> Tensor:
-    """Return of what is stored the piece that a shard is of."""
+    """Read the piece of a stored tensor that corresponds to a shard."""
     if is_flat(shard.shape, shard.offsets):
         return stored.read_flat(shard.offsets[0], shard.tensor.numel())
     return stored.read_slice(shard.offsets, tuple(shard.tensor.shape))
 
 
 def held(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Return tensors in memory as stored ones."""
+    """Wrap tensors in memory as stored tensors."""
     return {name: HeldTensor(tensor) for name, tensor in tensors.items()}

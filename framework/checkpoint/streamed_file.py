@@ -1,4 +1,4 @@
-"""A new file written from front to back that is on its way to the disk while the rest of it is still being produced."""
+"""A new file that is written sequentially, and flushed to disk while later data is still being produced."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 from ..system.atomic_files import begin_sync, reserve
 
-# Small enough that little is left for the final sync, large enough that the disk sees long writes.
+# Small enough that little is left for the final sync, large enough for long writes to the disk.
 _SYNC_BYTES = 8 << 20
 
 
 class StreamedFile:
-    """A file that must not exist yet. Every method raises ``OSError`` for what the disk refuses.
+    """A new file, which must not exist yet. Every method raises ``OSError`` if the operation fails.
 
-    A checkpoint counts only once it is synced. Left alone, the page cache keeps its bytes until that sync, which then
-    waits for all of them. Here the kernel is asked after every few megabytes to begin writing them, so that the disk
-    works while the next tensors are hashed, and the sync at the end finds little to do. Direct writes (``O_DIRECT``)
-    take two to three times as long on the file systems measured, as each waits for the one before.
+    A checkpoint is valid only once it is synced. By default the page cache holds its bytes until that sync, which then
+    waits for all of them. Here the kernel is asked after every few megabytes to start writing them, so the disk works
+    while the next tensors are hashed, and the final sync is short. Direct writes (``O_DIRECT``) take two to three times
+    as long on the file systems measured, since each waits for the previous one.
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        """Create the file, with room for ``size`` bytes; more or less may be written."""
+        """Create the file and reserve ``size`` bytes; more or less may be written."""
         self.path = path
         self.size = 0
         """The bytes written so far."""
@@ -36,7 +36,7 @@ class StreamedFile:
     def write(self, data: memoryview) -> None:
         """Append bytes."""
         while len(data):
-            # The kernel may take less than it is given.
+            # The kernel may write fewer bytes than requested.
             written = os.write(self._file.fileno(), data)
             self.size += written
             data = data[written:]

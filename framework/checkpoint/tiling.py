@@ -1,4 +1,4 @@
-"""Whether boxes cover a tensor exactly once, in time that a hostile manifest cannot stretch. Needs no torch."""
+"""Check that boxes cover a tensor exactly once, in time bounded even for a hostile manifest. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import TypeAlias
 Box: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 """The offsets of a part, and its shape."""
 
-# Parts of meshes fall apart along one dim after another; what is left in one piece is small.
+# Parts of meshes can be separated along one dim after another; the groups that remain are small.
 _MAX_CUTS = 8
 _MAX_PAIRWISE = 64
 
 
 def is_flat(shape: Sequence[int], offsets: Sequence[int]) -> bool:
-    """Whether a part is a range of the flattened (row-major) tensor: it has one offset, and the tensor not one dim."""
+    """Whether a part is a range of the flattened (row-major) tensor: it has one offset, and the tensor does not have
+    one dim."""
     return len(offsets) == 1 and len(shape) != 1
 
 
 def coverage_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Return the reason why boxes ``(offsets, shape)`` do not cover a tensor exactly once, or None where they do."""
+    """Return the reason why boxes ``(offsets, shape)`` do not cover a tensor exactly once, or None if they do."""
     boxes = list(boxes)
     kinds = {is_flat(shape, offsets) for offsets, _ in boxes}
     if kinds == {True, False}:
@@ -39,9 +40,9 @@ def coverage_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None
 
 
 def _overlap(boxes: list[Box], cuts: int) -> str | None:
-    """Find two boxes that share an element: cut the boxes apart along a dim where they can be, and look at each heap.
+    """Find two boxes that share an element: separate the boxes along a dim if possible, and check each group.
 
-    Comparing all pairs would take hours for a hundred thousand parts. Where no cut is found, few may be left.
+    Comparing all pairs would take hours for a hundred thousand parts. If no cut is found, only a few boxes may be left.
     """
     if len(boxes) < 2:
         return None
@@ -59,7 +60,7 @@ def _overlap(boxes: list[Box], cuts: int) -> str | None:
 
 
 def _cut_apart(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """Return the boxes in heaps between which a plane lies across ``dim``."""
+    """Group the boxes such that a plane across ``dim`` separates the groups."""
     heaps: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box[0][dim]):
@@ -72,7 +73,7 @@ def _cut_apart(boxes: list[Box], dim: int) -> list[list[Box]]:
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[Box]:
-    """Yield the boxes that are, one after the other, ``length`` elements from ``start`` on of the flattened tensor."""
+    """Yield boxes that cover ``length`` elements, beginning at ``start``, of the flattened tensor, in order."""
     if not shape:
         yield (), ()
         return

@@ -1,4 +1,4 @@
-"""Reading every byte of a checkpoint to see whether it is good. Needs no torch."""
+"""Verification of every byte of a checkpoint. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .manifest_file import read_manifest
 from .safetensors_header import CHUNK_BYTES, FileRecord, open_tensor_file, parse_header
 
 _Header: TypeAlias = "dict[str, tuple[str, tuple[int, ...], int, int, str]]"
-"""Of each tensor in a file: dtype, shape, its first byte and its end, and the checksum."""
+"""For each tensor in a file: dtype, shape, first byte, end, and checksum."""
 
-# A running fit may replace what is being read.
+# A running fit may replace the checkpoint that is being read.
 _MOST_READINGS = 3
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a checkpoint and return what is wrong with it, a sentence each; empty is good."""
+    """Read every byte of a checkpoint and return a list of problems, one sentence each; empty if it is good."""
     for _ in range(_MOST_READINGS):
         try:
             manifest = read_manifest(path)
@@ -33,7 +33,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 
 def was_replaced(path: str | os.PathLike[str], manifest: Manifest) -> bool:
-    """Whether another checkpoint has the name since ``manifest`` was read: files read later are that one's."""
+    """Whether the checkpoint was replaced since ``manifest`` was read: files read later belong to the new one."""
     try:
         return read_manifest(path) != manifest
     except CheckpointError:
@@ -41,7 +41,7 @@ def was_replaced(path: str | os.PathLike[str], manifest: Manifest) -> bool:
 
 
 def problems_of(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> list[str]:
-    """Read every byte of some of a checkpoint's files and return what is wrong with them, a sentence each."""
+    """Read every byte of some of a checkpoint's files and return a list of problems, one sentence each."""
     expected = _expected_headers(manifest, files)
     return [
         problem
@@ -59,7 +59,7 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 
 
 def first_incomplete(path: str | os.PathLike[str], manifest: Manifest) -> str | None:
-    """Return the problem of the first file that is missing or has another size or header; None where all fit."""
+    """Return the problem of the first file that is missing or has another size or header; None if all files match."""
     try:
         for name, record in manifest.files.items():
             open_tensor_file(Path(path) / name, record)
@@ -75,7 +75,7 @@ def _file_problems(path: Path, record: FileRecord, expected: _Header) -> Iterato
         file = open_tensor_file(path, record)
         header = file.read(record.header_size)
         whole = xxh3_64(header)
-        # What other readers of safetensors see must be what the manifest says.
+        # The header, which other readers of safetensors use, must agree with the manifest.
         if parse_header(header) != {name: fields[:4] for name, fields in expected.items()}:
             yield f"the header of {str(path)!r} contradicts the manifest."
         scratch = memoryview(bytearray(CHUNK_BYTES))
@@ -91,14 +91,15 @@ def _file_problems(path: Path, record: FileRecord, expected: _Header) -> Iterato
     except CheckpointError as error:
         yield str(error)
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        yield f"the header of {str(path)!r} is not one of safetensors ({error})."
+        yield f"the header of {str(path)!r} is not a safetensors header ({error})."
     else:
         if whole.hexdigest() != record.xxh3_64:
             yield f"{str(path)!r} does not match its checksum."
 
 
 def _expected_headers(manifest: Manifest, files: Iterable[str]) -> dict[str, _Header]:
-    """Return the parts that lie in each of some files, in one look at all parts: there are as many of them as ranks."""
+    """Return the parts in each of some files, in one pass over all parts: their number grows with the number of
+    ranks."""
     found: dict[str, _Header] = {name: {} for name in files}
     for tensors in manifest.sections.values():
         for name, record in tensors.items():

@@ -1,4 +1,4 @@
-"""A whole checkpoint at once: read as a dict, and deleted."""
+"""Operations on an entire checkpoint: reading it as a dict, and deleting it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a checkpoint as one dict.
 
     ``"state_dict"`` holds the model's tensors, ``"optimizer_tensors"`` the optimizers' by parameter, and the other keys
-    what else was saved, decoded.
+    hold the remaining saved values, decoded.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -63,7 +63,7 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def hide(path: str | os.PathLike[str]) -> Path | None:
-    """Rename a checkpoint to a hidden name, ready to be deleted; return that, or None for a link, which is removed.
+    """Rename a checkpoint to a hidden name before deletion; return that name, or None for a link, which is removed.
 
     Raises:
         StorageError: the directory holds something that no checkpoint holds, or cannot be renamed.

@@ -21,8 +21,8 @@ from .tiling import coverage_problem, is_flat
 class Shard:
     """One rank's piece of a global tensor: the box at ``offsets`` of a tensor of ``shape``.
 
-    With one offset where ``shape`` has not one dim, the piece is 1-d: a range of the flattened (row-major) tensor, as
-    ZeRO partitions are. Build it with ``whole`` or ``flat``, or directly.
+    If there is one offset but ``shape`` does not have one dim, the piece is 1-d: a range of the flattened (row-major)
+    tensor, like a ZeRO partition. Create it with ``whole``, ``flat`` or the constructor.
     """
 
     tensor: Tensor
@@ -31,21 +31,22 @@ class Shard:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Shard:
-        """Return a tensor that is not split."""
+        """Return a shard that covers the full tensor."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     @classmethod
     def flat(cls, tensor: Tensor, shape: tuple[int, ...], start: int) -> Shard:
-        """Return the elements from ``start`` on of the flattened tensor of ``shape``; ``tensor`` is 1-d."""
+        """Return a shard of the 1-d ``tensor``: the elements beginning at ``start`` of the flattened tensor of
+        ``shape``."""
         return cls(tensor, tuple(shape), (start,))
 
 
 @dataclass
 class Snapshot:
-    """The contents of a checkpoint, as this rank has them.
+    """This rank's contents of a checkpoint.
 
-    ``sections`` maps a section (``"model"``, ``"optimizer"``, ``"state"``) to tensors by name. Of ``document`` rank 0's
-    is kept; of ``rank_document`` every rank's, as a list. Both are strict JSON (``codec.encode``).
+    ``sections`` maps a section (``"model"``, ``"optimizer"``, ``"state"``) to tensors by name. ``document`` is saved
+    from rank 0 only, ``rank_document`` from every rank, as a list. Both are strict JSON (``codec.encode``).
     """
 
     sections: dict[str, dict[str, Shard]]
@@ -69,7 +70,7 @@ class Piece:
 
 
 Plan: TypeAlias = "dict[str, dict[str, Piece]]"
-# For each section and name: the name it is tied to, or who writes which box of it.
+# For each section and name: the name that it is tied to, or the rank that writes each box.
 Assignment: TypeAlias = "dict[str, dict[str, str | list[tuple[int, Box]]]]"
 
 
@@ -116,7 +117,7 @@ def memory_of(shard: Shard, name: str) -> tuple[Any, ...]:
 
 
 def assign(plans: list[Plan]) -> Assignment:
-    """Decide who writes what: the same answer on every rank, as it depends on the gathered plans alone."""
+    """Assign boxes to ranks; the result is the same on every rank, since it depends only on the gathered plans."""
     assignment: Assignment = {}
     load = [0] * len(plans)
     for section in dict.fromkeys(section for plan in plans for section in plan):
@@ -132,13 +133,13 @@ def assign(plans: list[Plan]) -> Assignment:
 
 
 def _tied(pieces: list[tuple[int, Piece]]) -> str | None:
-    """Return the name that all ranks with data of this tensor found it tied to, or None."""
+    """Return the name to which this tensor is tied on all ranks that have data of it, or None."""
     owners = {piece.tied_to for _, piece in pieces if prod(piece.box[1])}
     return owners.pop() if len(owners) == 1 else None
 
 
 def _writers(section: str, name: str, pieces: list[tuple[int, Piece]], load: list[int]) -> list[tuple[int, Box]]:
-    """Return which rank writes which box; of several holders of one box the one that has least to write so far."""
+    """Return the rank that writes each box; if several hold a box, the one with the least to write so far."""
     first = pieces[0][1]
     holders: dict[Box, list[int]] = {}
     for rank, piece in pieces:

@@ -1,8 +1,9 @@
-"""Write a checkpoint so that it is durable and complete, or not there at all.
+"""Atomic and durable writing of a checkpoint: it is either complete or does not exist.
 
-A save has three steps on every rank. Their order is what makes it durable:
+A save has three steps on every rank. Their order ensures durability:
 
-    begin    Collective. Ranks agree on who writes what. Rank 0 makes a hidden directory beside the target, on the same
+    begin    Collective. Ranks agree on the rank that writes each box. Rank 0 makes a hidden directory beside the
+    target, on the same
              file system, so that a rename can publish it; no reader ever looks into a hidden directory.
     write    No collective. Every rank writes its tensor files into the hidden directory and syncs them.
     finish   Collective. Rank 0 gathers the outcomes. If all ranks succeeded it
@@ -10,13 +11,13 @@ A save has three steps on every rank. Their order is what makes it durable:
              2. syncs the manifest and the hidden directory, so that all contents are on the disk;
              3. renames the directory to its target, in one step with the one that was there;
              4. syncs the parent directory, so that the rename survives a crash as well;
-             5. deletes the replaced checkpoint, which has a hidden name by now.
+             5. deletes the replaced checkpoint, which has a hidden name at this point.
 
 A process killed before step 3 leaves the previous checkpoint and a hidden directory, which the next start deletes
 (stale_files.py). Killed after it, it leaves the new checkpoint. A rank that fails does not raise at once, since the
 others would wait for it: failures are gathered in ``begin`` and ``finish``, and raised there on all ranks.
 
-All three steps may run on a thread with a process group of its own, while training continues with other tensors.
+All three steps may run on a thread with a separate process group, while training continues with other tensors.
 """
 
 from __future__ import annotations
@@ -55,24 +56,25 @@ def save(
 ) -> Path:
     """Write a checkpoint and publish it as ``path``, replacing an existing one. Collective.
 
-    With ``sharded`` every rank writes the shards that it holds (a piece that several hold is written by one of them);
-    otherwise rank 0 writes its own snapshot, which must be full, and of the others only ``rank_document`` is used. The
-    directory must be visible to every rank that writes.
+    With ``sharded`` every rank writes the shards that it holds (if several ranks hold a piece, one of them writes it);
+    otherwise rank 0 writes its own snapshot, which must be full, and only ``rank_document`` of the other ranks is used.
+    The directory must be visible to every rank that writes.
 
     Args:
         path: the checkpoint.
-        snapshot: what this rank saves.
+        snapshot: this rank's contents.
         world: the ranks.
         sharded: whether every rank writes.
         also: a second name; the two share their bytes, and either can be deleted without the other.
-        finite: refuse weights that are not finite; says when they were captured, for the message.
-        given_up: called now and then; once it returns True on a rank, the save fails.
+        finite: if given, refuse weights that are not finite; the text describes the time of capture in the message.
+        given_up: called repeatedly; once it returns True on a rank, the save fails.
         deletion: deletes the replaced checkpoint on a thread. Default: delete it before returning.
 
     Raises:
-        ConfigurationError: on all ranks; a snapshot cannot be saved, or ``path`` is not a checkpoint.
-        NonFiniteError: on all ranks; a weight is NaN or infinite, and ``finite`` is given.
-        StorageError: on all ranks; a rank could not write. What was at ``path`` is still there.
+        ConfigurationError: a snapshot cannot be saved, or ``path`` is not a checkpoint. All errors are raised on all
+            ranks.
+        NonFiniteError: a weight is NaN or infinite, and ``finite`` is given.
+        StorageError: a rank could not write. A previous checkpoint at ``path`` is unchanged.
     """
     pending = Save(path, snapshot, world, sharded, also=also, finite=finite, given_up=given_up, deletion=deletion)
     try:
@@ -80,7 +82,7 @@ def save(
         pending.write()
         return pending.finish()
     except BaseException:
-        # An interrupt is not gathered from the ranks, but must leave nothing behind either.
+        # An interrupt is not gathered over the ranks, but must not leave files behind either.
         pending.discard()
         raise
 
@@ -125,7 +127,7 @@ class Save:
         return f"checkpoint {str(self.path)!r} was not saved"
 
     def begin(self) -> None:
-        """Agree on who writes what and make the hidden directory. Collective. Raises as ``save``."""
+        """Assign boxes to ranks and create the hidden directory. Collective. Raises as ``save``."""
         failure: Exception | None = None
         plan: Plan = {}
         try:
@@ -136,7 +138,7 @@ class Save:
             if self._sharded or self._world.is_global_zero:
                 plan = plan_of(self._snapshot)
             if not self._sharded:
-                # Other ranks do not need the plan of what rank 0 alone writes.
+                # Other ranks do not need a plan if only rank 0 writes.
                 self._plans = [plan]
                 self._assignment = assign(self._plans)
         except Exception as error:
@@ -166,7 +168,8 @@ class Save:
         self._written = part.written
         try:
             if self._deletion is not None and self._world.is_global_zero:
-                # A full disk is worse than a wait: the room of old checkpoints is freed first where it is needed.
+                # Waiting is better than a full disk: if space is needed, pending deletions of old checkpoints finish
+                # first.
                 self._deletion.make_room(self._temporary, size)
             part.write(self._temporary)
         except Exception as error:
@@ -195,7 +198,7 @@ class Save:
         return self.path
 
     def _publish(self, written: list[WrittenPart], rank_documents: list[JSON]) -> None:
-        """Turn the hidden directory, which holds every rank's synced files, into the checkpoint. On rank 0 alone."""
+        """Publish the hidden directory, which contains every rank's synced files, as the checkpoint. Only on rank 0."""
         assert self._temporary is not None
         data, files = self._manifest_bytes(written, rank_documents)
         try:
@@ -203,15 +206,15 @@ class Save:
             # If a rank wrote to another disk, its file would be missed only when the checkpoint is needed.
             for name, size in files.items():
                 if (self._temporary / name).stat().st_size != size:
-                    raise StorageError(f"{name} is no longer {size:,} bytes long; was it changed meanwhile?")
+                    raise StorageError(f"{name} is no longer {size:,} bytes long; was it changed in the meantime?")
         except OSError as error:
             raise storage_error("writing", self.path, error, len(data)) from error
-        # Whatever may fail for lack of room is done before the first name changes.
+        # Operations that may fail for lack of space precede the first rename.
         second = None if self._also is None else self._make_hidden(self._also)
         if second is not None:
             link_files(self._temporary, second)
         discard = None if self._deletion is None else self._deletion.add
-        # Syncs the directory, renames it, syncs the parent, and then has the replaced one deleted.
+        # Syncs the directory, renames it, syncs the parent, and then deletes the replaced checkpoint.
         replace_directory(self._temporary, self.path, discard)
         if second is not None and self._also is not None:
             replace_directory(second, self._also, discard)
@@ -261,7 +264,7 @@ class Save:
 
     @contextlib.contextmanager
     def _discarding(self) -> Iterator[None]:
-        """Delete what was written if the block fails."""
+        """Delete the written files if the block fails."""
         try:
             yield
         except BaseException:
@@ -269,9 +272,9 @@ class Save:
             raise
 
     def discard(self) -> None:
-        """Delete what was written so far, on rank 0. What cannot be deleted is left to ``clean_leftovers``."""
+        """Delete the files written so far, on rank 0. ``clean_leftovers`` deletes those that cannot be deleted now."""
         for hidden in self._hidden:
-            # The error that led here matters more.
+            # The error that led to this call is more important.
             with contextlib.suppress(StorageError):
                 if hidden.path.is_dir():
                     remove_tree(hidden.path)

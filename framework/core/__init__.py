@@ -1,1 +1,1 @@
-"""Value types, errors, the registry and other tables that need nothing else of phalanx."""
+"""Value types, errors, the registry and tables: the modules that import nothing else from phalanx."""

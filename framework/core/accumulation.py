@@ -1,4 +1,4 @@
-"""``AccumulationSchedule``: how many micro-batches make an optimizer step, over time."""
+"""``AccumulationSchedule``: the number of micro-batches per optimizer step, which may change during a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .errors import ConfigurationError, is_count
 
 
 class AccumulationSchedule:
-    """A pure function of progress: the number of micro-batches in the window of an optimizer step.
+    """The number of micro-batches per optimizer step, as a pure function of the epoch and the step.
 
-    ``AccumulationSchedule({0: 1, 5: 4})`` takes one micro-batch at a time, and four from epoch 5 on. With
+    ``AccumulationSchedule({0: 1, 5: 4})`` accumulates one micro-batch at first, and four from epoch 5. With
     ``unit="step"`` the keys count optimizer steps. ``AccumulationSchedule.cycle([1, 2, 3])`` repeats a list of sizes,
-    one for each optimizer step. Because nothing is remembered, a resumed run continues it exactly.
+    one for each optimizer step. The schedule has no state, so a resumed run continues it exactly.
 
     Raises:
-        ConfigurationError: a factor is not a whole number from 1, or a key not one from 0.
+        ConfigurationError: a factor is not an integer of at least 1, or a key is not an integer of at least 0.
     """
 
     def __init__(self, factors: int | Mapping[int, int], unit: Literal["epoch", "step"] = "epoch") -> None:
@@ -45,7 +45,7 @@ class AccumulationSchedule:
 
     @property
     def constant(self) -> int | None:
-        """The one factor of all time, or None where it changes."""
+        """The factor if it never changes, else None."""
         return self._factors[0] if len(self._factors) == 1 and not self._cycle else None
 
     @property
@@ -54,7 +54,7 @@ class AccumulationSchedule:
         return max(self._cycle or self._factors)
 
     def __call__(self, epoch: int, step: int) -> int:
-        """Return the window's size at an epoch and a count of optimizer steps done, both from 0."""
+        """Return the number of micro-batches of the next optimizer step, given the epoch and the steps done so far."""
         if self._cycle:
             return self._cycle[step % len(self._cycle)]
         now = epoch if self.unit == "epoch" else step

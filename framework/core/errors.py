@@ -1,18 +1,18 @@
-"""The tree of exceptions.
+"""The exceptions that phalanx raises, as a tree, with their exit codes.
 
     PhalanxError                        exit code 1
     ├── ConfigurationError (ValueError)         78   an argument that breaks a rule; raised before any process starts
-    │   └── UnknownNameError (KeyError)         78   a name that is in no table; carries the closest known one
+    │   └── UnknownNameError (KeyError)         78   an unknown name; the message gives the closest known one
     ├── CheckpointError                         65   a checkpoint that is refused: missing, damaged, or of another model
     ├── StorageError (OSError)                  74   a directory that cannot be written
     ├── Preempted                               75   stopped from outside after saving: run the same command again
     ├── StalledError                            76   a section exceeded its time limit
-    ├── DataError                                1   a loader that yields nothing, or not what it promised
+    ├── DataError                                1   a loader that yields no batch, or batches that break its contract
     ├── LoopError                                1   a step method that returns the wrong thing
     ├── MetricError                              1   a metric that is unknown, or logged differently on another rank
     ├── NonFiniteError                           1   a loss or gradient that is NaN or infinite
     ├── DesyncError                              1   ranks that are not at the same step
-    └── RankError                                1   a rank of a launched function ended badly
+    └── RankError                                1   a rank of a launched function failed
 
 Every message says what was given, the rule, and the next step.
 """
@@ -25,7 +25,7 @@ from typing import TypeGuard
 
 
 class PhalanxError(Exception):
-    """Root of all errors that phalanx raises. ``exit_code`` is what a launched rank ends with."""
+    """Root of all errors that phalanx raises. A launched rank exits with ``exit_code``."""
 
     exit_code: int = 1
 
@@ -37,7 +37,7 @@ class ConfigurationError(PhalanxError, ValueError):
 
 
 class UnknownNameError(ConfigurationError, KeyError):
-    """A name that is in no table."""
+    """A name is not known."""
 
     def __str__(self) -> str:
         # KeyError shows the repr of its argument; a sentence should read as one.
@@ -69,7 +69,7 @@ class StalledError(PhalanxError):
 
 
 class DataError(PhalanxError):
-    """A loader yields nothing, or not what it promised."""
+    """A loader yields no batch, or batches that break its contract."""
 
 
 class LoopError(PhalanxError):
@@ -92,11 +92,11 @@ class DesyncError(PhalanxError):
 
 
 class RankError(PhalanxError):
-    """A rank of a launched function ended badly."""
+    """A rank of a launched function failed."""
 
 
 def is_count(value: object, least: int) -> TypeGuard[int]:
-    """Whether a value is a whole number of at least ``least``; True and False are none."""
+    """Whether a value is an integer of at least ``least``; True and False do not count as integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -115,6 +115,6 @@ def _plain(name: str) -> str:
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> UnknownNameError:
-    """Build the error for a name that is in no table: closest match first, then the list."""
+    """Build the error for an unknown name; the message gives the closest match first, then all known names."""
     names = sorted(known)
     return UnknownNameError(f"{what}={given!r} is not known.{did_you_mean(given, names)} Known: {', '.join(names)}.")

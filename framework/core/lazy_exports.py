@@ -1,4 +1,4 @@
-"""Names that are imported when they are first needed, so that a program loads only what it uses (PEP 562)."""
+"""Lazy imports of public names (PEP 562): a program loads only the modules that it uses."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def on_call(package: str, homes: Mapping[str, str]) -> Callable[[str], Callable[
     """Return ``__getattr__`` for a package whose functions are imported when they are first called.
 
     ``from ..package import function`` then costs nothing, and the importing module needs no import inside a function.
-    Each call looks the function up again, which takes about a microsecond: use it for what runs a few times in a run.
-    A class can be created in this way, but neither subclassed nor asked for with ``isinstance``.
+    Each call looks the function up again, which takes about a microsecond: use it for functions that run a few times in
+    a run. A class can be instantiated in this way, but not subclassed or used with ``isinstance``.
 
     Args:
         package: the ``__name__`` of the package.

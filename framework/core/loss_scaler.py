@@ -38,7 +38,7 @@ class LossScaler:
             torch._foreach_mul_(gradients, 1.0 / self.scale)
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after an update; ``finite`` says whether its gradients were finite on all ranks."""
+        """Adapt the scale after an update; ``finite``: whether its gradients were finite on all ranks."""
         if not finite:
             self.scale *= self.backoff_factor
             self._good_updates = 0
@@ -53,6 +53,6 @@ class LossScaler:
         return {"scale": self.scale, "good_updates": self._good_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore a state returned by ``state_dict``."""
         self.scale = float(state["scale"])
         self._good_updates = int(state["good_updates"])

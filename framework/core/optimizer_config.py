@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` returns, in all its forms, as two lists; and when schedulers step."""
+"""Normalizes the return value of ``configure_optimizers`` to lists of optimizers and ``SchedulerConfig`` objects."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class SchedulerConfig:
 
     @property
     def needs_metric(self) -> bool:
-        """Whether stepping takes the value of ``monitor``."""
+        """Whether ``step`` must be called with the value of ``monitor``."""
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
 
 def resolve_optimizers(returned: Any, module: nn.Module | None = None) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers of what ``configure_optimizers`` returned; None means there are none.
+    """Return the optimizers and schedulers that ``configure_optimizers`` returned; both lists are empty for None.
 
     Raises:
-        ConfigurationError: it has none of the known forms, or an optimizer updates what is no parameter of ``module``.
+        ConfigurationError: the value has an unknown form, or an optimizer updates a tensor that is not a parameter of
+            ``module``.
     """
     optimizers, schedulers = _resolved(returned)
     if module is not None:
@@ -90,7 +91,7 @@ def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
 def _scheduler(given: Any) -> SchedulerConfig:
     if not isinstance(given, Mapping):
         if not hasattr(given, "step"):
-            raise ConfigurationError(f"configure_optimizers: {_describe(given)} is no scheduler: it has no step().")
+            raise ConfigurationError(f"configure_optimizers: {_describe(given)} is not a scheduler: it has no step().")
         return SchedulerConfig(given)
     known = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
     for key in given:
@@ -131,7 +132,7 @@ def _checked(
 
 
 def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    """A parameter that the module does not know is neither moved to the device, nor averaged over ranks, nor saved."""
+    """Refuse tensors that are not parameters of the module: they would not be moved, reduced over ranks, or saved."""
     known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -139,7 +140,7 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
         if foreign:
             raise ConfigurationError(
                 f"configure_optimizers: {type(optimizer).__name__} updates {len(foreign)} tensor"
-                f"{'s that are no parameters' if len(foreign) > 1 else ' that is no parameter'} of "
+                f"{'s that are not parameters' if len(foreign) > 1 else ' that is not a parameter'} of "
                 f"{type(module).__name__} (of shape {', '.join(map(str, foreign[:3]))}): make the network that holds "
                 "it an attribute of the module, and make the optimizer of self.parameters()."
             )

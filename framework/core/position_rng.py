@@ -1,7 +1,7 @@
-"""Random numbers that depend on a position in the data and on nothing else.
+"""Random numbers that depend only on a position in the data.
 
-A sampler of the user's runs on a stream of its own, so that running it leaves the global generators as they were and
-gives the same order on every rank. In DataLoader workers the generators are seeded for each sample from (seed, epoch,
+A sampler written by the user runs on a separate stream, so running it leaves the global generators unchanged and gives
+the same order on every rank. In DataLoader workers the generators are seeded for each sample from (seed, epoch,
 position), so that augmentation depends neither on the number of workers nor on where a run was resumed.
 """
 
@@ -41,9 +41,9 @@ def seed_generators(seed: int) -> None:
 
 
 class RandomStream:
-    """The global generators, and the given ones, on a stream of their own while inside ``entered()``.
+    """Runs code on a separate random stream: inside ``entered()``, the global and the given generators use it.
 
-    The stream continues where it was left, so a sampler can be advanced in portions.
+    The stream continues where the last ``entered()`` ended, so a sampler can be advanced in portions.
     """
 
     def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
@@ -53,7 +53,7 @@ class RandomStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Switch to the stream, and back to the state of before whatever happens."""
+        """Switch to the stream; on exit, also after an exception, restore the previous state."""
         outside = self._read()
         if self._kept is None:
             seed_generators(self._seed)
@@ -84,7 +84,7 @@ class RandomStream:
 
 
 class SeededBatch(list[Any]):
-    """The indices of a batch, with the seed of the epoch and the position of the first of them in its order."""
+    """The indices of a batch, with the epoch's seed and the position of the first index in the epoch's order."""
 
     def __init__(self, indices: Iterable[Any], seed: int, first: int) -> None:
         super().__init__(indices)
@@ -96,7 +96,7 @@ class SeededBatch(list[Any]):
 
 
 class SeededIndex:
-    """What a sampler yielded, of whatever type, with the seed of its place in the order."""
+    """An index of any type that a sampler yielded, with the seed of its position in the order."""
 
     def __init__(self, index: Any, seed: int) -> None:
         self.index = index
@@ -104,9 +104,9 @@ class SeededIndex:
 
 
 class SeededDataset:
-    """A map-style dataset that seeds the generators before it fetches; all else is the dataset's own.
+    """Wraps a map-style dataset: seeds the generators before each fetch, and forwards all other attributes.
 
-    It stands in for the dataset in workers only, where no other random numbers are drawn.
+    It replaces the dataset in workers only, where no other random numbers are drawn.
     """
 
     _dataset: Any
@@ -124,7 +124,7 @@ class SeededDataset:
         return self._dataset[index]
 
     def __getitems__(self, indices: Any) -> Any:
-        """Fetch a batch; each sample is seeded, or the batch as a whole where the dataset fetches it as a whole."""
+        """Fetch a batch. Seeds each sample, or the batch once if the dataset fetches whole batches."""
         seed, first = getattr(indices, "seed", None), getattr(indices, "first", 0)
         indices = indices.index if isinstance(indices, SeededIndex) else indices
         if self._in_batches:
@@ -156,7 +156,7 @@ class SeededDataset:
 
 
 def _fetches_batches(dataset: Any) -> bool:
-    # ``Subset`` has ``__getitems__`` whatever it holds; it fetches as a whole only where what it holds does.
+    # ``Subset`` always has ``__getitems__``; it fetches whole batches only if the dataset that it wraps does.
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))

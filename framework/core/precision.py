@@ -18,13 +18,13 @@ from .registry import PRECISIONS
 
 
 class Precision:
-    """Dtypes of a run as data, and the four places where they take effect.
+    """The dtypes of a run, and the four operations in which they take effect.
 
     The defaults follow from the dtypes: a subclass that only sets them is complete. Every method is called at set-up
     except ``convert_batch``, which is called for each batch if ``converts_batch`` is true.
 
     Attributes:
-        name: How checkpoints, reports and messages name it.
+        name: The name in checkpoints, reports and messages.
         parameter_dtype: The dtype of parameters, of their gradients and of the optimizer's state.
     """
 
@@ -38,15 +38,15 @@ class Precision:
 
     @property
     def reduction_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are averaged over ranks, where the strategy can choose it: at least fp32.
+        """The dtype in which gradients are averaged over ranks, if the strategy can choose it: at least fp32.
 
-        ``fsdp`` follows it. ``ddp`` reduces gradients in the dtype they have.
+        ``fsdp`` uses it. ``ddp`` reduces gradients in their own dtype.
         """
         return torch.promote_types(self.parameter_dtype, torch.float32)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether operations compute in another dtype than parameters are stored in."""
+        """Whether operations compute in a different dtype from the one that parameters are stored in."""
         return self.compute_dtype != self.parameter_dtype
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any] | None:
@@ -74,15 +74,16 @@ class Precision:
             module.to(self.parameter_dtype)
 
     def convert_batch(self, batch: Any) -> Any:
-        """Return a batch as steps get it. By default floating-point tensors are cast to ``parameter_dtype``."""
-        # Loaded by the precisions that convert batches alone: it takes 20 ms to import.
+        """Return the batch that is passed to the step methods. By default floating-point tensors are cast to
+        ``parameter_dtype``."""
+        # Imported only by precisions that convert batches: the import takes 20 ms.
         from lightning_utilities.core.apply_func import apply_to_collection
 
         return apply_to_collection(batch, Tensor, self._cast) if self.parameter_dtype != torch.float32 else batch
 
     @property
     def converts_batch(self) -> bool:
-        """Whether ``convert_batch`` has anything to do. If not, batches are not even looked at."""
+        """Whether ``convert_batch`` must be called. If False, it is skipped."""
         return self.parameter_dtype != torch.float32 or type(self).convert_batch is not Precision.convert_batch
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ class Progress:
     epoch_ended: bool = False
     """The epoch's last batch and its hooks are done; a resumed run continues with the next epoch."""
     epoch_cut: bool = False
-    """A hook wants no more batches of this epoch."""
+    """A hook has requested that this epoch ends early."""
     validated_at: int = -1
     """``global_batch`` of the last validation, so that a run resumed after it does not validate again."""
 
     published: int = 0
-    """``global_step`` at which step values went to the loggers last."""
+    """``global_step`` at which step values were last sent to the loggers."""
     hooks_started: int = 0
     """Number of hooks ``on_train_epoch_start`` that have begun in this epoch, the running one included."""
 

@@ -1,7 +1,7 @@
-"""Names to plug-ins: a table ``name -> "module:attribute"`` whose module loads when the name is first used.
+"""Registries of plug-ins: tables ``name -> "module:attribute"``, where a module is imported when first used.
 
 Third-party packages add names through entry points of the groups ``phalanx.strategies``, ``phalanx.precisions``,
-``phalanx.loggers`` and ``phalanx.callbacks``. A package cannot take over a name of phalanx's own.
+``phalanx.loggers`` and ``phalanx.callbacks``. A package cannot replace a built-in name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PACKAGE = __name__.rpartition(".framework")[0]
 
 
 class Registry:
-    """One table of names. ``what`` is how messages call an entry, ``group`` the entry points that extend it."""
+    """A table of names. ``what`` describes an entry in messages; ``group`` is the entry-point group that extends it."""
 
     def __init__(self, what: str, group: str, table: dict[str, str], aliases: dict[str, str] | None = None) -> None:
         self.what = what
@@ -45,7 +45,7 @@ class Registry:
         """Return the name that ``name`` stands for.
 
         Raises:
-            UnknownNameError: no table holds it; the message gives the closest name first.
+            UnknownNameError: the name is not registered; the message gives the closest name first.
         """
         name = self._aliases.get(name, name)
         if name not in self._table and name not in set(self):
@@ -53,7 +53,7 @@ class Registry:
         return name
 
     def load(self, name: str) -> Any:
-        """Return the object that ``name`` stands for, importing its module when it is first asked for."""
+        """Return the object that ``name`` stands for, importing its module on first use."""
         name = self.canonical(name)
         target = self._table.get(name)
         if target is None:

@@ -1,4 +1,4 @@
-"""What ``training_step`` returned: its loss, which is checked once, and what hooks are given of it."""
+"""The output of ``training_step``: extracting and checking the loss, and detaching the output for hooks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _RULE = "training_step must return a scalar loss, a mapping with 'loss', or None
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss; None where the step leaves its batch out.
+    """Return the loss; None if the step skips its batch.
 
     Raises:
-        LoopError: it is no tensor, or a mapping has none.
+        LoopError: the loss is not a tensor, or the mapping has no loss.
     """
     if output is None:
         return None
@@ -29,17 +29,18 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def check_loss(loss: Tensor) -> None:
-    """Look at the first loss: what is wrong with it is wrong with all.
+    """Check the first loss of a run; later losses have the same shape and graph.
 
     Raises:
-        LoopError: it is no single number, or nothing that could be trained feeds it.
+        LoopError: the loss is not a single number, or does not depend on a parameter that requires a gradient.
     """
     if loss.numel() != 1:
         raise LoopError(f"training_step returned a loss of shape {tuple(loss.shape)}. {_RULE}: take its mean().")
     if not loss.requires_grad:
         raise LoopError(
-            "training_step returned a loss that no parameter feeds, so there is nothing to train. Compute it from "
-            "the module's output without detach(), item() or no_grad(), and see that parameters require gradients."
+            "training_step returned a loss that does not depend on any parameter, so there is nothing to train. "
+            "Compute it from the module's output without detach(), item() or no_grad(), and check that parameters "
+            "require gradients."
         )
 
 

@@ -1,6 +1,6 @@
-"""The accumulation window: the micro-batches of one optimizer step, taken as a whole before its first forward.
+"""The accumulation window: the micro-batches of one optimizer step, fetched together before its first forward pass.
 
-Because the window is known before the first backward, so is the total weight that its losses are divided by.
+Because the window is known before the first backward pass, so is the total weight by which its losses are divided.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _END = object()
 class Windows:
     """Takes windows from a training source, for one run.
 
-    ``full`` is how many micro-batches a whole epoch has, the same number on every rank, and ``end`` where the epoch in
-    progress ends; None where the source has to be asked, and an epoch ends when no rank has a batch left.
+    ``full`` is the number of micro-batches in a complete epoch, the same on every rank; ``end`` is the number after
+    which the epoch in progress ends. Both are ``None`` if the length is unknown: the epoch then ends when no rank has a
+    batch left.
     """
 
     def __init__(
@@ -40,14 +41,15 @@ class Windows:
         self._iterator: Iterator[Any] = iter(())
         self._epoch: int | None = None
         self.resumed_at: dict[str, Any] | None = None
-        """The position, of a checkpoint, that the next epoch to begin is within."""
+        """The position from a checkpoint at which the next epoch begins; None for its start."""
 
     def use_source(self, source: TrainingSource, full: int | None) -> None:
-        """Take windows of another source from now on; ``full`` is its number of batches in an epoch, if known."""
+        """Switch to another source; ``full`` is its number of batches per epoch, if known."""
         self.source, self.full = source, full
 
     def resume(self, position: dict[str, Any], end: int | None) -> None:
-        """Have the next epoch begin at a checkpoint's position and end after ``end`` batches, those before included."""
+        """Make the next epoch begin at a checkpoint's position and end after ``end`` batches, counted from the epoch's
+        start."""
         self.resumed_at, self.end = position, end
 
     def begin(self) -> None:
@@ -59,9 +61,9 @@ class Windows:
         self.resumed_at = None
 
     def take(self) -> tuple[list[Any], int] | None:
-        """Return this rank's micro-batches of the next window and how many the window counts; None at the epoch's end.
+        """Return this rank's micro-batches of the next window and the window's size; None at the end of the epoch.
 
-        With several ranks the list may be shorter than the count, or empty, where this rank's data has run out.
+        With several ranks the list may be shorter than the size, or empty, if this rank has run out of data.
         """
         progress = self._progress
         size = self._constant or self.schedule(progress.epoch, progress.global_step)
@@ -81,9 +83,9 @@ class Windows:
         return (batches, len(batches)) if batches else None
 
     def coming(self, index: int) -> Generator[tuple[Any, int], None, None]:
-        """Yield this rank's next batches of the epoch and their indices, of which the first is ``index``.
+        """Yield this rank's next batches, without consuming them, and their indices, starting at ``index``.
 
-        They stay to be taken: once this is closed, ``take`` goes on with the first of them.
+        Once the generator is closed, ``take`` continues with the first of these batches.
         """
         seen: list[Any] = []
         try:
@@ -99,22 +101,22 @@ class Windows:
             self._iterator = chain(seen, self._iterator)
 
     def position(self) -> dict[str, Any]:
-        """Return where the epoch stands, for a checkpoint."""
+        """Return the position within the epoch, for a checkpoint."""
         if self.resumed_at is not None:
             return self.resumed_at
         position: dict[str, Any] = self.source.position_after(self._progress.batch_in_epoch)
         return position
 
     def source_state(self) -> Any:
-        """Return the source's own state where the epoch stands, or None where it has none to tell."""
+        """Return the source's own state at the present position, or None if it has no state."""
         progress = self._progress
         return self.source.state_after(progress.batch_in_epoch if self._epoch == progress.epoch else None)
 
     def finish(self) -> None:
-        """Read to the end a source that tells its state, at the epoch's end: it may begin anew only then."""
+        """Exhaust a stateful source at the end of the epoch: only then can it start again."""
         if self.source.keeps_state and self._progress.batch_in_epoch == self.source.len_batches_now():
             next(self._iterator, None)
 
     def close(self) -> None:
-        """Let go of the iterator and its workers."""
+        """Release the iterator and its workers."""
         self._iterator = iter(())

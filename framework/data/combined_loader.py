@@ -1,4 +1,4 @@
-"""``CombinedLoader``: several loaders read side by side, or one after the other."""
+"""``CombinedLoader``: several loaders read in parallel or in sequence."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ Rows = Iterator[tuple[Any, ...]]
 
 
 class CombinedLoader:
-    """Several loaders as one.
+    """Combines several loaders into one.
 
     Modes, with ``n`` loaders:
 
-    - ``min_size``: a batch is one of each, in the structure of ``iterables``, until the shortest ends.
-    - ``max_size``: until the longest ends; None stands for the batch of a loader that has ended.
-    - ``max_size_cycle``: until the longest ends; those that end before are started anew.
+    - ``min_size``: a batch consists of one batch from each loader, in the structure of ``iterables``, until the
+    shortest ends.
+    - ``max_size``: until the longest ends; the batch of a loader that has ended is ``None``.
+    - ``max_size_cycle``: until the longest ends; loaders that end earlier start again.
     - ``sequential``: the batches of the first loader, then those of the second; for evaluation only.
 
-    Iterating yields ``(batch, batch_idx, dataloader_idx)``; the last is 0 but in ``sequential``.
+    Iterating yields ``(batch, batch_idx, dataloader_idx)``; the last is 0 except in ``sequential`` mode.
     """
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         """``iterables``: a dict, list or tuple of loaders, nested or not.
 
         Raises:
-            ConfigurationError: the mode is not known, or a part is no loader.
+            ConfigurationError: the mode is not known, or a part is not a loader.
         """
         if mode not in MODES:
             raise unknown("mode", mode, MODES)
@@ -64,7 +65,7 @@ class CombinedLoader:
 
 
 class Unfolded(NamedTuple):
-    """The loaders of a structure, where they stand in it, and the structure."""
+    """The loaders of a structure, their paths in it, and the structure."""
 
     name: str
     paths: list[str]
@@ -72,15 +73,15 @@ class Unfolded(NamedTuple):
     spec: TreeSpec
 
     def named(self) -> Iterator[tuple[str, Any]]:
-        """Yield each loader with what a message calls it, such as ``train_dataloaders['a']``."""
+        """Yield each loader with its name in messages, such as ``train_dataloaders['a']``."""
         return zip([f"{self.name}{path}" for path in self.paths], self.leaves, strict=True)
 
 
 def unfold(loaders: Any, name: str) -> Unfolded:
-    """Take a structure of loaders apart. A list within it that holds no loader is a loader itself: a list of batches.
+    """Flatten a structure of loaders. A nested list that contains no loader counts as a loader: a list of batches.
 
     Raises:
-        ConfigurationError: there is no loader in it.
+        ConfigurationError: the structure contains no loader.
     """
     found, spec = tree_flatten_with_path(loaders, is_leaf=lambda each: each is not loaders and not is_collection(each))
     if not found:
@@ -89,24 +90,24 @@ def unfold(loaders: Any, name: str) -> Unfolded:
 
 
 def side_by_side(loaders: Any, name: str) -> Unfolded:
-    """Take apart a structure of loaders that are read together.
+    """Flatten a structure of loaders that are read in parallel.
 
     Raises:
-        ConfigurationError: a part is no loader, or a combination itself.
+        ConfigurationError: a part is not a loader, or is itself a ``CombinedLoader``.
     """
     unfolded = unfold(loaders, name)
     for path, loader in unfolded.named():
         if isinstance(loader, CombinedLoader):
             raise ConfigurationError(
-                f"{path} is a CombinedLoader, and combinations do not nest; put its loaders beside the others, "
-                "a dict within a dict for instance."
+                f"{path} is a CombinedLoader, which cannot be nested; put its loaders beside the others, "
+                "for example as a dict within a dict."
             )
         check_loader(loader, path)
     return unfolded
 
 
 def is_collection(loaders: Any) -> bool:
-    """Whether this is a structure of loaders: a dict, or a list or tuple that begins with a loader.
+    """Whether ``loaders`` is a structure of loaders: a dict, or a list or tuple that begins with a loader.
 
     A list that begins with anything else is a list of batches.
     """
@@ -118,12 +119,13 @@ def _begins_with_loader(given: Any) -> bool:
         given = next(iter(given.values())) if isinstance(given, dict) else given[0]
     if isinstance(given, DataLoader | CombinedLoader):
         return True
-    # Batches may be iterable objects too, so a loader that is no DataLoader is known by its dataset or by being read.
+    # Batches may be iterable too, so a loader other than a DataLoader is recognized by its dataset or by being an
+    # iterator.
     return hasattr(type(given), "__iter__") and (hasattr(given, "dataset") or hasattr(type(given), "__next__"))
 
 
 def merge(mode: str, parts: list[Iterator[Any]], reopen: Callable[[int, int], Iterator[Any]]) -> Rows:
-    """Yield one item of each part at a time. ``reopen(part, cycle)`` starts a part anew, for the ``cycle``-th time."""
+    """Yield rows with one item from each part. ``reopen(part, cycle)`` restarts a part for the ``cycle``-th time."""
     if mode == "min_size":
         return zip(*parts, strict=False)
     if mode == "max_size":
@@ -132,15 +134,16 @@ def merge(mode: str, parts: list[Iterator[Any]], reopen: Callable[[int, int], It
 
 
 def cycle_parts(parts: list[Iterator[Any]], reopen: Callable[[int, int], Iterator[Any]], cycles: list[int]) -> Rows:
-    """Yield one item of each part until each has ended once; ``cycles`` counts how often each has been started anew.
+    """Yield one item of each part until each has ended once; ``cycles`` counts the restarts of each.
 
     Raises:
-        DataError: a part yields nothing when started anew.
+        DataError: a part yields nothing after a restart.
     """
     ended = [cycle > 0 for cycle in cycles]
     end = object()
     while True:
-        # Those that decide whether there is a row come first: no more is read of the others than rows are.
+        # The parts that decide whether there is another row are read first: the others then yield exactly one item per
+        # row.
         row = [end if ended[part] else next(iterator, end) for part, iterator in enumerate(parts)]
         began_anew = [part for part, done in enumerate(ended) if done]
         ended = [item is end for item in row]
@@ -154,14 +157,14 @@ def cycle_parts(parts: list[Iterator[Any]], reopen: Callable[[int, int], Iterato
             row[part] = next(parts[part], end)
             if row[part] is end:
                 raise DataError(
-                    f"loader {part} of a combination yields nothing when it is started anew; mode='max_size_cycle' "
+                    f"loader {part} of a combination yields nothing when it is restarted; mode='max_size_cycle' "
                     "needs loaders that can be read more than once: give such a loader, or use mode='min_size'."
                 )
         yield tuple(row)
 
 
 def combined_length(mode: str, lengths: list[int | None]) -> int | None:
-    """Return the length of a combination, or None where that of a part is unknown."""
+    """Return the length of a combination, or None if the length of a part is unknown."""
     known = [length for length in lengths if length is not None]
     if len(known) < len(lengths):
         return None
@@ -169,7 +172,7 @@ def combined_length(mode: str, lengths: list[int | None]) -> int | None:
 
 
 def separate(loaders: Any, name: str) -> list[tuple[str, Any]]:
-    """Return the loaders that an evaluation reads one after the other, each with what a message calls it."""
+    """Return the loaders that an evaluation reads one after the other, each with its name in messages."""
     if loaders is None:
         return []
     if isinstance(loaders, CombinedLoader):

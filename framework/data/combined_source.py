@@ -1,4 +1,4 @@
-"""What the loops read: a source for a user's loader, or for several of them together."""
+"""Data sources for the loops: one for a user's loader, or for several loaders read together."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def prepare_training(
     sequential: bool = False,
     name: str = "train_dataloaders",
 ) -> TrainingSource:
-    """Return the source that reads a training loader, or a collection of them as ``max_size_cycle``.
+    """Return the source for a training loader, or for a collection of loaders, combined as ``max_size_cycle``.
 
     Args:
         loader: a ``DataLoader``, any other iterable of batches, a ``CombinedLoader``, or a dict, list or tuple of them.
-        seed: that of the run, the same on all ranks.
-        shard: share the samples out; else the loader is read as it is on each rank.
-        sequential: read a shuffled ``DataLoader`` in the dataset's order, as overfitting on the first batches does.
-        name: what messages call the loader.
+        seed: the run's seed, the same on all ranks.
+        shard: distribute the samples over the ranks; else each rank reads the full loader.
+        sequential: read a shuffled ``DataLoader`` in the dataset's order, as ``overfit_batches`` does.
+        name: the loader's name in messages.
 
     Raises:
-        ConfigurationError: with what was given, the rule and the next step.
+        ConfigurationError: a loader cannot be used; the message gives the rule and the next step.
     """
     options: dict[str, Any] = {"rank": rank, "size": size, "seed": seed, "shard": shard, "sequential": sequential}
     if not isinstance(loader, CombinedLoader) and not is_collection(loader):
@@ -66,17 +66,17 @@ def prepare_training(
 def prepare_evaluation(
     loader: Any, *, rank: int, size: int, seed: int = 0, shard: bool = True, name: str = "val_dataloaders"
 ) -> EvaluationSource:
-    """Return the source that reads one evaluation loader, or a ``CombinedLoader`` that is not sequential.
+    """Return the source for an evaluation loader, or for a ``CombinedLoader`` that is not sequential.
 
     Raises:
-        ConfigurationError: with what was given, the rule and the next step.
+        ConfigurationError: a loader cannot be used; the message gives the rule and the next step.
     """
     if not isinstance(loader, CombinedLoader):
         return evaluation_source(loader, rank=rank, size=size, seed=seed, shard=shard, name=name)
     if loader.mode == "sequential":
         raise ConfigurationError(
-            f"{name} is a CombinedLoader(mode='sequential'), whose loaders are read one after the other: give them "
-            "one by one."
+            f"{name} is a CombinedLoader(mode='sequential'), whose loaders are read one after the other: pass them "
+            "separately."
         )
     unfolded = side_by_side(loader.iterables, name)
     parts = [
@@ -89,7 +89,7 @@ def prepare_evaluation(
 def prepare_evaluations(
     loaders: Any, *, rank: int, size: int, seed: int = 0, shard: bool = True, name: str = "val_dataloaders"
 ) -> list[EvaluationSource]:
-    """Return one source for each loader of a list, tuple or dict, in its order; of None, none."""
+    """Return one source for each loader of a list, tuple or dict, in its order; an empty list for None."""
     return [
         prepare_evaluation(loader, rank=rank, size=size, seed=seed, shard=shard, name=path)
         for path, loader in separate(loaders, name)
@@ -97,9 +97,9 @@ def prepare_evaluations(
 
 
 class CombinedTraining(TrainingSource):
-    """Several training sources side by side. Its position holds, of each part, the cycle and the position in it.
+    """Several training sources read in parallel. Its position holds the cycle of each part and the position in it.
 
-    A row is ``NO_BATCH`` where a part of it is.
+    A row is ``NO_BATCH`` if the item of any part is.
     """
 
     def __init__(self, parts: list[TrainingSource], spec: TreeSpec, mode: str, name: str) -> None:
@@ -109,7 +109,8 @@ class CombinedTraining(TrainingSource):
         self._parts = parts
         self._spec = spec
         self._mode = mode
-        # Of each part: at which row its cycles of this epoch began, the first of them where the epoch was resumed.
+        # For each part, the rows at which its cycles of this epoch began; the first is the row at which the epoch was
+        # resumed.
         self._begins: list[list[int]] = [[0] for _ in parts]
         self._first_cycles = [0] * len(parts)
         self._rows_read = 0
@@ -132,7 +133,7 @@ class CombinedTraining(TrainingSource):
         for part, (cycle, place) in zip(self._parts, self._places(position), strict=True):
             length = part.len_batches() if cycle else 0
             if length is None:
-                # How many rows an earlier cycle took is known only for the layout that it was read with.
+                # The number of rows of an earlier cycle is known only for the layout with which it was read.
                 return int(position["batches"])
             rows.append(cycle * length + part.batches_before(place))
         return max(rows)
@@ -176,7 +177,7 @@ class CombinedTraining(TrainingSource):
         return {"batches": batches, "parts": places}
 
     def _in_part(self, number: int, began_at: Position | None, batches: int) -> tuple[int, Position | None, int]:
-        """Return a part's cycle since the start, where that began, and the part's batches that are consumed in it."""
+        """Return a part's cycle since the start, the position at which it began, and the batches consumed in it."""
         begins = self._begins[number]
         turn = bisect_right(begins, batches) - 1
         began = self._places(began_at)[number][1] if turn == 0 else None
@@ -204,14 +205,14 @@ class CombinedTraining(TrainingSource):
         places = position.get("parts", ())
         if len(places) != len(self._parts):
             raise CheckpointError(
-                f"{self.name} was checkpointed with {len(places)} loaders side by side, but there are "
-                f"{len(self._parts)} now: a run resumes on the loaders it was started with; give those."
+                f"{self.name} was checkpointed with {len(places)} loaders read in parallel, but there are "
+                f"{len(self._parts)} now: a run must resume with the loaders that it was started with."
             )
         return [(place["cycle"], place["position"]) for place in places]
 
 
 class CombinedEvaluation(EvaluationSource):
-    """Several evaluation sources side by side: row i of the one-process order goes to rank ``i % size``."""
+    """Several evaluation sources read in parallel: row i of the one-process order goes to rank ``i % size``."""
 
     def __init__(
         self, parts: list[EvaluationSource], spec: TreeSpec, mode: str, name: str, *, rank: int, size: int
@@ -222,8 +223,8 @@ class CombinedEvaluation(EvaluationSource):
         self._mode = mode
         if mode == "max_size_cycle" and any(not part.len_batches() for part in parts):
             raise ConfigurationError(
-                f"{name} is a CombinedLoader(mode='max_size_cycle') with a loader without length; an evaluation shares "
-                "out the batches by number: give each loader a length above 0, or use mode='max_size'."
+                f"{name} is a CombinedLoader(mode='max_size_cycle') with a loader without length; an evaluation "
+                "distributes batches by number: give each loader a length above 0, or use mode='max_size'."
             )
 
     def len_batches(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What is read of a user's loader, the private copy that is made of a ``DataLoader``, and what is refused."""
+"""Inspection of a user's loader, the private copy of a ``DataLoader``, and the checks that refuse invalid loaders."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from ..core.position_rng import SeededDataset
 from .samplers import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
 from .worker_process import start_worker
 
-# When the first line about a long reading comes, and how long after it each further one.
+# Seconds until the first message about a long skip, and between further messages.
 _PATIENCE_SECONDS = 3.0
 _REPEAT_SECONDS = 30.0
 
 
 def skip(batches: Iterator[Any], count: int, name: str, announce: Callable[[str], None]) -> None:
-    """Read ``count`` batches and let go of each; tell how far that is, where it takes long."""
+    """Read and drop ``count`` batches; report progress if it takes long."""
     due = time.monotonic() + _PATIENCE_SECONDS
     for number, _ in enumerate(itertools.islice(batches, count), 1):
         if time.monotonic() >= due:
             due = time.monotonic() + _REPEAT_SECONDS
             announce(
-                f"Reading forward in {name} to where the run stands: {number:,} of {count:,} batches. A loader or "
-                "dataset with state_dict and load_state_dict would go on from there at once."
+                f"Skipping batches of {name} to the position of the run: {number:,} of {count:,} read so far. A loader "
+                "or dataset with state_dict and load_state_dict would resume at once."
             )
 
 
 class Passes:
-    """Passes over an iterable that may be an iterator, which can be read only once."""
+    """Repeated passes over an iterable; detects an iterator, which can be read only once."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self._loader = loader
@@ -52,16 +52,16 @@ class Passes:
         self._begun = False
 
     def begin(self) -> Iterator[Any]:
-        """Return an iterator for one more pass.
+        """Return an iterator for another pass.
 
         Raises:
-            DataError: the iterable was read before and cannot start anew.
+            DataError: the iterable was read before and cannot be read again.
         """
         batches: Any = iter(self._loader)
         again, self._begun = self._begun, True
         if batches is not self._loader:
             return cast(Iterator[Any], batches)
-        # A class whose own ``__iter__`` returns itself may start anew there; a generator cannot.
+        # A class whose ``__iter__`` returns itself may restart there; a generator cannot.
         if isinstance(type(batches).__iter__, types.FunctionType):
             if not again:
                 return drain(batches)
@@ -71,19 +71,19 @@ class Passes:
             return cast(Iterator[Any], batches)
         raise DataError(
             f"{self._name} is an iterator ({type(self._loader).__name__}), which can be read only once, and a second "
-            "pass was asked for: give an object whose __iter__ starts anew, such as a DataLoader or a list."
+            "pass is needed: give an object whose __iter__ starts again, such as a DataLoader or a list."
         )
 
 
 def drain(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield what an iterator has left, without calling its ``__iter__``, which may start it anew."""
+    """Yield the remaining items of an iterator, without calling its ``__iter__``, which may restart it."""
     end = object()
     while (batch := next(batches, end)) is not end:
         yield batch
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of the loader, its dataset and its samplers, each where it has one."""
+    """Call ``set_epoch`` on the loader, its dataset and its samplers, if they have that method."""
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     told: list[Any] = []
     for each in (loader, getattr(loader, "dataset", None), *samplers_of(batch_sampler), *samplers_of(sampler)):
@@ -94,14 +94,14 @@ def tell_epoch(loader: Any, epoch: int) -> None:
 
 
 def private_copy(loader: DataLoader[Any], sampler: IndexSampler | None, name: str) -> DataLoader[Any]:
-    """Return a shallow copy of a loader with its own generator and, where one is given, another sampler.
+    """Return a shallow copy of a loader with a separate generator and, if given, another sampler.
 
     Raises:
         ConfigurationError: the class does not let its sampler be replaced.
     """
     twin = copy.copy(loader)
     fields = vars(twin)
-    # A generator of its own: creating an iterator draws a seed, by default from the global state.
+    # A separate generator: creating an iterator draws a seed, by default from the global state.
     fields["generator"] = torch.Generator()
     fields["_iterator"] = None
     if loader.num_workers > 0:
@@ -115,13 +115,13 @@ def private_copy(loader: DataLoader[Any], sampler: IndexSampler | None, name: st
     if getattr(twin, slot) is not sampler:
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__} that computes its own {slot}, which phalanx must replace to shard "
-            f"and to resume: make {slot} a plain attribute of the loader."
+            f"the data and to resume: make {slot} a plain attribute of the loader."
         )
     return twin
 
 
 def iterate_copy(twin: DataLoader[Any], sampler: IndexSampler, seed: int, name: str) -> Iterator[Any]:
-    """Return an iterator over a private copy, which must read its sampler."""
+    """Return an iterator over a private copy; raise if the copy does not read its sampler."""
     if twin.generator is not None:
         twin.generator.manual_seed(seed)
     sampler.begun = False
@@ -136,13 +136,13 @@ def _checked(batches: Iterator[Any], sampler: IndexSampler, kind: str, name: str
         if not sampler.begun:
             raise DataError(
                 f"{name} is a {kind} whose __iter__ does not read its sampler, so it can be neither sharded nor "
-                "resumed as a DataLoader: derive it from no DataLoader, and its batches are dealt out as they come."
+                "resumed as a DataLoader: do not derive it from DataLoader; its batches are then distributed in order."
             )
         yield batch
 
 
 def seed_of(loader: Any, seed: int) -> int:
-    """Return the seed of a loader's own generator where it has one, else ``seed``."""
+    """Return the seed of a loader's own generator if it has one, else ``seed``."""
     own = getattr(loader, "generator", None)
     return own.initial_seed() if isinstance(own, torch.Generator) else seed
 
@@ -154,7 +154,7 @@ def distributed_samplers(loader: Any) -> list[DistributedSampler[Any]]:
 
 
 def order_of(loader: DataLoader[Any], seed: int, sequential: bool = False) -> tuple[Order, int, bool, bool]:
-    """Return a map-style loader's order, the items of a batch, whether an item is a batch by itself, and drop_last."""
+    """Return a map-style loader's order, the items per batch, whether an item is an entire batch, and ``drop_last``."""
     batches: Any = loader.batch_sampler
     if type(batches) is BatchSampler:
         return _order_of_samples(batches.sampler, seed, sequential), batches.batch_size, False, batches.drop_last
@@ -174,15 +174,15 @@ def _order_of_samples(sampler: Any, seed: int, sequential: bool) -> Order:
 
 
 def is_map_style(loader: Any) -> bool:
-    """Whether this is a ``DataLoader`` whose samples are fetched by index."""
+    """Whether ``loader`` is a ``DataLoader`` whose samples are fetched by index."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def check_loader(loader: Any, name: str) -> None:
-    """Refuse what is no loader.
+    """Refuse an object that is not a loader.
 
     Raises:
-        ConfigurationError: with what was given, the rule and the next step.
+        ConfigurationError: ``loader`` is not a loader; the message gives the rule and the next step.
     """
     given = f"{name} is a {type(loader).__name__}"
     rule = "a loader is a DataLoader or any other iterable of batches"

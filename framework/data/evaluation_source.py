@@ -1,7 +1,7 @@
-"""The user's evaluation loader, read by one rank of many so that every sample is seen exactly once.
+"""Evaluation data of one rank: the user's loader, read so that every sample is evaluated exactly once over all ranks.
 
-Batch i of the one-process order goes whole to rank ``i % size``. No batch is split, padded or dropped, so the sums over
-ranks are those of one process.
+Batch i of the one-process order is evaluated entirely by rank ``i % size``. No batch is split, padded or dropped, so
+the sums over ranks equal those of one process.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ NumberedBatches = Iterator[tuple[int, Any]]
 
 
 class EvaluationSource(ABC):
-    """What the evaluation loop reads. Batches and limits are counted in the one-process order."""
+    """The data source of the evaluation loop. Batches and limits are counted in the one-process order."""
 
     name: str
     rank: int
     size: int
     counts_exactly: bool = False
-    """Whether ``len_local``, where it is known, is what ``start`` will yield, whatever the user's objects say."""
+    """Whether ``len_local``, if known, is exactly the number of batches that ``start`` yields."""
 
     @abstractmethod
     def len_batches(self) -> int | None:
-        """Return the number of batches of all ranks together, or None where it is unknown."""
+        """Return the number of batches of all ranks together, or None if unknown."""
 
     def len_local(self, limit: int | None = None) -> int | None:
         """Return the number of this rank's batches among the first ``limit``.
 
-        Where the length is unknown that is the most there can be, or None without a limit.
+        If the length is unknown, this is an upper bound, or None without a limit.
         """
         known = [count for count in (self.len_batches(), limit) if count is not None]
         return len(range(self.rank, min(known), self.size)) if known else None
@@ -57,7 +57,7 @@ class EvaluationSource(ABC):
 
     @abstractmethod
     def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
-        """Yield every ``size``-th batch from batch ``first`` on, whatever the rank."""
+        """Yield every ``size``-th batch, starting with batch ``first``, regardless of the rank."""
 
 
 class MapEvaluation(EvaluationSource):
@@ -71,7 +71,7 @@ class MapEvaluation(EvaluationSource):
         self._seed = seed_of(loader, seed)
         order, width, whole, drop_last = order_of(loader, self._seed)
         for sampler in distributed_samplers(loader):
-            # It would pad or drop to even the ranks out; what it shares out is the dataset.
+            # A DistributedSampler would pad or drop samples to balance the ranks; read its dataset in order instead.
             order = NaturalOrder(sampler.dataset, self._seed, shuffle=sampler.shuffle)
         self._sampler = EvaluationSampler(
             loader.sampler if loader.batch_sampler is None else loader.batch_sampler,
@@ -95,7 +95,7 @@ class MapEvaluation(EvaluationSource):
 
 
 class IterableEvaluation(EvaluationSource):
-    """Any other iterable of batches: it is read up to this rank's batches, and the others are let go."""
+    """Any other iterable of batches: every rank reads all batches and drops those of other ranks."""
 
     def __init__(self, loader: Any, *, rank: int, size: int, seed: int, name: str) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -117,11 +117,11 @@ class IterableEvaluation(EvaluationSource):
 class UserSharded(EvaluationSource):
     """A loader that the user shards: all its batches are this rank's, numbered ``rank``, ``rank + size`` and so on.
 
-    Whether every sample is seen once is then up to the user.
+    The user is then responsible for evaluating every sample once.
     """
 
     def __init__(self, whole: EvaluationSource, *, rank: int, size: int) -> None:
-        """``whole`` reads the loader as one rank of one."""
+        """``whole``: a source that reads the loader as in a single process."""
         self.name, self.rank, self.size = whole.name, rank, size
         self._whole = whole
 
@@ -138,7 +138,7 @@ class UserSharded(EvaluationSource):
 def evaluation_source(
     loader: Any, *, rank: int, size: int, seed: int = 0, shard: bool = True, name: str
 ) -> EvaluationSource:
-    """Return the source that reads one evaluation loader; see ``prepare_evaluation``."""
+    """Return the source for an evaluation loader; see ``prepare_evaluation``."""
     check_loader(loader, name)
     kind = MapEvaluation if is_map_style(loader) else IterableEvaluation
     if shard and not (is_map_style(loader) and _shares_out_by_itself(loader)):
@@ -147,6 +147,6 @@ def evaluation_source(
 
 
 def _shares_out_by_itself(loader: DataLoader[Any]) -> bool:
-    # A plain DistributedSampler under plain batches is known to the last detail, and is replaced; any other is kept.
+    # A plain DistributedSampler under plain batches is fully known and is replaced; any other sampler is retained.
     plain = type(loader.batch_sampler) in (BatchSampler, type(None))
     return any(not plain or type(sampler) is not DistributedSampler for sampler in distributed_samplers(loader))

@@ -1,7 +1,7 @@
-"""The rounds of a pass: one batch for each rank, and what every rank knows alike of them.
+"""The rounds of a pass over the data: one batch for each rank, with information that all ranks share.
 
-In a *round* each rank gets one batch. Ranks without data for a round must know it, and that a round is the last, before
-the round begins. Where the number of batches is known, so is all of this; else the ranks ask one another.
+In a *round* each rank gets one batch. Before a round begins, every rank must know which ranks have data and whether the
+round is the last. If the number of batches is known, so is all of this; otherwise the ranks communicate.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Rounds = Iterator[Round]
 
 
 def holders_of_last(source: TrainingSource, given: Any, position: Position | None, size: int) -> Sequence[int] | None:
-    """Return the ranks that have data in the last round of a sharded source, or None where it is not known before."""
+    """Return the ranks that have data in the last round of a sharded source, or None if unknown in advance."""
     if not isinstance(source, CountedSource):
         return None
     if isinstance(source, MapSource):
         total = source.total_items()
     else:
-        # What a DataLoader says of the length of an IterableDataset is an estimate.
+        # The length of a DataLoader over an IterableDataset is an estimate.
         total = None if isinstance(given, torch.utils.data.DataLoader) else length_of(given)
     count = source.len_batches(position)
     if total is None or count is None:
@@ -57,7 +57,8 @@ def known_rounds(batches: Iterator[Any], rounds: int, last_holders: Sequence[int
 
 
 def asked_rounds(batches: Iterator[Any], world: DataRanks) -> Rounds:
-    """Yield rounds until no rank has a batch; each asks for the next. Collective for each round."""
+    """Yield rounds until no rank has a batch; ranks exchange in each round whether they have another. Collective per
+    round."""
     batch, holders = _next(batches, world)
     while holders:
         following, next_holders = _next(batches, world)
@@ -76,7 +77,7 @@ def _next(batches: Iterator[Any], world: DataRanks) -> tuple[Any, Sequence[int]]
 
 
 def local_rounds(batches: Iterator[Any], rounds: int | None, rank: int) -> Rounds:
-    """Yield this rank's batches alone, whatever the others have."""
+    """Yield only this rank's batches, without regard to other ranks."""
     own = [rank]
     if rounds is not None:
         for number, batch in enumerate(batches, 1):
@@ -92,7 +93,7 @@ def local_rounds(batches: Iterator[Any], rounds: int | None, rank: int) -> Round
 
 
 def dispatched_rounds(batches: Iterator[Any], world: DataRanks, split: bool) -> Rounds:
-    """Yield rounds that rank 0 reads and sends: a batch for each rank, or with ``split`` a part of one. Collective.
+    """Yield rounds that rank 0 reads and sends: a batch for each rank, or with ``split`` a part of a batch. Collective.
 
     ``batches`` is read on rank 0 only.
     """
@@ -121,13 +122,13 @@ def _read_round(batches: Iterator[Any], size: int, split: bool) -> list[Any]:
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:
-    """Return the parts of a batch for the ranks, fewer than ``size`` where it has fewer rows."""
+    """Split a batch into parts for the ranks; fewer than ``size`` parts if it has fewer rows."""
     rows = rows_in(batch)
     return [slice_rows(batch, *part_of(rows, rank, size)) for rank in range(min(rows, size))]
 
 
 class SplitBatches:
-    """A loader of global batches, of which each rank takes its rows; ``NO_BATCH`` where there are fewer than ranks."""
+    """A loader of global batches of which each rank takes its rows; ``NO_BATCH`` if there are fewer rows than ranks."""
 
     def __init__(self, loader: Any, rank: int, size: int) -> None:
         self._loader = loader

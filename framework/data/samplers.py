@@ -1,8 +1,8 @@
-"""Which samples a rank reads: functions of (seed, epoch, position, rank, size) and of nothing else.
+"""Samplers: the samples of a rank as a pure function of (seed, epoch, position, rank, size).
 
-Words used here. The *order* of an epoch is the sequence of what the user's sampler yields in one process. In training,
-*global micro-batch* k covers ``size * width`` consecutive items of it, of which rank r takes the r-th contiguous part.
-In evaluation, batch i of the one-process order goes whole to rank ``i % size``.
+Terms: the *order* of an epoch is the sequence of items that the user's sampler yields in one process. In training,
+*global micro-batch* k covers ``size * width`` consecutive items of the order, of which rank r takes the r-th contiguous
+part. In evaluation, batch i of the one-process order belongs entirely to rank ``i % size``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_KEPT = 1 << 26
 
 
 def length_of(thing: Any) -> int | None:
-    """Return ``len(thing)``, or None where it has no length."""
+    """Return ``len(thing)``, or None if it has no length."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError, OverflowError):
@@ -31,25 +31,25 @@ def length_of(thing: Any) -> int | None:
 def permutation(count: int, seed: int, epoch: int) -> Sequence[int]:
     """Return a permutation of ``range(count)`` that is a function of the seed and the epoch."""
     generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
-    # An array holds 8 bytes an index; a list of ints would hold 36 for as long as the epoch lasts.
+    # An array takes 8 bytes per index; a list of ints would take 36, for the whole epoch.
     return array("q", torch.randperm(count, generator=generator).tolist())
 
 
 class Order(Protocol):
-    """What is read in an epoch, in the order of one process."""
+    """The items of an epoch, in the order of one process."""
 
     def length(self) -> int | None:
-        """Return the number of items, or None where it is unknown."""
+        """Return the number of items, or None if unknown."""
 
     def items(self, epoch: int) -> Sequence[Any] | LazyItems:
         """Return the items of an epoch."""
 
     def described(self) -> str:
-        """Say for a person how the items are ordered."""
+        """Return a human-readable description of the order."""
 
 
 class NaturalOrder:
-    """All samples of a dataset, once each: shuffled, or as they stand."""
+    """All samples of a dataset, once each: shuffled, or in the dataset's order."""
 
     def __init__(self, data: Any, seed: int, shuffle: bool) -> None:
         self._data = data
@@ -68,7 +68,7 @@ class NaturalOrder:
 
 
 class SamplerOrder:
-    """What a sampler or batch sampler of the user's yields, made repeatable by running it on a stream of its own."""
+    """The items of a user's sampler or batch sampler, made reproducible by running it on a separate random stream."""
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
         self._sampler = sampler
@@ -87,7 +87,7 @@ class SamplerOrder:
 
 
 class LazyItems:
-    """Items that are drawn from a sampler when they are needed, because they are too many or without end."""
+    """Items that are drawn from a sampler on demand, because they are too many or infinite."""
 
     def __init__(self, sampler: Iterable[Any], stream: RandomStream, length: int | None) -> None:
         self.length = length
@@ -95,18 +95,18 @@ class LazyItems:
         self._items = itertools.islice(_iterate(sampler), length)
 
     def take(self, count: int) -> list[Any]:
-        """Return the next items, fewer at the end."""
+        """Return the next ``count`` items; fewer at the end."""
         with self._stream.entered():
             return list(itertools.islice(self._items, count))
 
 
 def _iterate(sampler: Iterable[Any]) -> Iterator[Any]:
-    # A generator: ``iter`` too is called when the first item is asked for, on the sampler's own stream.
+    # A generator, so that ``iter`` is called with the first item too, on the sampler's own stream.
     yield from sampler
 
 
 def samplers_of(sampler: Any) -> list[Any]:
-    """Return a sampler and those it wraps, outermost first."""
+    """Return a sampler and the samplers that it wraps, outermost first."""
     chain: list[Any] = []
     while sampler is not None and not any(sampler is known for known in chain):
         chain.append(sampler)
@@ -115,13 +115,13 @@ def samplers_of(sampler: Any) -> list[Any]:
 
 
 def own_generators(sampler: Any) -> list[torch.Generator]:
-    """Return the torch generators that a sampler and those it wraps draw from, each once."""
+    """Return the torch generators of a sampler and of the samplers that it wraps, each once."""
     found = [getattr(each, "generator", None) for each in samplers_of(sampler)]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def chunks(items: Sequence[Any] | LazyItems, start: int, width: int) -> Iterator[Sequence[Any]]:
-    """Yield ``width`` consecutive items at a time from ``start`` on; the last chunk may be shorter."""
+    """Yield chunks of ``width`` consecutive items, beginning at ``start``; the last chunk may be shorter."""
     if isinstance(items, LazyItems):
         while start > 0:
             start -= len(items.take(min(start, 65536))) or start
@@ -134,9 +134,9 @@ def chunks(items: Sequence[Any] | LazyItems, start: int, width: int) -> Iterator
 def _shares(
     items: Sequence[Any] | LazyItems, start: int, span: int, rank: int, size: int
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
-    """Yield of every ``span`` items from ``start`` on their number, where rank's part of them begins, and that part.
+    """Yield, for each ``span`` items from ``start``: their number, and the start and the items of the rank's part.
 
-    The parts of the others are not copied: they are as many as ranks.
+    The parts of other ranks are not copied, which would cost time proportional to the number of ranks.
     """
     if isinstance(items, LazyItems):
         for chunk in chunks(items, start, span):
@@ -152,7 +152,7 @@ def _shares(
 def _every(
     items: Sequence[Any] | LazyItems, width: int, first: int, step: int, stop: int | None
 ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yield every ``step``-th chunk of ``width`` items with its number, from number ``first`` on, below ``stop``."""
+    """Yield every ``step``-th chunk of ``width`` items with its number, from ``first`` up to but excluding ``stop``."""
     if isinstance(items, LazyItems):
         yield from itertools.islice(enumerate(chunks(items, 0, width)), first, stop, step)
         return
@@ -162,14 +162,15 @@ def _every(
 
 
 class IndexSampler:
-    """What replaces the sampler of a loader's copy. ``epoch`` is set before ``iter()``; the rest is the original's.
+    """Replaces the sampler of a copied loader. ``epoch`` is set before ``iter()``; other attributes are the original's.
 
     Attributes:
-        begun: Whether it was iterated at all since ``begun`` was last cleared.
+        begun: Whether the sampler was iterated since ``begun`` was last cleared.
     """
 
     def __init__(self, original: Any, order: Order, width: int, *, whole: bool, seed: int, seeded: bool) -> None:
-        """``whole``: an item is a batch by itself, or a sample that is not collated; else ``width`` items make one."""
+        """``whole``: an item is an entire batch, or a sample that is not collated; else ``width`` items form a
+        batch."""
         self.order = order
         self.width = width
         self.whole = whole
@@ -185,7 +186,7 @@ class IndexSampler:
         return getattr(self._original, name)
 
     def _pack(self, indices: Sequence[Any], first: int, epoch: int) -> Any:
-        """Return what the loader fetches for the items that begin at position ``first`` of the order."""
+        """Return the index object that the loader fetches for items beginning at position ``first`` of the order."""
         if not self._seeded:
             return indices[0] if self.whole else list(indices)
         seed = mix_seed(self._seed, epoch)
@@ -196,11 +197,11 @@ class IndexSampler:
 
 
 class TrainingSampler(IndexSampler):
-    """A rank's part of every global micro-batch, from ``start`` items of the order on.
+    """A rank's part of every global micro-batch, beginning after ``start`` items of the order.
 
     Attributes:
-        start: Items of the order that are consumed already.
-        left_out: Whether the last global micro-batch of the last iteration held nothing for this rank.
+        start: The number of items of the order that are already consumed.
+        left_out: Whether the last global micro-batch of the last iteration contained no item for this rank.
     """
 
     def __init__(
@@ -229,11 +230,11 @@ class TrainingSampler(IndexSampler):
 
     @property
     def span(self) -> int:
-        """Items of a global micro-batch."""
+        """The number of items in a global micro-batch."""
         return self.width * self.size
 
     def length(self, start: int = 0) -> int | None:
-        """Return the number of global micro-batches from ``start`` items on, or None where it is unknown."""
+        """Return the number of global micro-batches after the first ``start`` items, or None if unknown."""
         total = self.order.length()
         if total is None:
             return None
@@ -249,7 +250,7 @@ class TrainingSampler(IndexSampler):
     def __iter__(self) -> Iterator[Any]:
         self.begun = True
         self.left_out = False
-        # The order is drawn up here, not at the first ``next``: by then another epoch may have been set.
+        # The order is computed here, not at the first ``next``: another epoch may be set in between.
         return self._batches(self.order.items(self.epoch), self.start, self.epoch)
 
     def _batches(self, items: Sequence[Any] | LazyItems, start: int, epoch: int) -> Iterator[Any]:
@@ -264,7 +265,7 @@ class TrainingSampler(IndexSampler):
 
 
 class EvaluationSampler(IndexSampler):
-    """Every ``step``-th batch of the one-process order from batch ``first`` on, below batch ``stop``."""
+    """Every ``step``-th batch of the one-process order, from batch ``first`` up to but excluding ``stop``."""
 
     def __init__(
         self, original: Any, order: Order, width: int, *, drop_last: bool, whole: bool, seed: int, seeded: bool
@@ -280,7 +281,7 @@ class EvaluationSampler(IndexSampler):
         self.first, self.step, self.stop = first, step, stop
 
     def length(self) -> int | None:
-        """Return the number of batches of the one-process order, or None where it is unknown."""
+        """Return the number of batches in the one-process order, or None if unknown."""
         total = self.order.length()
         if total is None:
             return None
@@ -295,7 +296,7 @@ class EvaluationSampler(IndexSampler):
 
     def __iter__(self) -> Iterator[Any]:
         self.begun = True
-        # Fixed here as in training: what is drawn up belongs to this iteration.
+        # Computed here as in training: the order belongs to this iteration.
         return self._batches(self.order.items(self.epoch), (self.first, self.step, self.stop), self.epoch)
 
     def _batches(

@@ -1,7 +1,7 @@
-"""The user's training loader, read by one rank of many and from any position.
+"""Training data of one rank: the user's loader, read from any position.
 
-A loader is used as it is. Of a ``DataLoader`` a shallow copy is made, in which only the sampler and the generator are
-replaced; any other iterable is iterated. What cannot be handled is refused with a sentence.
+The user's loader is not modified. A ``DataLoader`` is copied (shallowly) with another sampler and generator; any other
+iterable is iterated. A loader that cannot be handled is refused with an error.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .dataloader import (
 from .samplers import TrainingSampler, length_of
 
 Position = dict[str, Any]
-"""How much of an epoch is consumed, in JSON values."""
+"""The consumed part of an epoch, in JSON values."""
 
 CONVERTED = "global_batches"
-"""The key of a position that a foreign checkpoint told: batches of each rank, of as many samples as they have here."""
+"""The key of a position from a checkpoint of another framework: batches per rank, with this run's batch size."""
 
 
 @final
@@ -46,19 +46,19 @@ class NoBatch:
 
 
 NO_BATCH: Final = NoBatch()
-"""What a source yields where other ranks have a part of the global micro-batch and this one has none."""
+"""Yielded by a source if other ranks have a part of the global micro-batch and this rank has none."""
 
 
 class TrainingSource(ABC):
-    """What the training loop reads. Batches are counted as global micro-batches: one on every rank.
+    """The data source of the training loop. Batches are counted as global micro-batches: one on every rank.
 
     An epoch that is resumed on another number of ranks, or with another batch size, continues at the same sample. Its
-    batches are then counted from ``batches_before(position)`` on, in the present layout.
+    batches are then counted from ``batches_before(position)``, in the present layout.
     """
 
     name: str
     keeps_state: bool = False
-    """Whether the user's loader or dataset tells where it stands, so that what was read need not be read again."""
+    """Whether the user's loader or dataset is stateful, so that a resumed run need not read consumed batches again."""
     started: bool = False
     """Whether an epoch was started in this process."""
     _began_at: Position | None = None
@@ -67,17 +67,17 @@ class TrainingSource(ABC):
         self.announce: Callable[[str], None] = _say_nothing
 
     def announce_by(self, announce: Callable[[str], None]) -> None:
-        """Have ``announce`` tell a person of what takes long."""
+        """Call ``announce`` with messages for the console about operations that take long."""
         self.announce = announce
 
     @property
     def micro_batch_size(self) -> int | None:
-        """The samples of a full micro-batch on one rank, or None where the loader does not tell."""
+        """The number of samples in a full micro-batch on one rank, or None if unknown."""
         return None
 
     @abstractmethod
     def len_batches(self, position: Position | None = None) -> int | None:
-        """Return the batches of an epoch, those before ``position`` included, or None where it is unknown."""
+        """Return the number of batches in an epoch, those before ``position`` included, or None if unknown."""
 
     @abstractmethod
     def batches_before(self, position: Position | None) -> int:
@@ -85,48 +85,49 @@ class TrainingSource(ABC):
 
     @abstractmethod
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
-        """Do what ``start`` says."""
+        """Return the batches of ``start``."""
 
     def state_after(self, batches: int | None) -> Any:
-        """Return the state of the user's loader or dataset once ``batches`` of the epoch are consumed, if it tells.
+        """Return the state of a stateful loader or dataset after ``batches`` batches of the epoch, else None.
 
-        None for ``batches`` stands for the moment between two epochs.
+        With ``batches=None``, return the state between two epochs.
         """
         return None
 
     def restore(self, states: Sequence[Any], own: bool) -> None:
-        """Take over, for the next ``start``, what ``state_after`` returned: here, or else on all the ranks of then."""
+        """Restore, for the next ``start``, states from ``state_after``: this rank's (``own``), or those of all former
+        ranks."""
 
     @abstractmethod
     def position_from(self, began_at: Position | None, batches: int) -> Position:
-        """Return the position at ``batches`` of an epoch that was started at ``began_at``."""
+        """Return the position after ``batches`` batches of an epoch that was started at ``began_at``."""
 
     def described(self) -> str | None:
-        """Say for a person what an epoch is made of, where that is known; alike on any number of ranks."""
+        """Return a human-readable description of an epoch, or None if unknown; the same for any number of ranks."""
         return None
 
     def start(self, epoch: int, position: Position | None = None) -> Iterator[Any]:
-        """Yield this rank's batches, and ``NO_BATCH`` where it has none, from ``position`` on.
+        """Yield this rank's batches, or ``NO_BATCH`` if it has none, beginning at ``position``.
 
-        What must be read to get to the position is read before this returns.
+        Batches before the position that must be skipped are read before this method returns.
         """
         self._began_at, self.started = position, True
         return self.open(epoch, position)
 
     def len_batches_now(self) -> int | None:
-        """Return the batches of the epoch that was started last, or None where it is unknown."""
+        """Return the number of batches in the epoch that was started last, or None if unknown."""
         return self.len_batches(self._began_at)
 
     def position_after(self, batches: int) -> Position:
-        """Return the position once ``batches`` of the epoch that was started last are consumed."""
+        """Return the position after ``batches`` batches of the epoch that was started last."""
         return self.position_from(self._began_at, batches)
 
 
 class CountedSource(TrainingSource):
-    """A source whose position is one number: consumed items of the one-process order."""
+    """A source whose position is one number: the consumed items of the one-process order."""
 
     def __init__(self, name: str, unit: str, span: int) -> None:
-        """``unit``: what an item is, "samples" or "batches"; ``span``: items of a global micro-batch."""
+        """``unit``: the kind of item, "samples" or "batches"; ``span``: the number of items in a global micro-batch."""
         super().__init__()
         self.name = name
         self.unit = unit
@@ -139,7 +140,7 @@ class CountedSource(TrainingSource):
         """Return the items that ``position`` counts as consumed.
 
         Raises:
-            CheckpointError: the position counts something else.
+            CheckpointError: the position counts another unit.
         """
         if position is None:
             return 0
@@ -148,7 +149,7 @@ class CountedSource(TrainingSource):
         if self.unit not in position:
             raise CheckpointError(
                 f"{self.name} was checkpointed at {position}, but the loader given now counts {self.unit}: "
-                "a run resumes on the kind of loader it was started with; give such a loader."
+                "a run must resume with the kind of loader that it was started with."
             )
         return int(position[self.unit])
 
@@ -159,7 +160,7 @@ class CountedSource(TrainingSource):
         return {self.unit: items if total is None else min(items, max(total, first))}
 
     def total_items(self) -> int | None:
-        """Return the items of an epoch, where they are known exactly."""
+        """Return the number of items in an epoch, or None if it is not known exactly."""
         return None
 
 
@@ -167,7 +168,7 @@ class MapSource(CountedSource):
     """A ``DataLoader`` over a map-style dataset: this rank's part of every global micro-batch."""
 
     def __init__(self, loader: DataLoader[Any], sampler: TrainingSampler, *, world: int, seed: int, name: str) -> None:
-        """``world``: the number of ranks, also where the user shards and the sampler knows of one rank only."""
+        """``world``: the number of ranks, even if the user shards the data and the sampler covers only one rank."""
         super().__init__(name, "batches" if sampler.whole else "samples", sampler.width * world)
         self._given = loader
         self._sampler = sampler
@@ -200,13 +201,14 @@ class MapSource(CountedSource):
         return itertools.chain(batches, self._rest()) if self._sampler.size > 1 else batches
 
     def _rest(self) -> Iterator[Any]:
-        # Runs once the loader is exhausted, when the sampler knows whether this rank was left out of the last batch.
+        # Runs after the loader is exhausted: only then does the sampler know whether this rank has a part of the last
+        # batch.
         if self._sampler.left_out:
             yield NO_BATCH
 
 
 class IterableSource(CountedSource):
-    """Any other iterable of batches: batch i belongs to rank ``i % size``, or all to each rank where not sharded."""
+    """Any other iterable of batches: batch i belongs to rank ``i % size``, or to every rank if not sharded."""
 
     def __init__(self, loader: Any, *, rank: int, size: int, seed: int, shard: bool, name: str) -> None:
         super().__init__(name, "batches", size)
@@ -218,7 +220,7 @@ class IterableSource(CountedSource):
         self._passes = Passes(self._loader, name)
         self._stateful = stateful_part(self._loader)
         self.keeps_state = self._stateful is not None
-        # Batches of the one-process order that were read in this epoch, and what to begin the next one from.
+        # The batches of the one-process order that were read in this epoch, and the state to start the next epoch from.
         self._read = 0
         self._finished = False
         self._kept: dict[str, Any] | None = None
@@ -248,7 +250,7 @@ class IterableSource(CountedSource):
         return batches if self._size == 1 else every(batches, self._rank, self._size)
 
     def _begin(self, first: int, anew: bool) -> Iterator[Any]:
-        """Return the batches from where the loader stands: at its start, or within the first ``first`` of them."""
+        """Return the batches from the loader's present position: its start, or a position up to batch ``first``."""
         kept, self._kept = self._kept, None
         self._read, self._finished = 0, False
         if kept is None or self._stateful is None or (kept["read"] > first and not anew):
@@ -257,10 +259,10 @@ class IterableSource(CountedSource):
         if not anew:
             self._read, self._finished = kept["read"], kept["finished"]
             if self._finished:
-                # It would begin anew.
+                # The loader would start again.
                 return iter(())
         elif self._stateful is self._loader and not kept["finished"]:
-            # What was left of the epoch before, which the loader would go on with.
+            # Exhaust the rest of the previous epoch, which the loader would otherwise continue with.
             self._passes.begin()
         return self._passes.begin()
 
@@ -279,17 +281,18 @@ class IterableSource(CountedSource):
 
     def restore(self, states: Sequence[Any], own: bool) -> None:
         if own or self._shares == 1:
-            # Ranks of then read the same stream, each up to its own part; the one that got furthest spares most.
+            # The former ranks read the same stream, each up to its own part; the state furthest ahead avoids most
+            # reading.
             told = [state for state in states if state is not None]
             self._kept = max(told, key=lambda state: int(state["read"]), default=None)
 
 
 def _say_nothing(text: str) -> None:
-    """Take the place of whoever shows lines."""
+    """Ignore a message: the default of ``announce_by``."""
 
 
 def stateful_part(loader: Any) -> Any:
-    """Return what tells where a loader stands: itself, or its dataset if that is read in this process; else None."""
+    """Return the stateful object of a loader: itself, or its dataset if that is read in this process; else None."""
     if tells_state(loader):
         return loader
     if isinstance(loader, DataLoader) and loader.num_workers == 0 and tells_state(loader.dataset):
@@ -298,12 +301,12 @@ def stateful_part(loader: Any) -> Any:
 
 
 def tells_state(thing: Any) -> bool:
-    """Whether this has ``state_dict`` and ``load_state_dict``."""
+    """Whether ``thing`` has ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def every(batches: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
-    """Yield every ``size``-th batch from ``rank`` on, and ``NO_BATCH`` for a last round that ends before it."""
+    """Yield every ``size``-th batch, starting with batch ``rank``, or ``NO_BATCH`` if the last round has none."""
     while True:
         for place in range(size):
             try:
@@ -320,7 +323,7 @@ def every(batches: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
 def training_source(
     loader: Any, *, rank: int, size: int, seed: int, shard: bool = True, sequential: bool = False, name: str
 ) -> TrainingSource:
-    """Return the source that reads one training loader; see ``prepare_training``."""
+    """Return the source for a training loader; see ``prepare_training``."""
     check_loader(loader, name)
     source: TrainingSource
     if is_map_style(loader):
@@ -345,10 +348,10 @@ def _map_source(
         if each.num_replicas != size:
             raise ConfigurationError(
                 f"{name} has a DistributedSampler with num_replicas={each.num_replicas}, but there are {size} rank(s): "
-                "leave the sampler out, and phalanx shares the samples out by itself."
+                "remove the sampler; phalanx shards the samples automatically."
             )
     shard = shard and not shared_out
-    # Not mixed with the rank: a sampler that shares out by itself needs the same order on all ranks.
+    # Not mixed with the rank: a sampler that shards the samples needs the same order on all ranks.
     order, width, whole, drop_last = order_of(loader, seed, sequential)
     seed = seed if shard else mix_seed(seed, rank)
     sampler = TrainingSampler(

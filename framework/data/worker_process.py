@@ -1,4 +1,4 @@
-"""Worker processes of a DataLoader: they end with their rank, and outlive a signal to the process group for a while."""
+"""Worker processes of a DataLoader: they end with their rank, and briefly outlive a signal to the process group."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def on_all_ranks(world: World, function: Callable[[], T]) -> T:
-    """Run a function that holds no collective on every rank; where it fails on any, all raise. Collective.
+    """Run a function without collectives on every rank; if it fails on any rank, raise on all. Collective.
 
     Raises:
-        CheckpointError: a rank could not read what it looked for.
-        PhalanxError: what the function raised, on whatever rank.
+        CheckpointError: an ``OSError`` on a rank: it could not read the checkpoint.
+        PhalanxError: the error that the function raised on any rank.
     """
     result: T | None = None
     failure: PhalanxError | None = None

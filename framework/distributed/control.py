@@ -1,9 +1,9 @@
 """Cross-process triggers, and the one control reduction of an optimizer step.
 
-Any rank may raise a named trigger at any moment; all ranks see it at the same step boundary. The numbers by which ranks
-decide together travel in one ``ControlVector``, summed over the ranks on a CPU group of its own. Its reduction is
+Any rank may raise a named trigger at any moment; all ranks see it at the same step boundary. The numbers that ranks
+must agree on form one ``ControlVector``, which is summed over the ranks on a separate CPU group. Its reduction is
 launched when a window is fetched and read before the window's first backward pass, so it hides behind the forward pass.
-Only when a rank has raised a trigger is there a second exchange, of the names. In one process nothing is exchanged.
+A second exchange, of the names, happens only if a rank has raised a trigger. In one process nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .world import World
 
 
 class Signal(str, Enum):
-    """The triggers that phalanx itself raises. Users may raise others, by any other name."""
+    """The triggers that phalanx raises. Users may raise others, under any other name."""
 
     NONFINITE = "nonfinite"
     """A rank found a loss that is NaN or infinite; the payload is the error's message."""
@@ -31,13 +31,13 @@ class Signal(str, Enum):
     SAVE_DONE = "saved"
     """An asynchronous save has finished; the payload is the save's number."""
     END_EPOCH = "end_epoch"
-    """A hook wants no more batches of this epoch."""
+    """A hook requests that this epoch ends early."""
     CONTINUE = "go_on"
     """An earlier request to stop is withdrawn."""
     PREEMPT = "leave"
     """A rank received a preemption signal, or a job's time is nearly up; the payload is the signal's name."""
     STOP = "stop"
-    """Training is to stop; the payload is the reason, which may be empty."""
+    """Training should stop; the payload is the reason, which may be empty."""
     VALIDATE = "validate"
     """A validation is due by the clock of rank 0."""
 
@@ -48,7 +48,7 @@ class Signal(str, Enum):
 Sent = dict[int, Any]
 """The payloads of one trigger by the rank that raised it."""
 
-# Whether all ranks have the same number x follows from the sums of x and of x*x. Modulo this, the sums of squares over
+# The sums of x and of x*x show whether all ranks have the same number x. Modulo this value, the sums of squares over
 # thousands of ranks stay exact in float64.
 _STEP_MODULUS = 1 << 20
 
@@ -70,9 +70,10 @@ class _NoNames:
 
 
 class ControlVector(NamedTuple):
-    """The numbers that ranks sum for each optimizer step. A number and its square tell whether all ranks have the same.
+    """The numbers that ranks sum for each optimizer step. The sums of a number and of its square show whether ranks
+    agree.
 
-    For ``n`` numbers, ``n * sum(x*x) == sum(x)**2`` holds exactly where all are equal.
+    For ``n`` numbers, ``n * sum(x*x) == sum(x)**2`` holds exactly if all are equal.
     """
 
     weight: float
@@ -87,22 +88,22 @@ class ControlVector(NamedTuple):
     step: float
     step_squared: float
     names: float
-    """The mark of the names that were logged for the end of the epoch."""
+    """A hash of the names that were logged for the end of the epoch."""
     names_squared: float
     own_seconds: float
-    """Seconds that this rank computes in a step without waiting for others, for the detection of stragglers."""
+    """Seconds per step that this rank computes without waiting for other ranks; used to detect stragglers."""
     own_seconds_squared: float
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What is the same on all ranks about an optimizer step."""
+    """The result of the control reduction of an optimizer step, the same on all ranks."""
 
     total_weight: float
     """Sum of the window's weights over the ranks."""
     ranks_with_data: int
     batches: int | None
-    """Micro-batches in the window where every rank has the same number, else None."""
+    """Micro-batches in the window if every rank has the same number, else None."""
 
 
 class Triggers:
@@ -112,9 +113,10 @@ class Triggers:
         self.world = world
         self.fired: dict[str, Sent] = {}
         self.raised: dict[str, Any] = {}
-        """Triggers of this rank that no boundary has seen. The loop looks in every step whether this is empty."""
+        """Triggers of this rank that have not been exchanged yet. The loop checks in every step whether this is
+        empty."""
         self.posted: deque[tuple[str, Any]] = deque()
-        """Triggers that other threads of this rank have raised. The loop looks here as well."""
+        """Triggers that other threads of this rank have raised. The loop checks these as well."""
         self.table: NameTable = _NoNames()
         self.pace = Pace()
         self._handlers: dict[Signal, Callable[[Sent], None]] = {}
@@ -123,7 +125,7 @@ class Triggers:
         self._step = 0
 
     def compare_names(self, table: NameTable) -> None:
-        """Compare the names in this table over the ranks in every step."""
+        """Compare the metric names in ``table`` over the ranks in every step."""
         self.table = table
 
     # ---- handlers -------------------------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ class Triggers:
     def on(self, signal: Signal, handler: Callable[[Sent], None]) -> None:
         """Call ``handler`` with ``{rank: payload}`` whenever ``signal`` has fired and ``handle`` is called."""
         handlers = {**self._handlers, signal: handler}
-        # The order of ``Signal``, on every rank: an error is raised before a stop is noted.
+        # In the order of ``Signal`` on every rank: an error is raised before a stop is recorded.
         self._handlers = {signal: handlers[signal] for signal in Signal if signal in handlers}
 
     def handle(self) -> None:
@@ -147,11 +149,11 @@ class Triggers:
         self.raised.setdefault(name, payload)
 
     def withdraw(self, name: str) -> None:
-        """Take back a trigger that this rank has raised, if no boundary has seen it yet."""
+        """Withdraw a trigger that this rank has raised, if it has not been exchanged yet."""
         self.raised.pop(name, None)
 
     def post(self, name: str, payload: Any = None) -> None:
-        """Raise a trigger from another thread than the one that trains; the last payload counts."""
+        """Raise a trigger from a thread other than the training thread; the last payload counts."""
         self.posted.append((name, payload))
 
     def _accept(self) -> None:
@@ -160,7 +162,7 @@ class Triggers:
             self.raised[name] = payload
 
     def take(self) -> None:
-        """Let the raised triggers fire now. For one process."""
+        """Fire the raised triggers now, without communication. For a single process."""
         self._accept()
         raised, self.raised = self.raised, {}
         self.fired = {name: {0: payload} for name, payload in raised.items()}
@@ -171,7 +173,7 @@ class Triggers:
         """Start the control reduction of optimizer step ``step``. Collective."""
         if self.posted:
             self._accept()
-        # The swap comes first: a trigger that a signal handler raises between these lines enters the old dict and is
+        # Swap the dicts first: a trigger that a signal handler raises between these lines enters the old dict and is
         # counted below.
         raised, self.raised = self.raised, {}
         pace = self.pace
@@ -203,7 +205,7 @@ class Triggers:
             raise self._out_of_step()
         if total.has_raised or self.fired:
             self._fire(raised if total.has_raised else None)
-        # A rank without data need not log what others do.
+        # A rank without data need not log the names that others log.
         if size * total.names_squared != total.names * total.names and total.has_data == size:
             self._compare_names((total.names, total.names_squared))
         own, squared = total.own_seconds, total.own_seconds_squared
@@ -223,7 +225,7 @@ class Triggers:
         )
 
     def _compare_names(self, marks: tuple[float, float]) -> None:
-        """Report logged names that differ in two steps in a row, once for each difference. Collective."""
+        """Report names that ranks logged differently in two consecutive steps, once per difference. Collective."""
         lasts, self._last_names = marks == self._last_names, marks
         if not lasts or marks == self._reported_names:
             return
@@ -244,7 +246,7 @@ class Triggers:
             self.fired.setdefault(Signal.NOTE, {})[0] = text
 
     def agree(self) -> dict[str, Sent]:
-        """Exchange raised triggers and wait for it: the blocking form. Collective. Returns ``fired``."""
+        """Exchange the raised triggers, blocking, and return ``fired``. Collective."""
         if self.world.size == 1:
             self.take()
             return self.fired

@@ -1,4 +1,4 @@
-"""The ranks as loaders see them: those that see the same data are one."""
+"""The ranks as data loaders see them: ranks that read the same data count as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class DataRanks:
-    """A world's exchanges between the parts of its data, of which several ranks each may hold a copy."""
+    """Collectives between the shards of the data, where several ranks may hold a copy of the same shard."""
 
     def __init__(self, world: World) -> None:
         self.rank = world.data_rank
@@ -22,13 +22,13 @@ class DataRanks:
         self._copies = world.size // world.data_size
 
     def control_reduce(self, vector: Tensor) -> Pending:
-        """Start to sum a float64 CPU tensor, that of each part as often as it has copies. Collective."""
+        """Start to sum a float64 CPU tensor over all ranks; each shard counts once per copy. Collective."""
         return self._world.control_reduce(vector)
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Return the object of part ``src``. Collective."""
+        """Return the object of shard ``src``. Collective."""
         return self._world.broadcast_object(obj, src * self._copies)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the objects of all parts. Collective."""
+        """Return the objects of all shards. Collective."""
         return self._world.all_gather_object(obj)[:: self._copies]

@@ -1,7 +1,7 @@
-"""Collections of tensors and objects over ranks: gathered however many rows each has, padded, split, sliced.
+"""Gathering, padding, splitting and slicing of collections of tensors and objects over ranks.
 
-A *leaf* is a tensor, or anything else that is no collection with a tensor inside. The rows of a tensor are its first
-dim (a 0-d tensor is one row), those of a list or tuple its items; any other object is one row.
+A *leaf* is a tensor, or any object other than a collection that contains a tensor. The rows of a tensor are its first
+dim (a 0-d tensor is one row); the rows of a list or tuple are its items; any other object is one row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _holds_tensor(data: Any) -> bool:
     if isinstance(data, Tensor):
         return True
     if isinstance(data, Mapping):
-        # A dict is taken apart in any case: its values have names of their own.
+        # A dict is always traversed: its values are named separately.
         return bool(data)
     return isinstance(data, (list, tuple)) and any(_holds_tensor(item) for item in data)
 
@@ -50,13 +50,13 @@ def leaves_of(data: Any) -> list[Any]:
 
 
 def gather_rows(world: World, data: Any, valid: bool = True, as_objects: bool = False) -> Any:
-    """Return the rows of all ranks one after the other, in every leaf of a collection. Collective.
+    """Concatenate the rows of all ranks, in rank order, in every leaf of a collection. Collective.
 
-    Ranks may have different numbers of rows; those of a rank that is not ``valid`` are left out. With ``as_objects``
-    the whole of ``data`` is a list of rows of any type.
+    Ranks may have different numbers of rows; the rows of a rank that is not ``valid`` are dropped. With ``as_objects``,
+    ``data`` is a list of rows of any type.
 
     Raises:
-        ConfigurationError: on all ranks; tensors differ in more than their rows.
+        ConfigurationError: tensors differ in more than their number of rows. Raised on all ranks.
     """
     if as_objects:
         parts = world.all_gather_object(_rows_of(data) if valid else [])
@@ -108,7 +108,7 @@ def _gather_tensor(world: World, tensor: Tensor, described: Sequence[tuple[str, 
     ((_, trailing),) = kinds
     most, own = max(rows), rows[world.rank]
     if own != most:
-        # A rank that has no valid rows may have other trailing dims: it sends padding alone.
+        # A rank without valid rows may have different trailing dims: it sends only padding.
         padded = tensor.new_zeros((most, *trailing))
         if own:
             padded[:own] = tensor[:own]
@@ -126,7 +126,7 @@ def _all_gather(world: World, tensor: Tensor) -> Tensor:
 
 
 class StackWithGradient(torch.autograd.Function):
-    """All ranks' tensors stacked; the gradient of a rank's own part is the sum of what all ranks' losses say of it."""
+    """Stack the tensors of all ranks. The gradient of a rank's tensor is the sum over the losses of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, world: World, tensor: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class StackWithGradient(torch.autograd.Function):
 
 
 def stack_tensors(world: World, data: Any, with_gradient: bool, device: torch.device) -> Any:
-    """Return a collection whose tensors, of one shape on all ranks, are stacked in a new first dim. Collective."""
+    """Stack tensors, of the same shape on all ranks, in a new first dim, in every leaf of a collection. Collective."""
 
     def stack(leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float)):
@@ -155,9 +155,9 @@ def stack_tensors(world: World, data: Any, with_gradient: bool, device: torch.de
 
 
 def pad_over_ranks(world: World, data: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
-    """Return a collection whose tensors are padded in ``dim`` to the largest size on any rank. Collective.
+    """Pad the tensors of a collection in ``dim`` to the largest size on any rank. Collective.
 
-    Tensors without that dim stay as they are.
+    Tensors without that dim are unchanged.
     """
     sizes = [leaf.shape[dim] if _has_dim(leaf, dim) else -1 for leaf in leaves_of(data)]
     largest = iter([max(column) for column in zip(*world.all_gather_object(sizes), strict=True)])
@@ -178,7 +178,7 @@ def _has_dim(leaf: Any, dim: int) -> bool:
 
 
 def split_rows(data: Any, rank: int, size: int, padded: bool) -> Any:
-    """Return one rank's part of a list, tuple or tensor, or of each value of a dict, as even as possible.
+    """Return one rank's part of a list, tuple or tensor, or of each value of a dict; parts are as even as possible.
 
     With ``padded`` all parts have as many rows as the largest, by repeating the last row.
 

@@ -1,7 +1,7 @@
-"""Buffers in which pickled objects travel between ranks: a header with the length, then the object if it fits.
+"""Buffers for exchanging pickled objects between ranks: a header with the length, then the object if it fits.
 
-Buffers have a size that all ranks know, so one collective is enough for a small object. The length of a larger one is
-in the header, so that a second collective can carry it.
+All ranks use the same buffer size, so one collective is enough for a small object. The header gives the length of a
+larger object, which a second collective transfers.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from torch import Tensor
 
 BUFFER_BYTES = 16 * 1024
 HEADER_BYTES = 8
-# Limits where many ranks exchange: of all buffers together, and of each.
+# Limits for exchanges between many ranks: for all buffers together, and for each buffer.
 _EXCHANGE_BYTES = 1 << 20
 _LEAST_BYTES = 512
 
 
 def frame_bytes(ranks: int) -> int:
-    """Return the buffer size, in bytes, in which each of ``ranks`` ranks sends an object to all others."""
+    """Return the buffer size, in bytes, for an exchange of objects between ``ranks`` ranks."""
     return max(_LEAST_BYTES, min(BUFFER_BYTES, _EXCHANGE_BYTES // ranks))
 
 
 class FrameSize:
-    """Buffer size of an exchange that a run repeats: the default at first, then what its largest object needs.
+    """Buffer size of a repeated exchange: the default at first, then large enough for its largest object.
 
-    Every rank sees the lengths of all objects, so all ranks choose the same size without asking one another.
+    Every rank sees the lengths of all objects, so all ranks choose the same size without communication.
     """
 
     def __init__(self) -> None:

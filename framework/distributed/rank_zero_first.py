@@ -1,7 +1,7 @@
-"""One rank before the others: they wait on the store, where it leaves word of how it went.
+"""Run a block on rank 0 first; the other ranks wait on the store for its success or error.
 
-A collective would not do: it gives up after its own limit, half an hour, while a download may take hours; and ranks
-that wait in one do not learn that the first has failed.
+A collective cannot be used: its timeout is half an hour while a download may take hours, and ranks that wait in a
+collective are not notified when the first rank fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .rendezvous import pauses, shared_store
 from .world import World
 
 WAIT_SECONDS = 86400.0
-"""How long the others wait where nobody says."""
+"""The default time that the other ranks wait, in seconds."""
 _FIRST_LOOK_SECONDS = 0.005
 _LONGEST_LOOK_SECONDS = 0.5
 _GRACE_SECONDS = 0.3
@@ -31,18 +31,19 @@ _DONE = b"done"
 
 @contextlib.contextmanager
 def first_in_turn(world: World, local: bool = False, seconds: float | None = None) -> Iterator[None]:
-    """Let rank 0 (with ``local`` the first rank of each node) through the block, and then the others. Collective.
+    """Run the block on rank 0 first (with ``local``, on the first rank of each node), then on the others. Collective.
 
-    With ``local`` everybody waits for the first ranks of all nodes, these among one another after the block.
+    With ``local``, all ranks wait for the first ranks of all nodes; the first ranks wait for each other after the
+    block.
 
     Args:
         world: the ranks.
-        local: whether each node has a first rank of its own.
-        seconds: how long others are waited for at most; a day where that is None.
+        local: whether the first rank of each node runs the block first.
+        seconds: the longest time to wait for other ranks; None means one day.
 
     Raises:
-        ConfigurationError: ``seconds`` is no positive number.
-        RankError: another first rank raised, with what it said, or was killed, or took too long.
+        ConfigurationError: ``seconds`` is not a positive number.
+        RankError: a first rank raised (the message is included), was killed, or took too long.
     """
     limit = WAIT_SECONDS if seconds is None else seconds
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
@@ -72,36 +73,39 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
 
 
 def _wait(store: Any, keys: Mapping[int, str], near: Mapping[int, int], limit: float) -> None:
-    """Wait for the first ranks' word; ``near`` are those whose processes can be seen from here."""
+    """Wait for the results of the first ranks; ``near`` maps ranks whose processes are visible on this host to their
+    pids."""
     until = time.monotonic() + limit
     waits = pauses(_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS, dist.get_world_size())
     waiting = dict(keys)
     try:
         while True:
             for rank, key in [*waiting.items()]:
-                # Whoever starts ranks on several hosts may leave the others be when one is killed.
+                # Launchers on several hosts may leave the other ranks running when one is killed.
                 if rank in near and not is_running(near[rank]):
-                    # For those on other hosts too, unless it was done before.
+                    # Also for ranks on other hosts, unless the key is set already.
                     store.compare_set(key, "", f"rank {rank}: its process has ended")
                 elif not store.check([key]):
                     continue
                 del waiting[rank]
                 word = bytes(store.get(key))
                 if word != _DONE:
-                    # Who failed is to be seen to fail first: this is only what comes of it.
+                    # Give the rank that failed time to report its error first: this one is only a consequence.
                     time.sleep(_GRACE_SECONDS)
-                    raise RankError(f"what this rank waited for failed on {word.decode()}")
+                    raise RankError(f"the block that this rank waited for failed on {word.decode()}")
             if not waiting:
                 return
             if time.monotonic() > until:
-                raise RankError(f"what this rank waited for was not done within {limit:g} s: pass a longer timeout.")
+                raise RankError(
+                    f"the block that this rank waited for did not finish within {limit:g} s: pass a longer timeout."
+                )
             time.sleep(next(waits))
     except dist.DistError as error:
         raise RankError(f"the store was lost while another rank was waited for: {error}") from error
 
 
 def _machine() -> str | None:
-    """Return what processes have in common that see one another by their numbers; None where that is not known."""
+    """Return an id that is shared by processes that can see each other's pids; None if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

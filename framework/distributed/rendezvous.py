@@ -1,8 +1,8 @@
-"""How the ranks meet: the store that they find one another through, and torch's default process group.
+"""Rendezvous of the ranks: the store through which they connect, and torch's default process group.
 
-Rank 0 serves the store where the launcher has none of its own, on the address that the others were told, if that is
-one. Every meeting has keys of its own in it, and so has every start of a run as far as its launcher tells them apart
-(SLURM, Open MPI, phalanx): a rank that an earlier start has left over, and that finds the same port open, meets nobody.
+Rank 0 serves the store unless the launcher provides one. It listens on MASTER_ADDR if that is an address of its host.
+Each process group uses a separate key prefix, and so does each start of a run if its launcher distinguishes starts
+(SLURM, Open MPI, phalanx): a leftover rank of an earlier start that finds the same port open cannot join.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FIRST_LOOK_SECONDS = 0.002
 _LONGEST_LOOK_SECONDS = 0.1
 _LOOKS_PER_SECOND = 1000.0
 _KNOCK_SECONDS = 5.0
-# The default group, one for control, one for saves behind the training, and two of a mesh; and what else is open.
+# The default group, one for control, one for asynchronous saves, and two of a mesh; and other open files.
 _GROUPS = 5
 _OTHER_FILES = 1024
-# One store serves all meetings of a process: its port cannot be had twice.
+# One store serves all process groups of a process: its port cannot be bound twice.
 _stores: dict[tuple[str, int], Any] = {}
 _meetings: Iterator[int] = itertools.count()
 _waits = False
@@ -49,10 +49,10 @@ def is_initialized() -> bool:
 
 
 def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
-    """Build torch's default group, and have it destroyed at exit: torch warns about one that is left. Collective.
+    """Build torch's default group and register its destruction at exit, since torch warns about leftovers. Collective.
 
     Raises:
-        ConfigurationError: gloo is told to use an interface that this host lacks, or MASTER_ADDR is no host.
+        ConfigurationError: GLOO_SOCKET_IFNAME names an interface that this host lacks, or MASTER_ADDR is not a host.
     """
     common: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
     if timeout is not None:
@@ -60,7 +60,7 @@ def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     if place.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), **common)  # type: ignore[attr-defined]
     else:
-        # gloo connects each rank with every other one, anew for each group.
+        # gloo connects each rank to every other one, separately for each group.
         allow_open_files(_GROUPS * place.size + _OTHER_FILES)
         _check_interface()
         limit = timeout or dist.constants.default_pg_timeout
@@ -78,7 +78,7 @@ def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
 
 
 def is_waiting() -> bool:
-    """Whether this rank waits for others that have not come yet: it holds nothing that could be lost."""
+    """Whether this rank is still waiting for others to join: it holds no state that could be lost."""
     return _waits
 
 
@@ -93,13 +93,14 @@ def _waiting() -> Iterator[None]:
 
 
 def _gather(store: Any, place: Placement, seconds: float) -> str:
-    """Wait until all ranks have come; return a word that they share, and no earlier start that used this store.
+    """Wait until all ranks have joined; return the session id that they share, unique to this start.
 
-    Rank 0 chooses it. A rank may read that of an earlier start first: it tells a number of its own under what it read,
-    and goes on only once rank 0 has repeated that number. Signals are heard meanwhile, which torch's own wait is not.
+    Rank 0 chooses the id. Another rank may first read the id of an earlier start. It therefore publishes a random
+    number (a nonce) under the id that it read, and continues only once rank 0 has repeated that number. Unlike torch's
+    own wait, this one can be interrupted by signals.
 
     Raises:
-        RankError: some have not come in time; rank 0 names them.
+        RankError: some ranks have not joined in time; rank 0 names them.
     """
     own, until = secrets.token_hex(8), time.monotonic() + seconds
     waits = pauses(_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS, place.size)
@@ -111,27 +112,27 @@ def _gather(store: Any, place: Placement, seconds: float) -> str:
             if time.monotonic() > until:
                 late = [str(rank) for rank in range(1, place.size) if not store.check([f"{own}/come/{rank}"])]
                 who = f"ranks {', '.join(late[:16])}" if place.rank == 0 else "rank 0 and all others"
-                raise RankError(f"{who} did not come to where ranks meet within {seconds:g} s: see what they printed.")
+                raise RankError(f"{who} did not join the rendezvous within {seconds:g} s: see what they printed.")
             time.sleep(next(waits))
     except dist.DistError as error:
         raise RankError(
-            f"who serves the store left before all ranks had come ({error}): see what it printed."
+            f"the rendezvous store shut down before all ranks had joined ({error}): see what rank 0 printed."
         ) from error
     return word
 
 
 def shared_store() -> Any:
-    """Return the store of torch's default process group; its keys are this meeting's alone.
+    """Return the store of torch's default process group; no other group uses its keys.
 
     Raises:
-        ValueError: the ranks have not met.
+        ValueError: the default group does not exist.
     """
-    # Private, but what torch's own checkpoints and sharding go through.
+    # Private, but torch's own checkpointing and sharding use it too.
     return dist.distributed_c10d._get_default_store()
 
 
 def pauses(first: float, longest: float, ranks: int) -> Iterator[float]:
-    """Yield how long to wait between looks into the store: longer and longer, and the more ranks ask one store."""
+    """Yield the seconds between polls of the store: growing, and longer if more ranks poll the same store."""
     longest = max(longest, ranks / _LOOKS_PER_SECOND)
     while True:
         yield first
@@ -139,7 +140,7 @@ def pauses(first: float, longest: float, ranks: int) -> Iterator[float]:
 
 
 def _all_came(store: Any, word: str, size: int) -> str | None:
-    """Repeat to the others the numbers that they have told, once all have; return the word then."""
+    """Repeat the nonces of the other ranks once all have published theirs; return the session id, or None before."""
     told = [f"{word}/come/{rank}" for rank in range(1, size)]
     if not store.check(told):
         return None
@@ -148,7 +149,7 @@ def _all_came(store: Any, word: str, size: int) -> str | None:
 
 
 def _came(store: Any, own: str, rank: int, seen: list[str]) -> str | None:
-    """Tell this rank's number under the word, unless ``seen`` ends with that; return the word if all came."""
+    """Publish this rank's nonce under rank 0's session id; return the id once rank 0 acknowledges it."""
     if store.check(["word"]) and (word := store.get("word").decode()) not in seen[-1:]:
         seen.append(word)
         store.set(f"{word}/come/{rank}", own)
@@ -157,7 +158,7 @@ def _came(store: Any, own: str, rank: int, seen: list[str]) -> str | None:
 
 
 def _check_interface() -> None:
-    """Refuse an interface that is not there: gloo would fail on this host, and the others would wait for it."""
+    """Refuse an interface that does not exist: gloo would fail on this host while the others wait for it."""
     given = gloo_interface()
     if given is None or not hasattr(socket, "if_nameindex"):
         return
@@ -171,10 +172,10 @@ def _check_interface() -> None:
 
 
 def _store(place: Placement, limit: timedelta) -> Any:
-    """Return this process's store, made when it is first asked for; rank 0 serves it."""
+    """Return this process's store, created on first use; rank 0 serves it."""
     host, port = place.master_addr or LOOPBACK, place.master_port or 0
     if (host, port) not in _stores:
-        # torch would bind all interfaces, and for a port that phalanx chose one that was free a moment ago.
+        # torch would bind all interfaces, and a port that phalanx chose may have been taken since.
         listening = take_store_descriptor()
         if listening is None and place.rank == 0 and place.launcher != "phalanx":
             listening = _listen(host, port, place.size, alone=place.local_size == place.size)
@@ -190,7 +191,7 @@ def _store(place: Placement, limit: timedelta) -> Any:
 
 
 def _knock(host: str, port: int, seconds: float) -> None:
-    """Wait until somebody listens there, or for so long: torch says then that nobody does."""
+    """Wait until a process listens there, at most ``seconds``; torch reports the error after that."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_KNOCK_SECONDS):
@@ -199,20 +200,21 @@ def _knock(host: str, port: int, seconds: float) -> None:
 
 
 def _listen(host: str, port: int, size: int, alone: bool) -> int:
-    """Return a socket that listens where the other ranks look for it, and nowhere else as far as that can be told.
+    """Return a socket that listens on the address that other ranks connect to, and on no other if possible.
 
-    ``alone`` says that all ranks are on this host. Else an address that others cannot reach, as some systems give for
-    their own name, or that is no address of this host's but leads to it, tells nothing: it listens on all then.
+    ``alone``: all ranks are on this host. Otherwise it listens on all interfaces if the address is a loopback address
+    (some systems resolve their own name to one), or is forwarded to this host.
     """
     try:
         told = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigurationError(
-            f"MASTER_ADDR={host!r} is no host that rank 0 can find ({error}): set it to the address of rank 0's host."
+            f"MASTER_ADDR={host!r} is not a host that rank 0 can resolve ({error}): set it to the address of rank 0's "
+            "host."
         ) from None
     found = dict.fromkeys((family, str(place[0])) for family, *_, place in told)
     reachable = [(family, address) for family, address in found if alone or not _is_loopback(address)]
-    # Of several, others may look for it at any; those on this host look at all in this order.
+    # Of several addresses, other hosts may connect to any; ranks on this host try all in this order.
     for family, address in reachable if alone or len(reachable) == 1 else []:
         with contextlib.suppress(OSError):
             return socket.create_server((address, port), family=family, backlog=max(64, 2 * size)).detach()
@@ -222,8 +224,8 @@ def _listen(host: str, port: int, size: int, alone: bool) -> int:
         return socket.create_server(("", port), family=family, backlog=max(64, 2 * size), dualstack_ipv6=dual).detach()
     except OSError as error:
         raise ConfigurationError(
-            f"MASTER_PORT={port} cannot be listened on by rank 0 ({error.strerror}): choose another port, alike for "
-            "all ranks."
+            f"MASTER_PORT={port} cannot be listened on by rank 0 ({error.strerror}): choose another port, the same "
+            "for all ranks."
         ) from None
 
 
@@ -232,7 +234,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def destroy_group(held: list[dist.ProcessGroup]) -> None:
-    """Destroy the group in the list, if there is one, and drop it."""
+    """Destroy the group in the list, if any, and remove it."""
     if held and is_initialized():
         dist.destroy_process_group(held[0])
     held.clear()
@@ -243,9 +245,9 @@ def _leave() -> None:
     if not is_initialized():
         return
     own_records().record_leaving(dist.get_rank())
-    # gloo's threads let go of a collective's tensors under the interpreter's lock, a moment after it is done. One that
-    # is still waiting for the lock when the interpreter is torn down aborts the process: so groups are really
-    # destroyed here, references from circles among them, and what others still hold gets that moment.
+    # gloo's threads release the tensors of a collective under the interpreter's lock, a moment after it is done. A
+    # thread that still waits for the lock when the interpreter shuts down aborts the process. So groups are destroyed
+    # here, those in reference cycles included, and groups that are still referenced elsewhere get that moment.
     gc.collect()
     dist.destroy_process_group()
     time.sleep(_LAST_MOMENT_SECONDS)

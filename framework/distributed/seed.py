@@ -15,13 +15,13 @@ _MAX_SEED = 2**32 - 1
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:
-    """Seed Python, torch on every device and, where it is loaded, numpy; alike on all ranks. Return the seed.
+    """Seed Python, torch on every device and, if loaded, numpy, the same on all ranks. Return the seed.
 
-    ``seed`` is 0 where it is None. ``workers`` is accepted for the sake of calls written for Lightning: the workers of
-    a loader are seeded in any case. ``verbose`` prints the seed on rank 0.
+    None means a seed of 0. ``workers`` is accepted for compatibility with Lightning: the workers of a loader are always
+    seeded. ``verbose`` prints the seed on rank 0.
 
     Raises:
-        ConfigurationError: the seed is no whole number from 0 to 2**32 - 1.
+        ConfigurationError: the seed is not an integer from 0 to 2**32 - 1.
     """
     seed = 0 if seed is None else seed
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= _MAX_SEED:
@@ -39,7 +39,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 def capture() -> dict[str, Any]:
     """Return the state of every random generator of this process, as tensors and JSON values.
 
-    Python's, torch's on the CPU, numpy's where it is loaded, and those of all CUDA devices where CUDA is in use.
+    Covers Python, torch on the CPU, numpy if loaded, and all CUDA devices if CUDA is in use.
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -62,9 +62,9 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put the generators back to what ``capture`` returned.
+    """Restore the generators to a state that ``capture`` returned.
 
-    Devices that this process does not have are left out, and so is what was not captured.
+    Devices that this process does not have, and generators that were not captured, are skipped.
     """
     python = state["python"]
     random.setstate((int(python["version"]), tuple(python["words"].tolist()), python["gauss"]))
@@ -78,7 +78,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def _restore_numpy(saved: dict[str, Any]) -> None:
-    # Imported even if nothing else did yet: a script may import it later and go on drawing from it.
+    # Imported even if no other module has yet: a script may import numpy later and continue its random numbers.
     import numpy
 
     key = numpy.array(saved["key"].tolist(), dtype=numpy.uint32)
@@ -100,5 +100,5 @@ class RandomState:
         return capture()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put all generators back; see ``restore``."""
+        """Restore all generators; see ``restore``."""
         restore(state)

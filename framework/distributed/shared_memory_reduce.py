@@ -1,11 +1,11 @@
-"""``Board``: sums of a few numbers over the ranks of one node, through memory that they share.
+"""``Board``: sums of a few numbers over the ranks of one node, through shared memory.
 
 A reduction on gloo wakes a thread in every rank, which takes the core from the rank's own work: 1 ms of a step of 60
-ms, where there are as many ranks as cores. Here a rank writes its numbers into a slot of its own, and reads the others'
-slots when it wants the sum: no thread, and no system call while nobody is late.
+ms, where there are as many ranks as cores. Here each rank writes its numbers into its own slot, and reads the slots of
+the others when it needs the sum: without a thread, and without a system call unless a rank is late.
 
-Reductions are numbered, alike on all ranks. A rank has at most ``_DEPTH / 4`` of them open at a time, so a slot is read
-by all before its turn comes again; one that was not is seen by its number, never summed.
+Reductions are numbered, identically on all ranks. A rank has at most ``_DEPTH / 4`` of them open at a time, so every
+rank has read a slot before it is reused. A slot that was reused too early is detected by its number and never summed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..core.errors import DesyncError, RankError
 from ..system.processes import is_running
 
 CAPACITY = 32
-"""The most numbers of a reduction."""
+"""The largest number of elements in a reduction."""
 _DEPTH = 8
 _HEAD = struct.Struct("<QII")
 _SLOT_BYTES = _HEAD.size + 8 * CAPACITY
 TOKEN_BYTES = 16
-# A late rank is looked for eagerly at first, for it is mostly microseconds late, then in sleeps that grow.
+# Poll for a late rank without sleeping at first, since most are microseconds late; then with growing sleeps.
 _EAGER_LOOKS = 200
 _LONGEST_SLEEP = 0.001
 _ASK_SECONDS = 0.2
@@ -37,13 +37,13 @@ _LIMIT_SECONDS = 1800.0
 
 
 class SharedMemory:
-    """Memory without a name, which vanishes with the last process that holds it."""
+    """Anonymous shared memory, freed with the last process that holds it."""
 
     def __init__(self, size: int, place: tuple[int, int] | None = None) -> None:
-        """Make it, or open that of another process of this user, given by its ``place``.
+        """Create the memory, or open that of another process of this user, given by ``place`` (pid, descriptor).
 
         Raises:
-            OSError: this system has no such thing, or the process is not one of this node.
+            OSError: this system does not support memory files, or the process is not on this node.
         """
         if place is None:
             if not hasattr(os, "memfd_create"):
@@ -58,16 +58,16 @@ class SharedMemory:
         self.bytes = mmap.mmap(file, size)
 
     def release_name(self) -> None:
-        """Close what others opened it by; the memory stays."""
+        """Close the descriptor through which other processes open the memory; the mapping stays."""
         os.close(self._file)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self.bytes.close()
 
 
 class Board:
-    """What the ranks of one node write for one another; ``pids`` are their processes, in rank order."""
+    """Reduction slots of the ranks of one node; ``pids`` are their processes, in rank order."""
 
     def __init__(self, memory: SharedMemory, rank: int, pids: Sequence[int]) -> None:
         self._memory = memory
@@ -78,9 +78,9 @@ class Board:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Return the bytes that a board of so many ranks needs, with room for a token to know it by.
+        """Return the size in bytes of a board for ``ranks`` ranks, including a token that identifies it.
 
-        After the slots comes a byte for each rank, which is set once it has left.
+        The slots are followed by one byte per rank, which is set once the rank has left.
         """
         return ranks * (_DEPTH * _SLOT_BYTES + 1) + TOKEN_BYTES
 
@@ -91,16 +91,16 @@ class Board:
         payload = struct.pack(f"<{len(numbers)}d", *numbers)
         head = _HEAD.pack(self._number, len(numbers), _checksum(self._number, payload))
         start = self._start(self._rank, self._number)
-        # The checksum tells a reader whether all of it has arrived, in whatever order this processor writes.
+        # The checksum shows a reader whether all bytes have arrived, in whatever order this processor writes.
         self._bytes[start + _HEAD.size : start + _HEAD.size + len(payload)] = payload
         self._bytes[start : start + _HEAD.size] = head
         return Posted(self, self._number, vector, numbers)
 
     def look(self, rank: int, number: int, count: int) -> tuple[float, ...] | None:
-        """Return what a rank wrote for a reduction, or None where it has not yet.
+        """Return the numbers that a rank wrote for a reduction, or None if it has not written yet.
 
         Raises:
-            DesyncError: the rank is beyond it, or has another number of elements.
+            DesyncError: the rank is past this reduction, or has a different number of elements.
         """
         start = self._start(rank, number)
         found, length, checksum = _HEAD.unpack_from(self._bytes, start)
@@ -122,10 +122,10 @@ class Board:
         return struct.unpack(f"<{length}d", payload)
 
     def wait(self, rank: int, number: int, count: int) -> tuple[float, ...]:
-        """Return what a rank wrote for a reduction, when it has.
+        """Wait for the numbers that a rank writes for a reduction, and return them.
 
         Raises:
-            RankError: it has left or its process is gone, or it has not come for half an hour.
+            RankError: the rank has left, its process is gone, or it has not written for half an hour.
         """
         looks, since, asked = 0, 0.0, 0.0
         while (found := self.look(rank, number, count)) is None:
@@ -133,7 +133,7 @@ class Board:
             if looks < _EAGER_LOOKS:
                 os.sched_yield()
                 continue
-            # It may have written before it left, and since the last look.
+            # The rank may have written after the last poll, before it left.
             if self._bytes[self._left_at(rank)] and self.look(rank, number, count) is None:
                 raise RankError(f"rank {rank} (pid {self._pids[rank]}) has left, and rank {self._rank} waits for it.")
             now = time.monotonic()
@@ -149,7 +149,7 @@ class Board:
             raise RankError(f"rank {rank} (pid {self._pids[rank]}) is gone, and rank {self._rank} waits for it.")
         if waited > _LIMIT_SECONDS:
             raise RankError(
-                f"rank {rank} (pid {self._pids[rank]}) has not come to where rank {self._rank} waits for it in "
+                f"rank {rank} (pid {self._pids[rank]}) has kept rank {self._rank} waiting for "
                 f"{waited:.0f} s: look at what it does with py-spy dump --pid {self._pids[rank]}."
             )
 
@@ -164,13 +164,13 @@ class Board:
         return len(self) * _DEPTH * _SLOT_BYTES + rank
 
     def close(self) -> None:
-        """Tell the others that this rank comes no more, and let go of the memory."""
+        """Mark this rank as having left, and release the memory."""
         self._bytes[self._left_at(self._rank)] = 1
         self._memory.close()
 
 
 class Posted:
-    """A reduction under way."""
+    """A reduction in progress."""
 
     __slots__ = ("_board", "_number", "_numbers", "_vector")
 
@@ -178,7 +178,7 @@ class Posted:
         self._board, self._number, self._vector, self._numbers = board, number, vector, numbers
 
     def wait(self) -> bool:
-        """Put the sum into the vector, added up in the order of ranks, when all have written. Collective."""
+        """Wait until all ranks have written; store the sum, added in rank order, in the vector. Collective."""
         board, count = self._board, len(self._numbers)
         rows = [board.wait(rank, self._number, count) for rank in range(len(board))]
         self._vector.copy_(torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.float64))

@@ -1,8 +1,8 @@
-"""Ranks that are slower than others: how long each takes for what it does by itself in a step.
+"""Detection of stragglers: the time that each rank computes in a step without waiting for other ranks.
 
-Where ranks wait for one another in every step, all of their steps take the same time. What tells them apart is the time
-between an update and the next meeting: data, hooks, and the forward pass where that meets nobody. Its running mean
-travels with the control reduction as a number and its square, from which all ranks see alike that they differ.
+Ranks that wait for one another in every step all have the same step time. They differ in the time between an update and
+the next collective: data, hooks, and the forward pass unless it contains collectives. The control reduction sums the
+running mean of that time and its square, so all ranks come to the same conclusion about whether they differ.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 
 LASTING = 20
-"""Steps in a row that ranks must differ in before they say more."""
+"""Consecutive steps in which ranks must differ before they exchange their times."""
 FIRST_PAUSE = 200
-"""Steps after a look at all ranks before the next; each doubles it."""
+"""Steps between two exchanges of times; each exchange doubles it."""
 RATIO = 1.5
 _RATE = 0.1
 _LEAST_SECONDS = 0.001
@@ -22,12 +22,12 @@ _LEAST_SHARE = 0.1
 
 
 class Pace:
-    """The seconds that this rank computes in a step without waiting for other ranks."""
+    """The time that this rank computes in a step without waiting for other ranks, in seconds."""
 
     def __init__(self) -> None:
         self.own = 0.0
         self.forward_counts = True
-        """Whether the forward pass, between launch and read, is computation of this rank alone."""
+        """Whether the forward pass, between launch and read, contains no collective."""
         self._step = 0.0
         self._updated = self._launched = 0.0
         self._part = 0.0
@@ -52,15 +52,15 @@ class Pace:
         self._part = now - self._updated if self._updated else 0.0
 
     def arrived(self) -> None:
-        """Record that this rank starts to wait for the others."""
+        """Record that this rank begins to wait for the others."""
         if self._part:
             taken = self._part + (time.perf_counter() - self._launched if self.forward_counts else 0.0)
-            # One that is far off, such as a validation between two steps, counts a little.
+            # An outlier, such as a validation between two steps, has a small weight.
             self.own = min(taken, 4 * self.own) * _RATE + (1 - _RATE) * self.own if self.own else taken
 
     def differs(self, step: int, size: int, total: float, squares: float) -> bool:
         """Whether ranks should exchange their times now; the same on all ranks."""
-        # As of one rank that takes 1.5 times as long as all others.
+        # The spread if one rank takes 1.5 times as long as all others.
         least = (RATIO - 1) ** 2 * (size - 1) / (size - 1 + RATIO) ** 2
         apart = total > size * _LEAST_SECONDS and size * squares > total * total * (1 + least)
         self._lasting = self._lasting + 1 if apart else 0
@@ -70,14 +70,15 @@ class Pace:
         return True
 
     def straggler(self, seconds: Sequence[float]) -> str | None:
-        """Return what a person should know of the slowest rank, given the times of all; None where it is not slow."""
+        """Return a message about the slowest rank, given the times of all ranks; None if it is not slow."""
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         median = statistics.median_low(seconds)
         more = seconds[slowest] - median
         if more < _LEAST_SHARE * self._step or seconds[slowest] < RATIO * median:
             return None
         return (
-            f"Rank {slowest} holds up the others: by itself it takes {seconds[slowest] * 1e3:.3g} ms of a step, "
+            f"Rank {slowest} holds up the others: without waiting for them it takes "
+            f"{seconds[slowest] * 1e3:.3g} ms per step, "
             f"{seconds[slowest] / max(median, 1e-9):.1f} times as long as the median rank ({median * 1e3:.3g} ms). "
             "Look at its data, its hooks, and what else runs on its cores."
         )

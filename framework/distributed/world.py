@@ -1,6 +1,6 @@
-"""``World``: this process among the ranks, and the collectives between them.
+"""``World``: the rank of this process, and the collectives between ranks.
 
-One process is the same class with size 1: its collectives are identities, so nobody asks "are we distributed?".
+A single process uses the same class with size 1: its collectives are identities, so no caller needs a special case.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ReduceName = Literal["sum", "mean", "min", "max"]
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> Any: ...
     def is_completed(self) -> bool: ...
 
 
 class _Done:
-    """The collective of one process: over before it began."""
+    """The collective of a single process: always completed."""
 
     def wait(self) -> bool:
         return True
@@ -59,10 +59,10 @@ _DONE = _Done()
 
 
 def placement(num_nodes: int = 1) -> Placement:
-    """Return where this process stands, without side effects.
+    """Return the rank placement of this process, without side effects.
 
-    A torch.distributed group that exists already is believed first, then the variables of torchrun or phalanx, of SLURM
-    and of Open MPI. ``num_nodes`` only serves where none of them tells how the ranks lie on the nodes.
+    It is read from an existing torch.distributed group, else from the variables of torchrun or phalanx, of SLURM, or of
+    Open MPI. ``num_nodes`` is only used if none of these gives the number of ranks per node.
 
     Raises:
         ConfigurationError: the variables contradict one another, or one that is needed is missing.
@@ -81,10 +81,10 @@ def placement(num_nodes: int = 1) -> Placement:
 
 
 class World:
-    """This process among the ranks.
+    """The rank of this process, its device, and the collectives between ranks.
 
-    Several worlds in one process share torch's default group, which is never destroyed by one of them; each builds a
-    group of its own on the CPU, for control, at its first collective that needs it.
+    Several worlds in one process share torch's default group, which none of them destroys. Each builds a separate CPU
+    group for control messages at its first collective that needs one.
     """
 
     def __init__(self, place: Placement, device: torch.device) -> None:
@@ -97,12 +97,13 @@ class World:
         self.placement = place
         self.device = device
         self.is_global_zero = place.rank == 0
-        # Which part of the data this rank sees, of how many: strategies in which several ranks see the same set them.
+        # The shard of the data that this rank reads, and the number of shards. Set by strategies in which several ranks
+        # read the same shard.
         self.data_rank = place.rank
         self.data_size = place.size
         self._control: list[dist.ProcessGroup] = []
         self._board: list[Board] = []
-        # A world that nobody closed: when it is let go of, or when this process exits.
+        # If ``close`` is never called: when the world is garbage-collected, or at process exit.
         weakref.finalize(self, destroy_group, self._control)
         weakref.finalize(self, _close_board, self._board)
 
@@ -111,7 +112,7 @@ class World:
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> World:
-        """Return the world of one process on ``device``, whatever the environment says."""
+        """Return the world of a single process on ``device``, ignoring the environment."""
         return cls(Placement(), torch.device(device))
 
     @classmethod
@@ -123,12 +124,12 @@ class World:
         timeout_seconds: float | None = None,
         grouped: bool = False,
     ) -> World:
-        """Return the world that this process was started in, and meet the other ranks. Collective.
+        """Join the other ranks and return the world that this process was started in. Collective.
 
-        With ``grouped`` one process alone has torch's default group too, for libraries that ask for one.
+        With ``grouped``, a single process creates torch's default group too, for libraries that need one.
 
-        ``backend`` is gloo on a CPU and "cpu:gloo,cuda:nccl" on CUDA; ``timeout_seconds`` bounds its collectives, with
-        torch's default of 30 minutes where it is None. A default group that exists already is used as it is.
+        ``backend`` is gloo on a CPU and "cpu:gloo,cuda:nccl" on CUDA; ``timeout_seconds`` limits its collectives; None
+        means torch's default of 30 minutes. A default group that exists already is used as it is.
 
         Raises:
             ConfigurationError: the launcher's variables contradict one another, or a rank has no device.
@@ -144,16 +145,16 @@ class World:
 
     @contextlib.contextmanager
     def variables(self) -> Iterator[None]:
-        """Have RANK, LOCAL_RANK and WORLD_SIZE tell where this process stands, for a library that reads them there.
+        """Set RANK, LOCAL_RANK and WORLD_SIZE for this process, for a library that reads them.
 
-        LOCAL_RANK is the index of the device, where there is one. At the end the environment is what it was, whatever
-        the library did to it.
+        LOCAL_RANK is the index of the device, if there is one. On exit the environment is restored, including any
+        changes by the library.
         """
         with variables_set(self._variables()):
             yield
 
     def set_variables(self) -> Callable[[], None]:
-        """Set those that are lacking for longer; return what takes them away again."""
+        """Set the missing ones of these variables beyond a context; return a function that removes them."""
         return set_missing(self._variables())
 
     def _variables(self) -> dict[str, str]:
@@ -162,10 +163,10 @@ class World:
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """The group on the CPU for what steers the run, built when it is first asked for. Collective the first time.
+        """The CPU process group for control messages, created on first use. Collective the first time.
 
         Raises:
-            ConfigurationError: this is the world of one process.
+            ConfigurationError: this is the world of a single process.
         """
         if not self._control:
             if self.size == 1:
@@ -176,7 +177,7 @@ class World:
         return self._control[0]
 
     def _shared_board(self) -> Board | None:
-        """Return the memory that the ranks of one node reduce small numbers in; None where one cannot share it."""
+        """Return the shared memory for small reductions within one node; None if a rank cannot open it."""
         token, memory = os.urandom(TOKEN_BYTES), None
         size = Board.size(self.size)
         with contextlib.suppress(OSError):
@@ -188,7 +189,7 @@ class World:
         elif memory is not None:
             memory.bytes[-TOKEN_BYTES:] = token
         self.control.barrier().wait()
-        # In another container the same number may be that of another process, and of other memory.
+        # In another container the same pid may belong to another process, with other memory.
         known = memory is not None and offer is not None and memory.bytes[-TOKEN_BYTES:] == offer[1]
         answers = self.all_gather_object((known, os.getpid()))
         if memory is not None:
@@ -201,7 +202,7 @@ class World:
 
     @property
     def counts_data(self) -> bool:
-        """Whether what this rank makes of its data counts: of ranks that see the same, it is the first one's."""
+        """Whether the results of this rank count: of the ranks that read the same data, only the first one's do."""
         return self.rank % (self.size // self.data_size) == 0
 
     def close(self) -> None:
@@ -210,9 +211,9 @@ class World:
         destroy_group(self._control)
 
     def apart(self) -> World:
-        """Return a world of the same ranks whose objects and barriers travel on a group of their own. Collective.
+        """Return a world of the same ranks whose objects and barriers use a separate process group. Collective.
 
-        For a thread of its own: nothing that it exchanges meets what other threads exchange. Close it, or let go of it.
+        For use in another thread: its collectives do not mix with those of other threads. Close it after use.
         """
         world = World(self.placement, self.device)
         world.data_rank, world.data_size = self.data_rank, self.data_size
@@ -221,20 +222,20 @@ class World:
         return world
 
     def control_reduce(self, vector: Tensor) -> Pending:
-        """Start summing a float64 CPU tensor over all ranks, in place; wait for what is returned. Collective."""
+        """Start summing a float64 CPU tensor over all ranks, in place; call ``wait`` on the result. Collective."""
         if self.size == 1:
             return _DONE
         group = self.control
         if self._board and vector.numel() <= CAPACITY:
             return self._board[0].post(vector)
-        # Straight on the group: torch.distributed.all_reduce costs several times as much in Python.
+        # Called on the group directly: torch.distributed.all_reduce costs several times as much in Python.
         return group.allreduce([vector])
 
     def all_reduce(self, tensor: Tensor, op: ReduceName = "sum") -> Tensor:
         """Reduce ``tensor`` over all ranks, in place, and return it. Collective.
 
         Raises:
-            UnknownNameError: ``op`` is none of sum, mean, min, max.
+            UnknownNameError: ``op`` is not one of sum, mean, min, max.
             ConfigurationError: the mean of a tensor of integers.
         """
         if op not in _REDUCTIONS:
@@ -244,11 +245,11 @@ class World:
         if self.size == 1:
             return tensor
         dist.all_reduce(tensor, _REDUCTIONS[op], group=self._group_for(tensor))
-        # gloo has no mean of its own.
+        # gloo has no mean.
         return tensor.div_(self.size) if op == "mean" else tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, [size, *shape]; all have one shape. Collective."""
+        """Return the tensors of all ranks, [size, *shape]; all must have the same shape. Collective."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty((self.size, *tensor.shape))
@@ -267,7 +268,7 @@ class World:
             self.control.barrier().wait()
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank ``src``; pickled, in one collective up to 16 KiB and two above. Collective."""
+        """Return the object of rank ``src``. Pickled; one collective up to 16 KiB, else two. Collective."""
         if self.size == 1:
             return obj
         payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) if self.rank == src else b""
@@ -281,10 +282,10 @@ class World:
         return obj if self.rank == src else pickle.loads(data)
 
     def all_gather_object(self, obj: T, size: FrameSize | None = None) -> list[T]:
-        """Return the pickled objects of all ranks, in one collective if they are small, else in two. Collective.
+        """Return the objects of all ranks. Pickled; one collective if all are small, else two. Collective.
 
         Small means 16 KiB on up to 64 ranks. On more ranks the limit falls to 512 bytes, so that all buffers together
-        take about 1 MiB. An exchange that a run repeats passes its own ``size``, which adapts to what it carries.
+        take about 1 MiB. A repeated exchange passes its own ``size``, which adapts to the objects.
         """
         if self.size == 1:
             return [obj]
@@ -302,7 +303,7 @@ class World:
         return [pickle.loads(frame[end : end + length]) for frame, length in zip(frames, lengths, strict=True)]
 
     def gather_object(self, obj: T) -> list[T] | None:
-        """Return the objects of all ranks on rank 0, elsewhere None; pickled, in two collectives. Collective."""
+        """Return the objects of all ranks on rank 0, None on others. Pickled; two collectives. Collective."""
         if self.size == 1:
             return [obj]
         payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
@@ -317,14 +318,14 @@ class World:
         return [pickle.loads(frame[HEADER_BYTES : HEADER_BYTES + length_of(frame)]) for frame in frames]
 
     def _gather_bytes(self, source: bytearray) -> list[memoryview]:
-        """Gather buffers of one length in one collective."""
+        """Gather buffers of the same length in one collective."""
         gathered = [bytearray(len(source)) for _ in range(self.size)]
         dist.all_gather([as_tensor(buffer) for buffer in gathered], as_tensor(source), group=self.control)
         return [memoryview(buffer) for buffer in gathered]
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        # Where gradients live elsewhere, tensors on the CPU travel on the control group: a default group that a user
-        # made for NCCL alone has no way to send them.
+        # If the device is not the CPU, CPU tensors use the control group: a default group that the user created with
+        # only NCCL cannot send them.
         return self.control if tensor.device.type == "cpu" and self.device.type != "cpu" else None
 
 
@@ -336,11 +337,11 @@ _REDUCTIONS: dict[str, Any] = (
 
 
 def _device(device_type: str, place: Placement) -> torch.device:
-    """Return this rank's device, and make it CUDA's current one."""
+    """Return this rank's device and make it the current CUDA device."""
     if device_type != "cuda":
         return torch.device(device_type)
     count = torch.cuda.device_count()
-    # A scheduler that hands each task one device shows it to the task as number 0.
+    # A scheduler that assigns one device to each task makes it visible as device 0.
     index = 0 if count == 1 and place.launcher in ("slurm", "mpi") else place.local_rank
     if index >= count:
         raise ConfigurationError(
@@ -352,14 +353,14 @@ def _device(device_type: str, place: Placement) -> torch.device:
 
 
 def _share_cores(place: Placement) -> None:
-    """Give this rank its share of the cores, where neither the user nor the launcher did."""
+    """Limit this rank to its share of the cores, unless the user or the launcher set the number of threads."""
     bound = usable_cores() < (os.cpu_count() or 1)
     if place.launcher in ("slurm", "mpi") and not bound and not sets_threads():
         torch.set_num_threads(threads_for_ranks(place.local_size))
 
 
 def _close_board(held: list[Board]) -> None:
-    """Let go of the board in the list, if there is one."""
+    """Release the board in the list, if any."""
     for board in held:
         board.close()
     held.clear()

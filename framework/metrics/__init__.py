@@ -1,1 +1,1 @@
-"""What `self.log` records, how it is reduced over steps and ranks, and the `Logger` contract."""
+"""Metrics: recording by `self.log`, reduction over steps and ranks, and the `Logger` contract."""

@@ -18,14 +18,14 @@ from .torchmetrics_state import compute_over_ranks, packed_states
 
 @dataclass
 class Contribution:
-    """The part of one rank in the exchange. Its fields are short and shared, so that it fits into one message."""
+    """The data that one rank sends in the exchange. Its fields are compact, so that it fits into one message."""
 
     fed: set[int | None]
-    """The loaders that this rank had data of (None: any): what others logged in them it must have logged too."""
+    """The loaders from which this rank had data (None: any): it must log the same names in them as other ranks."""
     more: bool
-    """Whether hooks of this rank may log more, which takes another exchange."""
+    """Whether hooks of this rank may log more values, which requires another exchange."""
     kinds: dict[str, tuple[Any, ...]]
-    """Of each name what a rank that did not log it needs to know."""
+    """For each name, the settings that a rank which did not log it needs."""
     values: dict[str, Part]
     metrics: dict[str, list[Any]]
 
@@ -39,7 +39,8 @@ def exchange(
     """Return the value of each name over all ranks, and whether any rank has ``more`` to log. Collective.
 
     Raises:
-        MetricError: on all ranks; those that had data logged different names or reductions, or a metric has no value.
+        MetricError: ranks that had data logged different names or reductions, or a metric has no value. Raised on all
+            ranks.
     """
     if world.size == 1:
         return {entry: _value(key, entry, []) for key, entry in entries.items()}, more
@@ -57,7 +58,7 @@ def exchange(
 
 
 def _contribution(entries: Mapping[str, Entry], fed: set[int | None], more: bool) -> Contribution:
-    # Pickled once each: most names are of the same kind.
+    # Each kind is pickled once: most names are of the same kind.
     shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     kinds = {key: shared.setdefault(kind := _kind(entry), kind) for key, entry in entries.items()}
     plain = {key: entry.local() for key, entry in entries.items() if entry.metric is None}
@@ -71,7 +72,7 @@ def _kind(entry: Entry) -> tuple[Any, ...]:
 
 
 def _placeholder(key: str, gathered: list[Contribution]) -> Entry:
-    """Return an entry for a name that this rank did not log, having had no data."""
+    """Return an entry for a name that this rank did not log because it had no data."""
     kind = next(part.kinds[key] for part in gathered if key in part.kinds)
     fx, prog_bar, logger, on_step, rank_zero_only, loader, suffix = kind
     flags = Flags(prog_bar, logger, on_step, True, fx, rank_zero_only)
@@ -86,13 +87,14 @@ def _name(key: str, kind: tuple[Any, ...]) -> str:
 
 
 def _first_loader(name: str, gathered: list[Contribution]) -> int | None:
-    """Return the loader that a name belongs to; a rank without data in it may have met the name in a later one."""
+    """Return the loader that a name belongs to; a rank without data in it may have logged the name first in a later
+    one."""
     loaders = [part.kinds[name][5] for part in gathered if name in part.kinds]
     return None if None in loaders else min(loaders)
 
 
 def _check(stage: str, gathered: list[Contribution]) -> None:
-    """Compare what ranks logged that had data of the same loader; names for rank 0 alone are left out."""
+    """Compare the names logged by ranks that had data from the same loader, except names for rank 0 only."""
     expected: dict[str, int] = {}
     for rank, part in enumerate(gathered):
         if None in part.fed:
@@ -142,7 +144,8 @@ def _number(parts: list[Part]) -> Tensor:
 def _metric_values(
     world: World, entries: Mapping[str, Entry], gathered: list[Contribution], names: list[str]
 ) -> dict[str, Tensor]:
-    """Compute metrics over the states of all ranks, on each rank that has them; a rank without gets the values sent."""
+    """Compute metrics over the states of all ranks on each rank that has them, and send the values to the other
+    ranks."""
     sources = {name: next(r for r, part in enumerate(gathered) if name in part.metrics) for name in names}
     everywhere = all(name in part.metrics for part in gathered for name in names)
     computed: dict[str, Tensor | MetricError] = {}
@@ -162,7 +165,7 @@ def _metric_values(
 
 
 def _computed(name: str, entry: Entry, states: list[Any]) -> Tensor | MetricError:
-    """Compute a metric; an error is returned, so that no rank is left waiting for the others."""
+    """Compute a metric; return an error instead of raising it, so that no rank is left waiting for the others."""
     try:
         return compute_over_ranks(name, entry.metric, states)
     except MetricError as error:

@@ -1,7 +1,8 @@
-"""Sums of floats that are exact, so that a mean is the same number on any count of ranks and in any order.
+"""Exact sums of floats, so that a mean is the same for any number of ranks and any order of addition.
 
-A sum is kept as a few floats whose exact total is that of all values added; the total is rounded once, when it is read.
-``math.fsum`` gives the correctly rounded sum; what it rounded off is the correctly rounded sum of the rest, and so on.
+A sum is stored as a few floats (partials) whose exact total equals that of all values; it is rounded once, when read.
+``math.fsum`` gives the correctly rounded sum; the rounding error is again the correctly rounded sum of the rest, and so
+on.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import math
 
 
 def partials_of(values: list[float]) -> list[float]:
-    """Return few floats with exactly the sum of ``values``, the largest first; the one float that it is if not finite.
+    """Return a few floats with exactly the sum of ``values``, largest first; a single float if the sum is not finite.
 
-    Sums beyond the largest double are infinite.
+    Sums that exceed the largest double are infinite.
     """
     if (rounded := sum(values)) - rounded != 0.0:
         return [rounded]

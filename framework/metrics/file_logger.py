@@ -1,4 +1,4 @@
-"""``FileLogger``: what loggers that write into the run's directory have in common."""
+"""``FileLogger``: base class of the loggers that write into the run's directory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .logger import Logger
 
 _DEFAULT_NAME = "phalanx_logs"
 _HPARAMS_FILE = "hparams.yaml"
-# Holds the path of the run that a directory outside that run's own belongs to.
+# A file in a log directory outside the run's directory; it contains the path of the run that owns it.
 _OWNER_FILE = ".run"
 
 
 class FileLogger(Logger):
-    """Base of the loggers that keep files under ``save_dir/name/version_<n>``.
+    """Base class of the loggers that write files under ``save_dir/name/version_<n>``.
 
-    Each of the three parts is the user's where given, otherwise the run's (``attach``); without a run it is the working
-    directory, ``phalanx_logs`` and the next free version. A directory that the files of another run lie in is never
-    written into: the next free version is taken.
+    Each of the three parts can be given by the user and otherwise follows the run (``attach``). Without a run they are
+    the working directory, ``phalanx_logs`` and the next free version. A directory with files of another run is never
+    written to: the next free version is used instead.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class FileLogger(Logger):
     def attach(self, root: Path, name: str, version: int) -> None:
         if self._run == (root, name, version):
             return
-        # What was logged before the first run, into a directory of the user's choice, belongs to that run.
+        # Metrics logged before the first run, into a directory that the user chose, belong to that run.
         keeps_version = self._run is None and self._fixed_save_dir is not None
         if not keeps_version:
             self.finalize("success")
@@ -69,7 +69,7 @@ class FileLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        """The directory that all versions of this experiment lie in."""
+        """The directory that contains all versions of this experiment."""
         return os.path.join(self.save_dir, self.name)
 
     @property
@@ -102,10 +102,10 @@ class FileLogger(Logger):
         return os.path.abspath(root / name / f"version_{version}")
 
     def _make_log_dir(self) -> Path:
-        """Create the directory, mark whose it is, and return it.
+        """Create the directory, record the run that owns it, and return it.
 
         Raises:
-            StorageError: it cannot be created.
+            StorageError: the directory cannot be created.
         """
         directory = Path(self.log_dir)
         try:

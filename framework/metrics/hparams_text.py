@@ -1,4 +1,4 @@
-"""Hyperparameters as plain values: what a YAML file and TensorBoard's table can hold."""
+"""Conversion of hyperparameters to plain values for YAML files and TensorBoard's table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..system.redaction import without_secrets
 
-# Words that YAML 1.1 reads as a boolean or as null when they stand without quotes.
+# Words that YAML 1.1 reads as a boolean or as null when unquoted.
 _RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
 
 
@@ -31,7 +31,7 @@ def as_mapping(params: Any) -> dict[str, Any]:
 
 
 def flattened(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Return nested hyperparameters as one level, with ``/`` between the names; what is no scalar becomes text."""
+    """Flatten nested hyperparameters, with ``/`` between the names; values other than scalars become text."""
     flat: dict[str, bool | int | float | str] = {}
     for key, value in params.items():
         if isinstance(value, Mapping | Namespace):
@@ -42,7 +42,8 @@ def flattened(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | i
 
 
 def as_yaml(params: Mapping[str, Any]) -> str:
-    """Return YAML with one line for each hyperparameter; what YAML cannot hold is written as its ``str``."""
+    """Return YAML with one line for each hyperparameter; values that YAML cannot represent are written as their
+    ``str``."""
     return "".join(f"{_key(str(key))}: {_flow(value)}\n" for key, value in params.items()) or "{}\n"
 
 
@@ -71,5 +72,5 @@ def _float(value: float) -> str:
     if math.isinf(value):
         return ".inf" if value > 0 else "-.inf"
     text = repr(value)
-    # YAML 1.1 takes "1e-05" for a string; a number needs the point.
+    # YAML 1.1 reads "1e-05" as a string; a number needs the decimal point.
     return text.replace("e", ".0e") if "e" in text and "." not in text else text

@@ -30,17 +30,17 @@ class Logger(ABC):
 
     @property
     def save_dir(self) -> str | None:
-        """The root under which ``name/version`` lies, or None where the logger keeps no files."""
+        """The root directory of ``name/version``, or None if the logger writes no files."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """The directory of this run's files, or None where the logger keeps none."""
+        """The directory of this run's files, or None if the logger writes no files."""
         return None
 
     @property
     def experiment(self) -> Any:
-        """The underlying writer, for what this interface does not cover."""
+        """The underlying writer, for operations that this interface does not cover."""
         return None
 
     def attach(self, root: Path, name: str, version: int) -> None:
@@ -57,10 +57,10 @@ class Logger(ABC):
         """Record the model's graph."""
 
     def save(self) -> None:
-        """Write what is buffered."""
+        """Flush buffered records."""
 
     def finalize(self, status: str) -> None:
-        """Write what is buffered and close; ``status`` is ``"success"``, ``"failed"`` or ``"interrupted"``."""
+        """Flush buffered records and close; ``status`` is ``"success"``, ``"failed"`` or ``"interrupted"``."""
         self.save()
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,13 +68,13 @@ class Logger(ABC):
         return {}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Drop what was recorded after a checkpoint, since the resumed run records it again.
+        """Drop records made after a checkpoint, since the resumed run records them again.
 
         Called before the first metric of a run that resumes in the directory of the checkpoint.
 
         Args:
             step: the checkpoint's number of optimizer steps.
-            state: what ``state_dict`` returned when it was saved; empty if that is not known.
+            state: the ``state_dict`` of that moment; empty if unknown.
         """
 
     def after_save_checkpoint(self, callback: Any) -> None:

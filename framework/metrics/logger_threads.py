@@ -1,4 +1,4 @@
-"""``LoggerFanout``: passes metrics to every logger, in threads, so that no logger can end or slow the training."""
+"""``LoggerFanout``: passes metrics to every logger, in threads, so that no logger can stop or slow down training."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from .logger import Logger
 if TYPE_CHECKING:
     from torch import nn
 
-# How often a writer looks for new calls, in seconds. Waking a thread for each call costs more than logging.
+# How often a writer polls for new calls, in seconds. Waking a thread for each call costs more than logging.
 _PERIOD_SECONDS = 0.25
-# Beyond this many waiting calls a logger is so slow that keeping more would only fill the memory.
+# Calls beyond this many in a queue are dropped: the logger is too slow, and the queue would fill the memory.
 _CAPACITY = 100_000
-# How long the end of a run waits for a logger that hangs, and when it says so.
+# How long the end of a run waits for a logger that hangs, and after what time it reports this.
 _FINALIZE_SECONDS = 5.0
 _PATIENCE_SECONDS = 1.0
-# How long a checkpoint waits, once, for a logger to write what belongs before it.
+# How long a checkpoint waits, once, for a logger to write the records made before it.
 _FLUSH_SECONDS = 2.0
 
 
 class LoggerFanout:
-    """Passes metrics on to several loggers.
+    """Passes metrics to several loggers.
 
-    Each logger is written by a thread of its own, which starts with the first figure and ends with ``finalize``. The
-    training thread only appends to a queue (below a microsecond): a logger that waits for a network or a stuck disk
-    can be anybody's, its wait would be every rank's, and no limit can be put on a call that is made in the training
-    thread. So a step costs the same whatever the loggers do, and the import of a heavy one is not waited for either.
+    Each logger runs in a separate thread, which starts with the first metric and ends with ``finalize``. The training
+    thread only appends to a queue (below a microsecond). Any logger may block on a network or a stuck disk; in the
+    training thread such a call could not be timed out, and all ranks would wait for it. With threads, the cost of a
+    step does not depend on the loggers, and training does not wait for the import of a heavy one.
 
-    A logger that raises is reported once and left out from then on; the others go on. Reports are made by the thread
-    that calls these methods.
+    A logger that raises is reported once and then skipped; the others continue. Reports are made in the thread that
+    calls these methods.
 
     Args:
         loggers: the destinations, in order.
-        note: called with one sentence for the person at the screen.
+        note: called with one sentence to print on the console.
     """
 
     def __init__(self, loggers: Sequence[Logger], note: Callable[[str], None]) -> None:
@@ -48,11 +48,11 @@ class LoggerFanout:
 
     @property
     def loggers(self) -> list[Logger]:
-        """The loggers that still take part."""
+        """The loggers that have not failed."""
         return [writer.logger for writer in self._writers]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics, which are plain numbers here, at an optimizer step."""
+        """Record metrics, which must be plain numbers here, at an optimizer step."""
         self._send("log_metrics", dict(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -66,13 +66,13 @@ class LoggerFanout:
         self._leave_out_failed()
 
     def save(self) -> None:
-        """Have every logger write what it keeps, soon."""
+        """Ask every logger to flush its buffered records soon."""
         self._send("save")
 
     def state_dicts(self, marks: list[tuple[str, dict[str, Any]]] | None = None) -> list[dict[str, Any]]:
-        """Have what was logged so far written, and return where each logger stands, or stood, for a checkpoint.
+        """Flush all loggers and return the state of each, now or at ``marks``, for a checkpoint.
 
-        A logger that takes too long is not waited for again, and its state is unknown from then on.
+        A logger that takes too long is not waited for again; its state is unknown from that time.
         """
         marks = self.mark() if marks is None else marks
         for writer in self._writers:
@@ -81,11 +81,11 @@ class LoggerFanout:
         return [{"kind": name, "state": dict(state)} for name, state in marks]
 
     def mark(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return, for a later ``state_dicts``, where each logger stands once it has come to what was logged so far."""
+        """Return, for a later ``state_dicts``, the state of each logger after all calls made so far."""
         return [(writer.name, writer.mark()) for writer in self._writers]
 
     def resume(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
-        """Have loggers drop what they recorded after a checkpoint, whose ``state_dicts`` these are."""
+        """Drop records that loggers made after a checkpoint that was saved with ``states`` (see ``state_dicts``)."""
         same = [writer.name for writer in self._writers] == [state["kind"] for state in states]
         for number, writer in enumerate(self._writers):
             state = states[number]["state"] if same else {}
@@ -93,7 +93,7 @@ class LoggerFanout:
         self._leave_out_failed()
 
     def finalize(self, status: str) -> None:
-        """Write everything, end every logger and the threads; what comes later starts them again."""
+        """Flush and finalize every logger and end the threads; later calls start them again."""
         self._send("finalize", status)
         for writer in self._writers:
             writer.finish()
@@ -123,10 +123,10 @@ class LoggerFanout:
         for writer in self._writers:
             if writer.is_busy() and writer.error is None:
                 writer.error = TimeoutError(
-                    f"it did not finish in {_FINALIZE_SECONDS:.0f} s, and {writer.waiting} calls were left out"
+                    f"it did not finish in {_FINALIZE_SECONDS:.0f} s, and {writer.waiting} calls were dropped"
                 )
             if writer.lost:
-                self._note(f"{writer.name} was too slow: {writer.lost} calls were left out.")
+                self._note(f"{writer.name} was too slow: {writer.lost} calls were dropped.")
                 writer.lost = 0
 
     def _leave_out_failed(self) -> None:
@@ -135,12 +135,12 @@ class LoggerFanout:
         for writer in failed:
             self._note(
                 f"{writer.name} failed ({type(writer.error).__name__}: {writer.error}): "
-                "it is left out from now on; training and the other loggers go on."
+                "it is no longer used; training and the other loggers continue."
             )
 
 
 class _Writer:
-    """One logger, the calls that wait for it, and the thread that makes them."""
+    """A logger, its queue of calls, and the thread that makes them."""
 
     def __init__(self, logger: Logger) -> None:
         self.logger = logger
@@ -149,7 +149,7 @@ class _Writer:
         self.lost = 0
         self._calls: deque[Callable[[], Any]] = deque()
         self._finishing = False
-        # Set when another thread waits for this one, which otherwise looks only now and then.
+        # Set when another thread waits for this one, which otherwise polls at intervals.
         self._wanted = Event()
         self._written: Event | None = None
         self._keeps_up = True
@@ -157,7 +157,7 @@ class _Writer:
 
     @property
     def waiting(self) -> int:
-        """How many calls have not been made yet."""
+        """The number of calls that have not been made yet."""
         return len(self._calls)
 
     def put(self, method: str, *arguments: Any) -> None:
@@ -175,12 +175,13 @@ class _Writer:
                 function()
             except Exception as error:
                 self.error = error
-                # It is not called again, so whatever it holds open goes now.
+                # The logger is not called again, so release it and the resources that it holds.
                 with contextlib.suppress(Exception):
                     self.logger.finalize("failed")
 
     def mark(self) -> dict[str, Any]:
-        """Return a dict that gets the logger's state when it has come this far; empty where it does not keep up."""
+        """Return a dict that is filled with the logger's state once all earlier calls are made; empty if it is too
+        slow."""
         state: dict[str, Any] = {}
         read = partial(_read_state, self.logger, state)
         if self._thread is None:
@@ -190,7 +191,7 @@ class _Writer:
         return state
 
     def flush(self, seconds: float) -> None:
-        """Wait until the logger has written all, or that takes too long."""
+        """Wait until the logger has made all calls, at most ``seconds``."""
         if self._thread is None or not self._keeps_up:
             return
         written = self._written = Event()
@@ -216,7 +217,7 @@ class _Writer:
     def _start(self) -> None:
         self._finishing = False
         self._wanted.clear()
-        # A daemon: one that hangs for ever must not keep the process from ending.
+        # A daemon thread: a logger that hangs forever must not keep the process from ending.
         self._thread = Thread(target=self._run, name=f"phalanx-{self.name}", daemon=True)
         self._thread.start()
 

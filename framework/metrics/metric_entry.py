@@ -28,11 +28,11 @@ class Flags(NamedTuple):
 _DEFAULT_FLAGS = Flags(False, True, None, None, "mean", False)
 
 Part = tuple[str, list[float], list[float]]
-"""What one rank has of a name: the reduction, numbers, and for a mean numbers that add up to its weight."""
+"""One rank's part of a name: the reduction, numbers, and for a mean the partial sums of its weight."""
 
 
 class Entry:
-    """One logged name: its reduction, its destinations, its newest value, and the sums of the epoch so far."""
+    """A logged name: its reduction, its destinations, its latest value, and its sums over the epoch so far."""
 
     __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "has_default_flags", "last", "loader", "metric",
                  "name", "on_epoch", "on_step", "suffix", "values", "weights")  # fmt: skip
@@ -72,17 +72,17 @@ class Entry:
 
     @property
     def prog_bar(self) -> bool:
-        """Whether the progress bar shows it."""
+        """Whether the progress bar shows the name."""
         return self.flags.prog_bar
 
     @property
     def logger(self) -> bool:
-        """Whether loggers get it."""
+        """Whether the name is sent to loggers."""
         return self.flags.logger is not False
 
     @property
     def rank_zero_only(self) -> bool:
-        """Whether rank 0 alone logs it."""
+        """Whether only rank 0 logs the name."""
         return self.flags.rank_zero_only
 
     @property
@@ -92,15 +92,15 @@ class Entry:
 
     @property
     def step_name(self) -> str:
-        """The name of the step's value: suffixed where there is an epoch's value too."""
+        """The name of the step value, with a suffix if there is an epoch value too."""
         return f"{self.name}_step{self.suffix}" if self.on_epoch else self.plain_name
 
     @property
     def epoch_name(self) -> str:
-        """The name of the epoch's value: suffixed where there is a step's value too."""
+        """The name of the epoch value, with a suffix if there is a step value too."""
         return f"{self.name}_epoch{self.suffix}" if self.on_step else self.plain_name
 
-    # ---- gathering ------------------------------------------------------------------------------------------------
+    # ---- accumulating ---------------------------------------------------------------------------------------------
 
     def add(self, value: float, weight: float) -> None:
         """Add a number; a weight of 0 changes nothing, even if the number is NaN."""
@@ -166,7 +166,7 @@ class Entry:
 
 
 def read_devices(entries: Iterable[Entry]) -> None:
-    """Copy the values of all entries that are on a device to the host, in one synchronisation."""
+    """Copy all values that are on a device to the host, with one synchronization."""
     taken = [(entry, entry._take()) for entry in entries]
     pairs = [pair for _, waiting in taken for pair in waiting]
     numbers = iter(_Parked(pairs).read() if pairs else ())
@@ -178,10 +178,10 @@ def read_devices(entries: Iterable[Entry]) -> None:
 
 
 class _Parked:
-    """Pairs of numbers, some of them tensors, on their way to the host.
+    """Pairs of numbers, some of them tensors, that are being copied to the host.
 
-    Values are stacked, one tensor for each device and dtype; from CUDA they are copied to pinned memory behind the
-    work under way, so that a later look finds them there without having waited.
+    Values are stacked, one tensor for each device and dtype; from CUDA they are copied to pinned memory asynchronously,
+    so that a later read need not wait.
     """
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -202,11 +202,11 @@ class _Parked:
                 self._numbers[place] = None
 
     def is_on_host(self) -> bool:
-        """Whether reading waits for nothing."""
+        """Whether ``read`` returns without waiting."""
         return all(event is not None and event.query() for _, _, event in self._copies)
 
     def read(self) -> list[tuple[float, float]]:
-        """Return the pairs as numbers; waits for the device where it must."""
+        """Return the pairs as numbers; waits for the device if needed."""
         for group, stacked, event in self._copies:
             if event is not None:
                 event.synchronize()
@@ -216,7 +216,7 @@ class _Parked:
 
 
 def combine(parts: Sequence[Part]) -> float:
-    """Return the value of one name from the parts of all ranks; NaN where none has a value."""
+    """Return the value of a name from the parts of all ranks; NaN if no rank has a value."""
     fx = parts[0][0]
     numbers = [number for _, values, _ in parts for number in values]
     if fx == "sum":

@@ -1,8 +1,8 @@
 """``MetricLog``: the values that ``self.log`` records. They stay on their device until they are read.
 
-A value logged for each step keeps only its newest. A value logged for each epoch adds to an exact weighted sum; at the
-epoch's end the sums of all names travel in one exchange, torchmetrics states included, and every rank has the same
-result. In a step there is neither a collective nor a synchronisation with a device.
+Of a name logged per step only the latest value is stored. A name logged per epoch is added to an exact weighted sum. At
+the end of the epoch the sums of all names, torchmetrics states included, are exchanged at once, and every rank has the
+same result. A step contains neither a collective nor a device synchronization.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _MARK = (1 << 20) - 1
 class MetricLog:
     """The logged values of one stage of a run (``"train"``, ``"validate"``, ``"test"``).
 
-    ``in_step`` says whether a step is running, which decides the defaults; the loop sets it once for each epoch, and
-    ``batch`` for each micro-batch, from which the weight of an epoch's mean is read when it is needed. ``batches``
-    counts them, and ``fed`` holds the numbers of the loaders that had one for this rank, where there are several.
+    ``in_step``: whether a step is running, which determines the defaults. The loop sets it once per epoch, and
+    ``batch`` for each micro-batch; the weight of an epoch mean is computed from the batch when needed. ``batches``
+    counts the micro-batches. With several loaders, ``fed`` holds the numbers of those that had a batch for this rank.
     """
 
     def __init__(self, stage: str, world: World, module: nn.Module | None = None) -> None:
-        """``module`` is the one whose metrics are part of the state."""
+        """``module``: the module whose metrics are part of the state."""
         self.stage = stage
         self.world = world
         self.batch: Any = None
@@ -58,23 +58,23 @@ class MetricLog:
         # In a build of torch without an accelerator tensors need not be asked where they are, a tenth of ``log``.
         self._host_only = torch.accelerator.current_accelerator() is None
         self.mark = 0
-        """Tells the names apart that are logged for the epoch's end by all ranks; below 2**20."""
+        """A hash, below 2**20, of the names that all ranks log for the end of the epoch."""
 
     @property
     def in_step(self) -> bool:
-        """Whether values belong to a step, or to a hook of the epoch."""
+        """Whether values belong to a step rather than to an epoch hook."""
         return self._entries is self._scopes[True]
 
     @in_step.setter
     def in_step(self, value: bool) -> None:
         self._entries = self._scopes[value]
-        # Values of the epoch weigh the same on every rank, so the last batch must not count; this also releases it.
+        # Epoch values have the same weight on every rank, so the last batch must not count; this also releases it.
         self.batch = None
         self.items = None
 
     @property
     def loader(self) -> int | None:
-        """The number of the evaluation loader, where there are several: names get it as a suffix."""
+        """The number of the evaluation loader if there are several: it is a suffix of names."""
         return self._loader
 
     @loader.setter
@@ -103,7 +103,7 @@ class MetricLog:
     ) -> None:
         """Record a value; ``TrainModule.log`` is this method while a run is in progress, with the same arguments.
 
-        The first call of a name fixes how it is reduced and where it goes.
+        The first call for a name fixes its reduction and its destinations.
         """
         # This runs once for each value of each step: each attribute and each call below is paid a hundred times by a
         # module that logs a hundred values. Most of what is left is ``item()``.
@@ -140,7 +140,7 @@ class MetricLog:
                 entry.add_weighted(value, batch_size)
 
     def _count_items(self, entry: Entry) -> int:
-        """Return the weight of the batch: its items, counted when a mean first needs them."""
+        """Return the weight of the batch: its number of items, counted when first needed for a mean."""
         if self.items is None and entry.fx == "mean":
             self.items = batch_items(self.batch)
         return self.items or 0
@@ -208,8 +208,8 @@ class MetricLog:
         on_step, on_epoch = kept_for(name, flags.on_step, flags.on_epoch, self._training, self.in_step)
         if self._loader is not None and _LOADER_SUFFIX in name and key != name:
             raise ConfigurationError(
-                f"log({name!r}, ...): the number of the loader is added by itself; leave it out of the name, or say "
-                "add_dataloader_idx=False."
+                f"log({name!r}, ...): the number of the loader is added automatically; leave it out of the name, or "
+                "pass add_dataloader_idx=False."
             )
         suffix = key[len(name) :]
         entry = self._entries[key] = Entry(name, flags, fx, on_step, on_epoch, self._loader, suffix)
@@ -217,7 +217,7 @@ class MetricLog:
         return entry
 
     def epoch_names(self) -> list[str]:
-        """Return the names that every rank with data must have logged by the epoch's end."""
+        """Return the names that every rank with data must have logged by the end of the epoch."""
         return [entry.epoch_name for entry in self if entry.on_epoch and not entry.rank_zero_only]
 
     def _mark(self) -> int:
@@ -230,7 +230,7 @@ class MetricLog:
             yield from scope.values()
 
     def step_values(self, wanted: str) -> dict[str, Any]:
-        """Return the newest step values of the entries whose attribute ``wanted`` is true, as numbers or tensors."""
+        """Return the latest step values of the entries whose attribute ``wanted`` is true, as numbers or tensors."""
         return {
             entry.step_name: entry.last
             for entry in self._scopes[True].values()
@@ -238,9 +238,9 @@ class MetricLog:
         }
 
     def current(self) -> dict[str, Any]:
-        """Return the newest step values for callbacks: under the step's name, and under the plain one.
+        """Return the latest step values for callbacks, each under its step name and its plain name.
 
-        As in Lightning callbacks see no step values of an evaluation.
+        As in Lightning, callbacks do not see the step values of an evaluation.
         """
         if not self._training:
             return {}
@@ -249,9 +249,9 @@ class MetricLog:
         return values
 
     def reduce(self, more: bool = False) -> tuple[dict[Entry, Tensor], bool]:
-        """Return the epoch's values of what was logged since the last call, and whether any rank has ``more`` to log.
+        """Return the epoch values of names logged since the last call, and whether any rank has ``more`` to log.
 
-        Entries start again; ``finish`` resets the metrics. Collective: one exchange for all names.
+        Resets the entries; ``finish`` resets the metrics. Collective: one exchange for all names.
 
         Raises:
             MetricError: ranks that had data logged different names, or a metric has no single value.
@@ -266,7 +266,7 @@ class MetricLog:
         return exchange(self.world, self.stage, entries, fed, more, self._frame_size)
 
     def finish(self) -> None:
-        """Start a new epoch: metrics that were logged are reset."""
+        """Start a new epoch: reset the metrics that were logged."""
         for metric in self._used_metrics:
             metric.reset()
         self._used_metrics = []
@@ -278,16 +278,16 @@ class MetricLog:
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has recorded in the epoch so far, the metrics of the module included."""
+        """Return the values that this rank has recorded in the epoch so far, including the module's metrics."""
         read_devices(self)
         return {"batches": self.batches, **entries_state(self._scopes, self._module)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue an epoch from what ``state_dict`` returned."""
+        """Continue an epoch from a ``state_dict``."""
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue an epoch from what ``state_dict`` returned on one rank or several, whose part is this one's now."""
+        """Continue an epoch from the ``state_dict`` of one rank or several, whose data this rank continues."""
         self.batches = sum(state["batches"] for state in states)
         load_entries(self._scopes, self._module, states)
         self.mark = self._mark()

@@ -1,7 +1,7 @@
-"""torchmetrics without its own communication: the states of all metrics travel in the epoch's one exchange.
+"""torchmetrics without its own communication: the states of all metrics are part of the exchange at the epoch's end.
 
-The states of all ranks are put together as torchmetrics would, but for lists (``cat`` states): a rank's k-th update
-is placed where one process would have made it, so that a metric over the full list sees the list of one process.
+The states of all ranks are merged as in torchmetrics, except lists (``cat`` states): a rank's k-th update is placed
+where a single process would have made it, so a metric over the full list sees the same list as in one process.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
 States = dict[str, Any]
-"""What a metric and those inside it have gathered: of each, by position, how many updates and its packed states."""
+"""The data of a metric and its nested metrics, by position: the number of updates and the packed states of each."""
 _NOTHING = object()
 
 
 def is_metric(value: Any) -> bool:
-    """Whether ``value`` is a torchmetrics ``Metric``; it is only looked for if torchmetrics has been imported."""
+    """Whether ``value`` is a torchmetrics ``Metric``; False if torchmetrics has not been imported."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
@@ -39,7 +39,7 @@ def is_collection(value: Any) -> bool:
 
 def logged_items(values: Mapping[str, Any] | MetricCollection) -> Iterable[tuple[str, Any]]:
     """Return the names and values of a mapping, or of a ``MetricCollection`` with its prefix and postfix."""
-    # By default the collection would copy the states that its metrics share, at every call.
+    # By default the collection copies the states that its metrics share at every call.
     return values.items(copy_state=False) if is_collection(values) else values.items()  # type: ignore[call-arg]
 
 
@@ -48,11 +48,11 @@ def _parts(metric: nn.Module) -> list[Any]:
     return [part for part in metric.modules() if is_metric(part)]
 
 
-# ---- over ranks ---------------------------------------------------------------------------------------------------
+# ---- reduction over ranks -----------------------------------------------------------------------------------------
 
 
 def packed_states(metric: Any) -> list[tuple[int, States]]:
-    """Return the states of a metric and of those inside it, in little room, for ``compute_over_ranks``."""
+    """Return the states of a metric and its nested metrics in compact form, for ``compute_over_ranks``."""
     return [
         (part.update_count, {name: _pack(state) for name, state in part.metric_state.items()})
         for part in _parts(metric)
@@ -60,9 +60,9 @@ def packed_states(metric: Any) -> list[tuple[int, States]]:
 
 
 def compute_over_ranks(name: str, metric: Any, ranks: Sequence[list[tuple[int, States]]] = ()) -> Tensor:
-    """Return the value of a metric over the packed states of several ranks; of none, over its own state.
+    """Return the value of a metric over the packed states of several ranks, or over its own state if none are given.
 
-    The metric's own state stays as it is.
+    The metric's own state is unchanged.
 
     Raises:
         MetricError: the value is not one number.
@@ -80,13 +80,13 @@ def compute_over_ranks(name: str, metric: Any, ranks: Sequence[list[tuple[int, S
         shape = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
         raise MetricError(
             f"log({name!r}, ...) got a {type(metric).__name__} whose value {shape}; it must be one number: "
-            "compute() it in the hook at the epoch's end, and log its parts."
+            "call compute() in the hook at the epoch's end, and log the parts of the result."
         ) from None
 
 
 @contextmanager
 def _alone(parts: list[Any]) -> Generator[None, None, None]:
-    """Let metrics neither communicate nor remember a value; afterwards their states are those from before."""
+    """Disable communication and caching of metrics within the context; on exit, restore their states."""
     kept = [(part.metric_state, part._update_count, part.distributed_available_fn) for part in parts]
     for part in parts:
         part.distributed_available_fn = _never
@@ -111,9 +111,9 @@ def _set(part: Any, states: Mapping[str, Any], count: int) -> None:
 
 
 def _put_together(part: Any, ranks: Sequence[tuple[int, States]]) -> None:
-    """Give a metric the states that it would have if it had seen the data of all ranks."""
+    """Set the states that a metric would have if it had processed the data of all ranks."""
     counts = [count for count, _ in ranks]
-    # A state that nothing was added to may be no neutral element of its reduction.
+    # A state without any update may not be a neutral element of its reduction.
     filled = [states for count, states in ranks if count or not any(counts)]
     merged: States = {}
     for name, reduction in part._reductions.items():
@@ -144,7 +144,7 @@ def _pack(state: Any) -> tuple[Any, ...]:
         return "other", state
     if not tensors:
         return kind, None, [], b""
-    # One transfer from the device for all of a list.
+    # One transfer from the device for the entire list.
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
     shapes = [tuple(tensor.shape) for tensor in tensors]
     return kind, str(flat.dtype).removeprefix("torch."), shapes, flat.view(torch.uint8).numpy().tobytes()
@@ -172,7 +172,7 @@ def _copied(states: Mapping[str, Any]) -> States:
 
 @contextmanager
 def metrics_set_aside(module: nn.Module) -> Generator[None, None, None]:
-    """Let the metrics of a module forget what they gather in this context."""
+    """Discard the updates that the metrics of a module receive within this context."""
     parts = _parts(module)
     kept = [(part, part.metric_state, part._update_count, part._forward_cache) for part in parts]
     for part, states, count, _ in kept:
@@ -185,14 +185,14 @@ def metrics_set_aside(module: nn.Module) -> Generator[None, None, None]:
             part._forward_cache = shown
 
 
-# ---- over time ----------------------------------------------------------------------------------------------------
+# ---- saving and loading -------------------------------------------------------------------------------------------
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """Return what the metrics of a module have gathered so far, by the name of each; empty ones are left out."""
+    """Return the states of a module's metrics by name; metrics without updates are omitted."""
     for part in module.modules():
         if is_collection(part):
-            # Only the first of metrics that share their states is updated; this hands the states on to the others.
+            # Only the first of metrics that share their states is updated; this call passes the states to the others.
             list(part.values(copy_state=False))  # type: ignore[operator]
     return {
         name: {"updates": part.update_count, "states": _copied(part.metric_state)}
@@ -202,7 +202,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def load_metric_states(module: nn.Module, *saved: Mapping[str, Any]) -> None:
-    """Put back what ``metric_states`` returned, on one rank or put together over several; others are reset."""
+    """Restore states of ``metric_states`` from one rank, or merge those of several; reset other metrics."""
     for name, part in module.named_modules():
         if not is_metric(part):
             continue

@@ -1,1 +1,1 @@
-"""The `Strategy` contract and what all strategies share."""
+"""The `Strategy` contract and functions shared by all strategies."""

@@ -1,4 +1,4 @@
-"""Whole tensors from the shards of all ranks, one after the other."""
+"""Gathering of full tensors from the shards of all ranks, one at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..distributed.world import World
 
 
 def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor whole, by its name: on the CPU on rank 0, elsewhere without use. Collective.
+    """Yield each full tensor with its name: on the CPU of rank 0; on other ranks the value is undefined. Collective.
 
-    Only one of them is whole on a device at a time.
+    Only one full tensor is on a device at a time.
     """
     mine = {name: (shard.shape, shard.offsets, tuple(shard.tensor.shape)) for name, shard in shards.items()}
     told = world.all_gather_object(mine)
@@ -26,7 +26,7 @@ def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[s
             if world.is_global_zero:
                 yield name, shards[name].tensor.detach().cpu()
             continue
-        # Of several that hold one piece, the first adds it.
+        # If several ranks hold the same piece, the first one adds it.
         shard = shards.get(name) if boxes.index(boxes[world.rank]) == world.rank else None
         whole = _assembled(shard, shape, shards[name].tensor.dtype if name in shards else torch.float32, world)
         if world.is_global_zero:

@@ -1,4 +1,4 @@
-"""Tensors on the meta device: giving them data, and taking it away, without losing what is tied or frozen."""
+"""Moving parameters and buffers to and from the meta device, preserving ties and ``requires_grad``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Owner = tuple[nn.Module, str]
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter and buffer once, by its first name, buffers outside the state dict too."""
+    """Yield each parameter and buffer once, with its first name; includes buffers outside the state dict."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def owners_of(module: nn.Module) -> dict[int, list[Owner]]:
-    """Return where each parameter and buffer is registered, by its identity: a tied one at several places."""
+    """Map the ``id`` of each parameter and buffer to its registrations (table and key); a tied one has several."""
     owners: dict[int, list[Owner]] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):
@@ -31,7 +31,7 @@ def owners_of(module: nn.Module) -> dict[int, list[Owner]]:
 
 
 def replace_tensors(module: nn.Module, new: Callable[[str, Tensor], Tensor | None]) -> None:
-    """Put another tensor in the place of each for which ``new`` returns one, wherever it is tied."""
+    """Replace each tensor for which ``new`` returns another, in every place where it is registered."""
     owners = owners_of(module)
     for name, tensor in list(tensors_of(module)):
         fresh = new(name, tensor)
@@ -47,10 +47,11 @@ def replace_tensors(module: nn.Module, new: Callable[[str, Tensor], Tensor | Non
 def without_data(module: nn.Module, world: World) -> set[str]:
     """Return the names of tensors that are on the meta device on some rank. Collective.
 
-    After a fit under a strategy that splits weights they are whole on rank 0, and on the meta device elsewhere.
+    After a fit under a strategy that shards weights, rank 0 has the full weights; other ranks have them on the meta
+    device.
 
     Raises:
-        ConfigurationError: on all ranks; rank 0 has none either.
+        ConfigurationError: rank 0 has no data for a tensor either. Raised on all ranks.
     """
     lacking = world.all_gather_object([name for name, tensor in tensors_of(module) if tensor.is_meta])
     if lacking[0]:
@@ -63,10 +64,10 @@ def without_data(module: nn.Module, world: World) -> set[str]:
 
 @torch.no_grad()
 def fill_from_rank_zero(module: nn.Module, world: World) -> None:
-    """Give tensors that have no data here those of rank 0, one after the other. Collective.
+    """Copy rank 0's data to the tensors that have none on this rank, one at a time. Collective.
 
     Raises:
-        ConfigurationError: on all ranks; rank 0 has none either.
+        ConfigurationError: rank 0 has no data for a tensor either. Raised on all ranks.
     """
     wanted = without_data(module, world)
     if not wanted:
@@ -84,7 +85,7 @@ def fill_from_rank_zero(module: nn.Module, world: World) -> None:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, world: World) -> None:
-    """Give all ranks rank 0's buffers, those of a dtype in one message. Collective."""
+    """Broadcast rank 0's buffers to all ranks, in one message per dtype. Collective."""
     if world.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -97,5 +98,5 @@ def share_buffers(module: nn.Module, world: World) -> None:
 
 
 def to_meta(module: nn.Module) -> None:
-    """Let go of all parameters' data; names, shapes, ties and what is frozen stay."""
+    """Free the data of all parameters; names, shapes, ties and ``requires_grad`` stay."""
     replace_tensors(module, lambda _, tensor: tensor.detach().to("meta") if isinstance(tensor, nn.Parameter) else None)

@@ -23,8 +23,8 @@ class Updater:
     Args:
         strategy: applies the update.
         scaler: unscales gradients and adapts the scale; None without a loss scale.
-        skip_nonfinite: leave out an update whose gradients are not finite. With a scaler that is always so. Whether
-            they are finite is the same on all ranks under every strategy.
+        skip_nonfinite: skip an update whose gradients are not finite. Always the case with a scaler. The check gives
+            the same result on all ranks under every strategy.
     """
 
     def __init__(self, strategy: Strategy, scaler: LossScaler | None, skip_nonfinite: bool = False) -> None:
@@ -32,20 +32,20 @@ class Updater:
         self.scaler = scaler
         self.guarded = skip_nonfinite or scaler is not None
         self.on_nonfinite_gradients: Callable[[Optimizer], None] | None = None
-        """Called with gradients that are not finite and that no loss scale explains, on all ranks. May raise."""
+        """Called on all ranks if gradients are not finite and the loss scale is not the cause. May raise."""
         self.defers_scale = False
-        """Whether ``finish`` adapts the loss scale, not each update. Several optimizers share one scale, which may
-        change only when none of them holds scaled gradients."""
+        """Whether ``finish`` adapts the loss scale, instead of each update. Several optimizers share one scale, which
+        may change only when none of them holds scaled gradients."""
         self._unscaled: set[int] = set()
         self._outcomes: list[bool] = []
 
     def guard(self, skip_nonfinite: bool, on_nonfinite_gradients: Callable[[Optimizer], None] | None) -> None:
-        """Set what is done about gradients that are not finite: see the attributes."""
+        """Set the handling of non-finite gradients: see the attributes."""
         self.guarded = skip_nonfinite or self.scaler is not None
         self.on_nonfinite_gradients = on_nonfinite_gradients
 
     def defer_scale(self, enabled: bool) -> None:
-        """Adapt the loss scale in ``finish`` alone, or after each update."""
+        """Choose whether the loss scale is adapted only in ``finish``, or after each update."""
         self.defers_scale = enabled
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -59,13 +59,13 @@ class Updater:
         self._unscaled.discard(id(optimizer))
 
     def finish(self) -> None:
-        """Adapt the scale to all updates since the last call, where ``defers_scale`` puts that off."""
+        """Adapt the scale to all updates since the last call, if ``defers_scale`` is set."""
         if self.scaler is not None and self._outcomes:
             self.scaler.update(all(self._outcomes))
         self._outcomes.clear()
 
     def holds_scaled(self, optimizer: Optimizer) -> bool:
-        """Whether gradients of an optimizer, if it has any, still carry the loss scale."""
+        """Whether the gradients of an optimizer, if any, are still multiplied by the loss scale."""
         return self.scaler is not None and id(optimizer) not in self._unscaled
 
     def clip(
@@ -74,7 +74,7 @@ class Updater:
         """Clip an optimizer's gradients. Collective.
 
         Returns:
-            Their norm before, a 0-d tensor, when clipping by norm; else None.
+            The norm before clipping, a 0-d tensor, when clipping by norm; else None.
         """
         parameters = parameters_of(optimizer)
         self.unscale(optimizer)
@@ -88,7 +88,7 @@ class Updater:
     def bound(
         self, optimizer: Optimizer, before: Callable[[], Any] | None, step: Callable[[], bool] | None
     ) -> Callable[[], bool]:
-        """Return a call of this updater with these arguments, by the shortest way that its settings allow."""
+        """Return a function that calls this updater with these arguments, specialized for its settings."""
         if self.guarded or self.on_nonfinite_gradients is not None:
             return partial(self, optimizer, before, step)
         apply = partial(self.strategy.step, optimizer) if step is None else step
@@ -108,13 +108,13 @@ class Updater:
         step: Callable[[], bool] | None = None,
         blind: bool = False,
     ) -> bool:
-        """Update the weights; return whether that was applied. Collective.
+        """Update the weights; return whether the update was applied. Collective.
 
         Args:
             optimizer: holds the parameters to update.
-            before: runs on unscaled gradients: hooks, clipping.
+            before: called with unscaled gradients: hooks, clipping.
             step: applies the update instead of the strategy.
-            blind: the gradients are computed inside ``step``, so there are none to look at before it.
+            blind: the gradients are computed inside ``step``, so they cannot be checked before it.
         """
         looks = self.guarded or (self.on_nonfinite_gradients is not None and not blind)
         if looks:
@@ -132,7 +132,7 @@ class Updater:
         return applied
 
     def _leave_out(self, optimizer: Optimizer) -> None:
-        # Below a scale of 1 losses are made smaller than they are, so the overflow is the gradients' own.
+        # A scale below 1 reduces the loss, so the scale cannot have caused the overflow.
         explained = self.scaler is not None and self.scaler.scale > _LEAST_SCALE
         if self.on_nonfinite_gradients is not None and not explained:
             self.on_nonfinite_gradients(optimizer)
@@ -151,7 +151,7 @@ def check_clipping(value: float | None, algorithm: str | None) -> tuple[float | 
 
     Raises:
         UnknownNameError: the algorithm is not known.
-        ConfigurationError: the value is no number from 0.
+        ConfigurationError: the value is not a number of at least 0.
     """
     name = algorithm or "norm"
     if name not in CLIP_ALGORITHMS:

@@ -1,7 +1,8 @@
-"""The names of tensors in canonical state: those of the user's own modules, whatever wraps them for a while.
+"""Canonical names of tensors: their names in the user's modules, without those of wrappers.
 
-``torch.compile``, torch's activation checkpointing and ``DistributedDataParallel`` hold what they wrap as an attribute
-of their own, whose name lands in every parameter's. A checkpoint knows nothing of it, so wrappers come and go freely.
+``torch.compile``, torch's activation checkpointing and ``DistributedDataParallel`` hold the wrapped module as an
+attribute, whose name becomes part of every parameter's name. Checkpoints do not contain it, so wrappers can be added
+and removed freely.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from ..core.errors import CheckpointError
 
 T = TypeVar("T")
 
-# As torch names it in a state_dict.
+# The name that torch uses in a state_dict.
 _EXTRA_STATE = "_extra_state"
 _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-# Their attribute has a name that users give too.
+# These wrappers use an attribute name that users choose as well.
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def canonical_names(module: nn.Module) -> Callable[[str], str]:
-    """Return what makes a name in ``module`` canonical: it leaves the attributes of wrappers out."""
+    """Return a function that makes a name in ``module`` canonical, by removing the attributes of wrappers."""
     parallel = {_unwrapped(path) for path, part in module.named_modules() if isinstance(part, _PARALLEL)}
 
     def canonical(name: str) -> str:
@@ -36,7 +37,7 @@ def canonical_names(module: nn.Module) -> Callable[[str], str]:
         return _unwrapped(name)
 
     if parallel:
-        # The paths of wrappers inside wrappers are canonical too by then.
+        # The paths of wrappers inside wrappers are already canonical here.
         parallel = {canonical(path) for path in sorted(parallel, key=len)} | parallel
     return canonical
 
@@ -46,41 +47,41 @@ def _unwrapped(name: str) -> str:
 
 
 def state_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a module's state by its own names: parameters and what buffers it saves.
+    """Return the tensors of a module's state by the module's names: parameters and persistent buffers.
 
-    What modules tell by ``get_extra_state`` is none of them, whatever its type.
+    Values from ``get_extra_state`` are not included, even if they are tensors.
     """
     state = module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != _EXTRA_STATE}
 
 
 def canonical_table(module: nn.Module) -> dict[str, str]:
-    """Return, for the canonical name of each tensor in a module's state, the name that the module has for it."""
+    """Map the canonical name of each tensor in a module's state to the module's name for it."""
     canonical = canonical_names(module)
     return {canonical(name): name for name in state_tensors(module)}
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
-    """Return the canonical name of each parameter, by its identity; a tied one has its first name."""
+    """Map the ``id`` of each parameter to its canonical name; a tied one has its first name."""
     canonical = canonical_names(module)
     return {id(parameter): canonical(name) for name, parameter in module.named_parameters()}
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return, for each canonical name in a module's state, the first name of the same tensor."""
+    """Map each canonical name in a module's state to the first name of the same tensor."""
     canonical, first = canonical_names(module), dict[int, str]()
     tensors = state_tensors(module)
     return {canonical(name): first.setdefault(id(tensor), canonical(name)) for name, tensor in tensors.items()}
 
 
 def renamed(names: Iterable[str], renames: Mapping[str, str]) -> dict[str, str]:
-    """Return, for the new name of each of a checkpoint's tensors, the one it was saved by.
+    """Map the new name of each tensor of a checkpoint to the name under which it was saved.
 
-    ``renames`` maps whole first parts of names to what takes their place: ``{"net": "body.net"}``, ``{"model": ""}`` or
-    ``{"": "model"}``. Of several that fit, the longest counts.
+    ``renames`` maps leading parts of names to their replacements: ``{"net": "body.net"}``, ``{"model": ""}`` or
+    ``{"": "model"}``. If several match, the longest applies.
 
     Raises:
-        CheckpointError: two tensors would have one name.
+        CheckpointError: two tensors would have the same name.
     """
     prefixes = sorted(
         ((old.rstrip("."), new.rstrip(".")) for old, new in renames.items()), key=lambda one: -len(one[0])
@@ -90,14 +91,14 @@ def renamed(names: Iterable[str], renames: Mapping[str, str]) -> dict[str, str]:
         new = _renamed(name, prefixes)
         if new in found:
             raise CheckpointError(
-                f"renaming names of the checkpoint gives {found[new]} and {name} one name, {new}: give other renames."
+                f"renaming gives {found[new]} and {name} of the checkpoint the same name, {new}: give other renames."
             )
         found[new] = name
     return found
 
 
 def begins(name: str, first: str) -> bool:
-    """Whether ``first`` is all of a name or its whole first parts; an empty text is of every name."""
+    """Whether ``first`` is a name or its leading parts; an empty ``first`` matches every name."""
     return not first or name == first or name.startswith(f"{first}.")
 
 

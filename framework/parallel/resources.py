@@ -42,7 +42,7 @@ class Resources:
 
     @property
     def must_launch(self) -> bool:
-        """Whether ranks must be started: there are to be several, and no launcher has started this process."""
+        """Whether ranks must be started: several are requested, and no launcher has started this process."""
         return self.world_size > 1 and self.place.launcher is None and self.place.size == 1
 
     def update_placement(self) -> None:
@@ -112,7 +112,7 @@ def _devices(devices: int | str | list[int], device_type: str, place: Placement)
     """Return the number of ranks on each node, and the CUDA indices of their devices if they were listed."""
     available = torch.cuda.device_count() if device_type == "cuda" else 0
     if devices in ("auto", "-1", -1):
-        # Under a launcher there are as many ranks as it has started, whatever the machine has.
+        # A launcher determines the number of ranks, regardless of the devices of the machine.
         launched = place.launcher is not None or place.size > 1
         return place.local_size if launched else max(available, 1), None
     if isinstance(devices, list):

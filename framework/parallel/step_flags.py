@@ -1,8 +1,8 @@
 """Flags that ranks agree on before every update: whether any rank had a loss, and whether one was not finite.
 
-An update must happen on all ranks or on none, and a loss may be missing or NaN on one rank alone. There are two ways to
-agree: a small message of its own, which every strategy can use, or a strategy's gradient reduction that carries the
-flags along and so saves the message.
+An update must happen on all ranks or on none, and a loss may be missing or NaN on a single rank. The ranks agree either
+by a separate small message, which works under every strategy, or by flags that a strategy adds to its gradient
+reduction, which saves the message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepFlags(ABC):
         """Return whether any rank had a loss, and whether a loss of any rank was not finite. Collective.
 
         Called after the window's last backward pass. Without ``checks_losses`` no rank ever sends ``nonfinite``, so an
-        implementation need not wait for the device to look for it.
+        implementation need not synchronize with the device.
         """
 
 
@@ -43,7 +43,7 @@ class MessageFlags(StepFlags):
         self._sent: tuple[Tensor, Pending] | None = None
 
     def reset(self) -> None:
-        """Nothing is left of the window before: its message has been read."""
+        """Do nothing: the message of the previous window has been read."""
 
     def send(self, has_loss: bool, nonfinite: bool) -> None:
         """Launch the reduction. Collective."""
@@ -60,13 +60,13 @@ class MessageFlags(StepFlags):
 
 
 class LocalFlags(StepFlags):
-    """The flags of a single rank, which agrees with itself."""
+    """The flags of a single rank: no communication is needed."""
 
     def __init__(self) -> None:
         self._flags = (False, False)
 
     def reset(self) -> None:
-        """Nothing to drop."""
+        """Do nothing."""
 
     def send(self, has_loss: bool, nonfinite: bool) -> None:
         """Record the flags."""

@@ -1,8 +1,8 @@
-"""The ``Strategy`` contract: how work and state are spread over ranks.
+"""The ``Strategy`` contract: how work and state are distributed over ranks.
 
-A strategy is one file in ``strategies/`` and one line in the registry. What the rest of phalanx needs to know of it is
-data (``Traits``), so that nobody ever asks for a strategy's class. The user's module is never replaced: a strategy that
-has to wrap something wraps a ``StepAdapter``, whose ``forward`` calls the step it is handed.
+A strategy is one file in ``strategies/`` and one line in the registry. The rest of phalanx reads its properties as data
+(``Traits``) and never checks a strategy's class. The user's module is never replaced: a strategy that needs a wrapper
+wraps a ``StepAdapter``, whose ``forward`` calls the step that is passed to it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .step_flags import StepFlags
 
 StepFunction = Callable[..., Any]
 Slots = Mapping[str, Any]
-"""An optimizer's state of one parameter by slot (``"exp_avg"``, ``"step"``): shards when taken, ``StoredTensor`` when
-put back; numbers and 0-d tensors are themselves."""
+"""The optimizer state of one parameter by slot (``"exp_avg"``, ``"step"``): ``Shard`` when saved, ``StoredTensor`` when
+loaded; numbers and 0-d tensors are stored directly."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,23 @@ class Traits:
     """The properties of a strategy that the rest of phalanx depends on, as data."""
 
     shards_state: bool = False
-    """Each rank holds a part of the parameters, gradients or optimizer state, so that every rank writes its part of a
+    """Each rank holds a part of the parameters, gradients or optimizer state: every rank writes its part of a
     checkpoint, and gradients cannot be clipped by value."""
     takes_one_optimizer: bool = False
     """``setup`` takes a module together with exactly one optimizer."""
     owns_loss_scale: bool = False
-    """The strategy scales losses in fp16 itself, and leaves out updates that overflow."""
+    """The strategy scales losses in fp16 itself, and skips updates that overflow."""
     forward_has_collectives: bool = False
     """All ranks must run the same number of forward passes, in evaluation too: parameters are gathered in them."""
     backward_has_collectives: bool = False
-    """Gradients are reduced in the order in which backward passes produce them, so every rank must run real ones."""
+    """Gradients are reduced in the order in which backward passes produce them, so every rank must run real backward
+    passes."""
     reduces_in_backward: bool = False
-    """Gradients leave every backward pass averaged over ranks: there are none of this rank alone to reduce later."""
+    """Every backward pass averages its gradients over ranks: there are no local gradients to reduce later."""
     weights_on_disk: bool = False
-    """The weights that updates are applied to lie on a disk: canonical state is a copy of them, made when asked for."""
+    """The weights that updates are applied to are stored on disk: canonical state is a copy, made on demand."""
     load_is_collective: bool = False
-    """``load_model_state`` shows all ranks what one of them was given, by a collective."""
+    """``load_model_state`` distributes the tensors of one rank to all ranks, by a collective."""
 
     @property
     def replicates(self) -> bool:
@@ -63,7 +64,7 @@ class Traits:
 
 
 class Strategy(ABC):
-    """How work and state are spread over ranks.
+    """Base class of strategies: the distribution of work and state over ranks.
 
     Methods marked "Collective" must be called by all ranks in the same order.
     """
@@ -71,43 +72,43 @@ class Strategy(ABC):
     name: str
     traits: Traits = Traits()
     libraries: tuple[str, ...] = ("torch._dynamo",)
-    """Modules that every rank imports before its first step, none of which touches an accelerator as it is imported.
-    The ranks of a script are forked from a process that has imported them. Any optimizer of torch imports the first."""
+    """Modules that every rank imports before its first step; importing them must not initialize an accelerator. The
+    ranks of a script are forked from a process that has imported them. Any optimizer of torch imports the first."""
 
     world: World
     precision: Precision
     flags: StepFlags | None = None
-    """How ranks agree on the flags of a step, where ``setup`` made this strategy's own reduction carry them. None for a
-    message of its own, which works under every strategy."""
+    """The exchange of step flags, if ``setup`` made this strategy's gradient reduction carry them. None for a separate
+    message, which works under every strategy."""
 
     routes_losses: bool = True
-    """Whether what is routed returns losses. Set before ``setup``; if not, it returns anything."""
+    """Whether routed functions return losses; if not, they may return anything. Set before ``setup``."""
 
     routes_backward: bool = False
-    """Whether backward passes, updates and further forward passes run inside what is routed. Set before ``setup``."""
+    """Whether backward passes, updates and further forward passes run inside routed functions. Set before ``setup``."""
 
-    # ---- before the ranks meet ------------------------------------------------------------------------------------
+    # ---- checks and connection ------------------------------------------------------------------------------------
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
-        """Refuse what this strategy cannot run on. Called before any process starts.
+        """Refuse a configuration that this strategy does not support. Called before any process starts.
 
         Raises:
             ConfigurationError: the number of ranks, the device or the precision does not fit.
         """
 
     def data_size(self, world_size: int) -> int:
-        """Return into how many parts so many ranks share the data out: fewer where several compute one part."""
+        """Return the number of shards of the data; less than ``world_size`` if several ranks compute the same shard."""
         return world_size
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse a module that this strategy cannot take over. Called before any process starts.
+        """Refuse a module that this strategy does not support. Called before any process starts.
 
         Raises:
-            ConfigurationError: it breaks a rule of this strategy.
+            ConfigurationError: the module breaks a rule of this strategy.
         """
 
     def prepare(self, device_type: str, precision: Precision) -> None:
-        """Get ready what this node needs. Called on each node's first rank alone, before the ranks meet."""
+        """Prepare this node. Called only on the first rank of each node, before the ranks connect."""
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group and take this rank's device. Collective."""
@@ -115,38 +116,39 @@ class Strategy(ABC):
         self.world = World.from_environment(device_type, num_nodes)
         return self.world
 
-    # ---- a module and its optimizers ------------------------------------------------------------------------------
+    # ---- set-up and steps -----------------------------------------------------------------------------------------
 
     def clone(self) -> Strategy:
-        """Return a strategy with the same settings and ranks that holds no module. This one must hold none either."""
+        """Return a strategy with the same settings and ranks that holds no module. This strategy must not hold a module
+        either."""
         return copy.copy(self)
 
     def building(self) -> AbstractContextManager[Any]:
-        """Return the context to build large layers in."""
+        """Return the context in which large layers are built."""
         return nullcontext()
 
     def to_device(self, module: nn.Module) -> None:
-        """Put a module on its device, as far as that is to happen before ``setup``."""
+        """Move a module to its device, as far as this must happen before ``setup``."""
         fill_from_rank_zero(module, self.world)
         module.to(self.world.device)
 
     @abstractmethod
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
-        """Take over a module that was placed, and its optimizers; return the optimizers to use. Collective.
+        """Set up a module that is on its device, and its optimizers; return the optimizers to use. Collective.
 
-        The optimizers that come back are the user's objects, whose hyperparameters count in every step; their groups
-        hold the module's parameters as ``module.parameters()`` gives them from here on.
+        The returned optimizers are the user's objects, whose hyperparameters apply in every step; their groups hold the
+        parameters that ``module.parameters()`` returns after this call.
         """
 
     @abstractmethod
     def route(self, step: StepFunction, training: bool) -> StepFunction:
-        """Return what the loop calls instead of the user's step, with the same arguments."""
+        """Return the function that the loop calls instead of the user's step, with the same arguments."""
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Reduce gradients over ranks in the next forward and backward, or only keep them here."""
+        """Set whether the next forward and backward pass reduce gradients over ranks, or accumulate them locally."""
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients of a loss that carries its weight already; ``options`` are those of ``Tensor.backward``."""
+        """Compute gradients of a loss that is already weighted; ``options`` are those of ``Tensor.backward``."""
         loss.backward(**options)
 
     def trainability_changed(self, module: nn.Module) -> bool:
@@ -168,10 +170,10 @@ class Strategy(ABC):
             torch._foreach_mul_(gradients, factor)
 
     def full_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the whole gradient of a parameter that ``setup`` took over, of its full shape. Collective.
+        """Return the full gradient of a parameter that was passed to ``setup``. Collective.
 
-        It is what the update will apply, there between the backward that ends a window and the update. Where no loss
-        fed the parameter it is None, or zeros where a strategy cannot leave one out of its update, as DeepSpeed's.
+        Available between the last backward pass of a window and the update, which will apply it. None if no loss
+        depends on the parameter; zeros if a strategy cannot exclude a parameter from its update (DeepSpeed).
         """
         return parameter.grad
 
@@ -183,7 +185,7 @@ class Strategy(ABC):
         return all_finite(gradients_of(parameters))
 
     def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the whole gradient, a 0-d tensor, the same on all ranks. Collective."""
+        """Return the norm of the full gradient, a 0-d tensor, the same on all ranks. Collective."""
         return nn.utils.get_total_norm(gradients_of(parameters), norm_type)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -194,7 +196,7 @@ class Strategy(ABC):
         """Clamp every gradient's elements to ``[-limit, limit]``.
 
         Raises:
-            ConfigurationError: gradients are split, and their elements elsewhere.
+            ConfigurationError: gradients are sharded, so a rank does not hold all elements.
         """
         check_algorithm(self, "value")
         nn.utils.clip_grad_value_(list(parameters), limit)
@@ -209,23 +211,23 @@ class Strategy(ABC):
         return True
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Give every rank the same buffers, so that all evaluate the one model that is saved. Collective."""
+        """Synchronize buffers over ranks, so that all ranks evaluate the model that is saved. Collective."""
 
     # ---- canonical state ------------------------------------------------------------------------------------------
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
-        """Return the whole shape of every tensor in a module's canonical state, by parameter and buffer name."""
+        """Return the full shape of every tensor in a module's canonical state, by parameter and buffer name."""
         return {name: tuple(tensor.shape) for name, tensor in state_tensors(module).items()}
 
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
         """Return this rank's part of a module's canonical state, by parameter and buffer name. Collective.
 
-        Parameters are in the dtype that updates are applied in: the fp32 copy where there is one.
+        Parameters have the dtype in which updates are applied: the fp32 copy if there is one.
         """
         return {name: Shard.whole(tensor.detach()) for name, tensor in state_tensors(module).items()}
 
     def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
-        """Take over canonical state; what ``tensors`` lacks stays as it is. Collective."""
+        """Load canonical state; tensors missing from ``tensors`` are unchanged. Collective."""
         own = state_tensors(module)
         with torch.no_grad():
             for name, stored in tensors.items():
@@ -234,7 +236,7 @@ class Strategy(ABC):
     def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
         """Yield each parameter that has state, as the optimizer's groups hold it, and its slots. Collective.
 
-        Tensors of at least one dim come as ``Shard``, this rank's part of a tensor of the parameter's whole shape.
+        Tensors of at least one dim are ``Shard`` objects: this rank's part of a tensor of the parameter's full shape.
         """
         for parameter in parameters_of(optimizer):
             slots = optimizer.state.get(parameter)
@@ -242,45 +244,46 @@ class Strategy(ABC):
                 yield parameter, {slot: shard_if_tensor(value) for slot, value in slots.items()}
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
-        """Return the one whose ``step`` changes what ``optimizer_state`` yields; None if something else may, too.
+        """Return the optimizer whose ``step`` changes the tensors of ``optimizer_state``; None if other code may change
+        them.
 
-        A save behind the training copies that state until the next ``step``.
+        An asynchronous save copies that state until the next ``step``.
         """
         return optimizer
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
-        """Put state back: the slots of each parameter, in the order of ``parameters_of``, and hyperparameters.
+        """Load state: the slots of each parameter, in the order of ``parameters_of``, and hyperparameters.
 
-        ``groups`` are complete but for ``"params"``. Collective.
+        ``groups`` are complete except for ``"params"``. Collective.
         """
         optimizer.load_state_dict(
             numbered(optimizer, [{k: whole_of(v) for k, v in slots.items()} for slots in state], groups)
         )
 
     def teardown(self) -> None:
-        """Let go of what ``setup`` took; the module stays the user's, with its trained weights.
+        """Release the resources of ``setup``; the user's module keeps its trained weights.
 
-        Called after a failure too, when other ranks may never come: so it holds no collective. ``restore`` comes first
-        where all went well.
+        Also called after a failure, when other ranks may be gone, so it must not contain a collective. After a
+        successful run, ``restore`` is called first.
         """
 
     def restore(self, module: nn.Module) -> None:
-        """Give the module its whole, ordinary weights back. Collective.
+        """Restore the module's full, ordinary weights. Collective.
 
-        Where they were split, rank 0 gets them, and the parameters of other ranks are left on the meta device unless
-        the strategy was asked to gather on all.
+        If they were sharded, rank 0 gets them, and the parameters of other ranks are left on the meta device, unless
+        the strategy was configured to gather on all ranks.
         """
 
 
 class StepAdapter(nn.Module):
-    """The private module that strategies wrap: it holds the user's and calls the step it is handed."""
+    """The private module that strategies wrap: it holds the user's module and calls the step that is passed to it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
-        """Call ``step`` inside the hooks of whatever wraps this adapter."""
+        """Call ``step`` inside the hooks of the wrapper around this adapter."""
         return step(*args, **kwargs)
 
 
@@ -295,17 +298,17 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def shard_if_tensor(value: Any) -> Any:
-    """Return a tensor with dims as a whole ``Shard``, anything else as it is."""
+    """Wrap a tensor with dims in a ``Shard`` that covers it; return other values unchanged."""
     return Shard.whole(value) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 
 def whole_of(value: Any) -> Any:
-    """Return what a ``StoredTensor`` holds, anything else as it is."""
+    """Read the tensor of a ``StoredTensor``; return other values unchanged."""
     return value.read() if is_stored(value) else value
 
 
 def is_stored(value: Any) -> bool:
-    """Whether a slot's value is a tensor that is still to be read."""
+    """Whether a slot's value is a tensor that has not been read yet."""
     return not isinstance(value, Tensor) and hasattr(value, "read_slice")
 
 
@@ -320,13 +323,13 @@ def numbered(optimizer: Optimizer, state: Sequence[Slots], groups: Sequence[Mapp
 
 
 def check_algorithm(strategy: Strategy, algorithm: str) -> None:
-    """Refuse clipping by value where a rank does not hold full gradients.
+    """Refuse clipping by value if a rank does not hold full gradients.
 
     Raises:
         ConfigurationError: the algorithm is ``"value"`` and the strategy shards its state.
     """
     if algorithm == "value" and strategy.traits.shards_state:
         raise ConfigurationError(
-            f"gradient_clip_algorithm='value' needs whole gradients, and strategy={strategy.name!r} splits them: use "
+            f"gradient_clip_algorithm='value' needs full gradients, and strategy={strategy.name!r} shards them: use "
             "'norm', which in a Fabric is clip_gradients(..., max_norm=...)."
         )

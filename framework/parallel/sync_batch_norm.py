@@ -1,4 +1,4 @@
-"""Batch statistics over all ranks, on any device: torch's own layer for that runs on CUDA alone."""
+"""Synchronized batch norm on any device: torch's ``SyncBatchNorm`` only runs on CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over ranks; so is its gradient. Collective, in forward and in backward."""
+    """Sum of a tensor over ranks; its gradient is also summed over ranks. Collective, in forward and in backward."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor) -> Tensor:
@@ -28,14 +28,15 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class CollectiveBatchNorm(_BatchNorm):
-    """Normalises [batch, channels, *] by mean and variance over the batches of all ranks. Collective while training."""
+    """Normalizes [batch, channels, *] by mean and variance over the batches of all ranks. Collective in training
+    mode."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of at least 2 dims [batch, channels, *], got {input.dim()}.")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input, of its shape."""
+        """Return the normalized input, of the same shape."""
         if not (self.training and dist.is_initialized()):
             return super().forward(input)
         self._check_input_dim(input)
@@ -43,7 +44,7 @@ class CollectiveBatchNorm(_BatchNorm):
         sums = torch.cat([values.sum(1), values.new_tensor([values.shape[1]])])
         *_, count = total = sum_over_ranks(sums)
         mean = total[:-1] / count
-        # In a second exchange: the difference of large squares would lose digits.
+        # In a second exchange: computing the variance from sums of squares would lose precision.
         variance = sum_over_ranks((values - mean[:, None]).square().sum(1)) / count
         self._update_running(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -65,7 +66,7 @@ class CollectiveBatchNorm(_BatchNorm):
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Return the sum over ranks, through which gradients flow. Collective."""
+    """Return the differentiable sum over ranks. Collective."""
     total: Tensor = _SumOverRanks.apply(tensor)  # type: ignore[no-untyped-call]
     return total
 
@@ -76,9 +77,9 @@ def is_collective(layer: nn.Module) -> bool:
 
 
 def share_batch_statistics(module: nn.Module, device_type: str) -> Callable[[], None]:
-    """Let a module's batch norm layers use the batches of all ranks; return what undoes it.
+    """Make a module's batch norm layers use the batches of all ranks; return a function that reverts this.
 
-    The layers stay the objects they are, with their parameters and hooks: only how they compute changes.
+    The layers remain the same objects, with their parameters and hooks: only their computation changes.
     """
     kinds = {
         layer: type(layer) for layer in module.modules() if isinstance(layer, _BatchNorm) and not is_collective(layer)

@@ -1,7 +1,7 @@
-"""What a step's own calls of modules return, for a step that ran its model and then gave no loss.
+"""Zero backward passes for steps that ran the model but returned no loss.
 
-Where forward passes hold collectives, those of such a step are done, and its backward pass must follow. It starts from
-what the modules returned that the step called itself, at a gradient of zero.
+If forward passes contain collectives, such a step has already run them, so the backward pass must follow. It starts
+from the outputs of the modules that the step called directly, with a gradient of zero.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from ..core.errors import LoopError
 
 Calls = list[tuple[nn.Module, Any]]
-"""Modules that a step called itself, in order, and what they returned."""
+"""The modules that a step called directly, in order, and their outputs."""
 
 
 class CallWatch:
-    """Sees the calls of modules that hold parameters, while it is open.
+    """Records calls of modules with parameters while it is open.
 
-    Through the first steps it watches them all, to learn which of them a step calls itself; later those alone, and the
-    module's direct parts, so that an ordinary step pays for a few hooks.
+    During the first steps it hooks all of them, to learn which ones a step calls directly. Later it hooks only those
+    and the module's children, so that the overhead of a step is a few hooks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,7 +37,7 @@ class CallWatch:
         self._depth = 0
 
     def open(self) -> None:
-        """Begin to watch a step."""
+        """Start recording a step."""
         if not self._handles:
             self._install()
         self._calls = []
@@ -45,13 +45,13 @@ class CallWatch:
         self._open = True
 
     def close(self) -> Calls:
-        """Stop watching; return the calls of the step."""
+        """Stop recording; return the calls of the step."""
         self._open = False
         calls, self._calls = self._calls, []
         return calls
 
     def learn(self, calls: Calls) -> None:
-        """Take these calls for those of an ordinary step: one that had a loss."""
+        """Record these calls as those of an ordinary step: one that returned a loss."""
         before, self._usual = self._usual, [id(part) for part, _ in calls]
         if self._usual != before:
             self._known.update(part for part, _ in calls)
@@ -59,16 +59,16 @@ class CallWatch:
                 self.remove()
 
     def remove(self) -> None:
-        """Take the hooks off the module."""
+        """Remove the hooks from the module."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def idle_loss(self, calls: Calls) -> Tensor:
-        """Return a loss that the outputs of all these calls feed.
+        """Return a loss that depends on the outputs of all these calls.
 
         Raises:
-            LoopError: they are not all the calls that ranks with a loss make, so far as that can be known.
+            LoopError: as far as is known, ranks with a loss make other calls too.
         """
         made = [id(part) for part, _ in calls]
         usual = self._usual
@@ -79,14 +79,14 @@ class CallWatch:
         sums = [tensor.real.sum() if tensor.is_complex() else tensor.sum() for tensor in outputs]
         loss = torch.stack([each.float().to(sums[0].device) for each in sums]).sum()
         if usual is None:
-            # No step here has had a loss yet, to compare with.
+            # No step of this rank has had a loss yet to compare with.
             leaves = sum(_is_leaf(node) for node in nodes_of(loss))
             if leaves < sum(parameter.requires_grad for parameter in self._module.parameters()):
                 raise _partial()
         return loss
 
     def _install(self) -> None:
-        # Plain functions: a copy of the module, which copies its hooks, must not copy what they belong to.
+        # Plain functions: copying the module copies its hooks, which must not copy this object.
         def before(part: nn.Module, inputs: Any) -> None:
             if self._open:
                 self._depth += 1
@@ -105,7 +105,7 @@ class CallWatch:
 
 
 def _direct_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its children; of a child that cannot be called, such as a list, its own."""
+    """Yield a module and its children; for a child that cannot be called, such as a list, the child's children."""
     yield module
     for child in module.children():
         if type(child).forward is nn.Module.forward:
@@ -116,13 +116,14 @@ def _direct_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 def _partial() -> LoopError:
     return LoopError(
-        "training_step returned None after it had run only a part of the model, which ranks run in step here: return "
-        "None before the model is called or after it has run as a whole, or give the batch a batch_weight of 0."
+        "training_step returned None after it had run only a part of the model, whose forward pass contains "
+        "collectives here: return None before the model is called or after it has run completely, or give the "
+        "batch a batch_weight of 0."
     )
 
 
 def tensors_in(data: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a collection of any form."""
+    """Yield the tensors in a nested collection."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):
@@ -138,23 +139,24 @@ def tensors_in(data: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def zero_gradients(loss: Tensor) -> Generator[Tensor, None, None]:
-    """Give a loss of zero with the backward pass of ``loss``, of which every gradient is exactly zero inside.
+    """Yield a zero loss with the backward pass of ``loss``; all gradients inside it are exactly zero.
 
-    Zero times an infinite activation would be NaN, which a reduction would carry to all ranks: so what enters each node
-    of the graph is set to zero. Recomputation by a backward pass within the backward pass is out of its reach.
+    Zero times an infinite activation would be NaN, which a reduction would carry to all ranks: so the gradient that
+    enters each node of the graph is set to zero. This does not cover a backward pass that is nested in the backward
+    pass to recompute activations.
     """
     zero = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
     handles = [node.register_prehook(_zeros) for node in nodes_of(zero)]
     try:
         yield zero
     finally:
-        # The nodes of parameters outlive the graph.
+        # The nodes of parameters outlive the graph, so their hooks would remain.
         for handle in handles:
             handle.remove()
 
 
 def zero_loss(parameters: Iterable[Tensor]) -> Tensor:
-    """Return a loss of zero that every trainable parameter feeds, through one of its elements."""
+    """Return a zero loss that depends on one element of every trainable parameter."""
     parts = [parameter.flatten()[:1].sum() for parameter in parameters if parameter.requires_grad]
     return torch.stack([part.float() for part in parts]).nan_to_num().sum() * 0.0
 

@@ -1,4 +1,4 @@
-"""The canonical state of live modules and optimizers, and averages of weights."""
+"""Canonical state of live modules and optimizers, and weight averages."""
 
 from __future__ import annotations
 

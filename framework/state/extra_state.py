@@ -1,7 +1,7 @@
-"""State of modules beside parameters and buffers: torch's ``get_extra_state`` and ``set_extra_state``.
+"""State of modules other than parameters and buffers: torch's ``get_extra_state`` and ``set_extra_state``.
 
-fp8 layers and quantisation do. It is any value that a checkpoint can hold, stored by the module's canonical name, and
-rank 0's; it is put back only once the tensors are.
+Used by fp8 layers and quantization. It may be any value that a checkpoint can hold, is stored by the module's canonical
+name on rank 0, and is restored after the tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..parallel.parameter_names import canonical_names, renamed
 
 
 def extra_state(module: nn.Module) -> dict[str, Any]:
-    """Return the extra state of a module and of those in it, by canonical name."""
+    """Return the extra state of a module and its submodules, by canonical name."""
     return {name: part.get_extra_state() for name, part in _keepers(module).items()}
 
 
 def put_extra_state(module: nn.Module, saved: Mapping[str, Any], renames: Mapping[str, str] | None = None) -> list[str]:
-    """Put extra state back; return what is there on one side alone. ``renames`` are those of ``canonical.renamed``."""
+    """Restore extra state; return messages about entries that only one side has. ``renames``: see ``renamed``."""
     keepers, theirs = _keepers(module), renamed(saved, renames or {})
     for name, part in keepers.items():
         if name in theirs:
@@ -41,13 +41,13 @@ def saved_extra_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the part of a checkpoint's document that its section ``state`` belongs to, still encoded."""
+    """Return the part of a checkpoint's document that belongs to its section ``state``, still encoded."""
     state = checkpoint.document.get("state") if isinstance(checkpoint.document, dict) else None
     return state if isinstance(state, dict) else {}
 
 
 class StateTensors(Mapping[str, Tensor]):
-    """The tensors of the section ``state``, each read when it is asked for."""
+    """The tensors of the section ``state``, each read on demand."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint

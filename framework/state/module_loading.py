@@ -1,7 +1,7 @@
-"""A module rebuilt from a checkpoint: its constructor with the saved hyperparameters, then the saved weights.
+"""Rebuilding of a module from a checkpoint: calls its constructor with the saved hyperparameters and loads the weights.
 
-The random generators of this process keep their state, whatever the constructor draws: loading a module never changes
-what a script draws next.
+The random generators of this process are restored afterwards, so loading a module does not change later random numbers
+of a script.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def rebuild_module(
     overrides: Mapping[str, Any],
     average: str | None = None,
 ) -> Any:
-    """Build ``cls`` with a checkpoint's hyperparameters and put its weights in, on the device ``map_location``.
+    """Build ``cls`` with a checkpoint's hyperparameters and load its weights, on the device ``map_location``.
 
-    It is built on the CPU, moved, and each tensor read goes straight to its device. With ``strict=False`` what fits is
-    loaded, and a warning names what does not: on either side, and of another shape. ``average`` names one to load
-    in place of the weights.
+    The module is built on the CPU and moved; each tensor is read directly to its device. With ``strict=False``,
+    matching tensors are loaded and a warning names those that are missing, unexpected or of a different shape.
+    ``average`` names a weight average to load instead of the weights.
 
     Raises:
-        CheckpointError: the module cannot be built from it, or its weights are not this module's.
-        ConfigurationError: there is no such device.
+        CheckpointError: the module cannot be built from the checkpoint, or the weights do not match the module.
+        ConfigurationError: the device does not exist.
     """
     device = target_device(map_location)
     if "model" not in checkpoint.sections:
@@ -72,7 +72,7 @@ def target_device(given: str | torch.device | None) -> torch.device:
     """Return the device that ``map_location`` names; the CPU for `None`.
 
     Raises:
-        ConfigurationError: it is not a device, or this process does not have it.
+        ConfigurationError: the value is not a device, or the device is not available.
     """
     example = "give 'cpu', 'cuda', 'cuda:1', a torch.device or None"
     if not isinstance(given, str | torch.device | None):
@@ -81,7 +81,7 @@ def target_device(given: str | torch.device | None) -> torch.device:
         device = torch.device("cpu" if given is None else given)
     except RuntimeError as error:
         close = did_you_mean(str(given), ["cpu", "cuda", "mps", "xpu"])
-        raise ConfigurationError(f"map_location={given!r} is not a device.{close} So {example}.") from error
+        raise ConfigurationError(f"map_location={given!r} is not a device.{close} Please {example}.") from error
     if device.type == "meta":
         raise ConfigurationError(f"map_location={given!r} holds no data, so no weights can go there; {example}.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -93,9 +93,9 @@ def target_device(given: str | torch.device | None) -> torch.device:
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """Put every global generator (Python, numpy, torch on the CPU and on CUDA) back when the block ends."""
+    """Restore every global generator (Python, numpy, torch on the CPU and on CUDA) when the block ends."""
     if device.type == "cuda":
-        # What is captured below has to exist: CUDA starts when it is first used.
+        # The state captured below must exist: CUDA is initialized on first use.
         torch.cuda.init()
     state = capture()
     try:
@@ -136,7 +136,7 @@ def _built(cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any])
 
 
 def _hand_over_user_state(module: Any, checkpoint: Checkpoint) -> None:
-    """Give ``on_load_checkpoint`` what ``on_save_checkpoint`` had put in, where the checkpoint holds it."""
+    """Call ``on_load_checkpoint`` with the entries that ``on_save_checkpoint`` added, if the checkpoint has any."""
     user = state_of(checkpoint).get("user")
     if user is not None and hasattr(module, "on_load_checkpoint"):
         module.on_load_checkpoint(decode(user, StateTensors(checkpoint)))

@@ -1,4 +1,4 @@
-"""A module's part of a checkpoint, under canonical names: taken, compared, put back; and its hyperparameters."""
+"""A module's part of a checkpoint, under canonical names: saving, comparing, loading; and its hyperparameters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .state_matching import ModelMatch, SavedModel, match_model, refuse
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-LENIENT = "Load with strict=False to take what fits."
+LENIENT = "Load with strict=False to load only matching tensors."
 
 
 def shapes_of(strategy: Strategy, module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every tensor in a module's state, by canonical name."""
+    """Return the full shape of every tensor in a module's state, by canonical name."""
     canonical = canonical_names(module)
     return {canonical(name): tuple(shape) for name, shape in strategy.shapes(module).items()}
 
@@ -37,13 +37,13 @@ def model_state(strategy: Strategy, module: nn.Module) -> dict[str, Shard]:
 
 
 def put_model(strategy: Strategy, module: nn.Module, tensors: StoredTensors) -> None:
-    """Put tensors of canonical names into a module; others stay as they are. Collective."""
+    """Load tensors by canonical name into a module; other tensors are unchanged. Collective."""
     own = canonical_table(module)
     strategy.load_model_state(module, {own[name]: stored for name, stored in tensors.items()})
 
 
 def stored_of(checkpoint: Checkpoint, match: ModelMatch) -> dict[str, SavedTensor]:
-    """Return the tensors of a checkpoint that a module takes, by the module's canonical names."""
+    """Return the tensors of a checkpoint that match a module, by the module's canonical names."""
     return {name: SavedTensor(checkpoint, "model", saved) for name, saved in match.tensors.items()}
 
 
@@ -55,10 +55,10 @@ def check_model(
     renames: Mapping[str, str] | None = None,
     advice: str = LENIENT,
 ) -> ModelMatch:
-    """Compare names and shapes of a module, ``own``, with a checkpoint's; return what fits and what does not.
+    """Compare names and shapes of a module, ``own``, with a checkpoint's; return the match.
 
     Raises:
-        CheckpointError: they differ, and ``strict``; the message lists the names with both sides.
+        CheckpointError: they differ and ``strict`` is set; the message lists the names with both shapes.
     """
     match = match_model(module, own, SavedModel.of(checkpoint, renames or {}))
     if strict:
@@ -69,7 +69,7 @@ def check_model(
 def encode_known(hparams: Mapping[str, Any]) -> tuple[JSON, list[str]]:
     """Encode the hyperparameters that a checkpoint can hold; return them and the names of the others.
 
-    Secret ones are not held.
+    Secret values are not encoded.
     """
     known: dict[str, Any] = {}
     unknown: list[str] = []
@@ -86,7 +86,7 @@ def encode_known(hparams: Mapping[str, Any]) -> tuple[JSON, list[str]]:
 
 
 def buffer_locations(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return the location of each buffer by its canonical name: the table of its module, and the key in that."""
+    """Map each buffer's canonical name to its location: the table of its module, and the key in the table."""
     canonical = canonical_names(module)
     return {
         canonical(f"{prefix}.{key}" if prefix else key): (part._buffers, key)

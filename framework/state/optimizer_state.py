@@ -1,4 +1,4 @@
-"""An optimizer's part of a checkpoint, by parameter name: taken, and put back as far as it matches."""
+"""An optimizer's part of a checkpoint, by parameter name: saving, and loading as far as it matches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..checkpoint.write_plan import Shard
 from ..parallel.strategy import Strategy, parameters_of
 from .state_matching import OptimizerMatch, group_names
 
-# How an update is computed, not what it computes: that depends on the device and the strategy of the run.
+# Options for how an update is computed, which do not affect its result: they depend on the run's device and strategy.
 _OF_THE_RUN = ("foreach", "fused", "capturable", "differentiable")
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
-    """Return tensors that this rank holds whole, as shards."""
+    """Wrap full tensors of this rank as shards."""
     return {name: Shard.whole(tensor) for name, tensor in tensors.items()}
 
 
@@ -55,7 +55,7 @@ def load_optimizer(
     checkpoint: Checkpoint,
     index: int,
 ) -> None:
-    """Put an optimizer's state back through its strategy, as far as it matches. Collective."""
+    """Load an optimizer's state through its strategy, as far as it matches. Collective."""
     positions = {name: position for position, name in match.parameters.items()}
     state: list[dict[str, Any]] = [{} for _ in parameters_of(optimizer)]
     for name, slots in decode(saved["scalars"]).items():

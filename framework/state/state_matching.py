@@ -22,17 +22,17 @@ _MAX_SHOWN = 20
 
 @dataclass
 class SavedModel:
-    """A model in a checkpoint, by the new names of its tensors: shapes, the names saved by, and who holds tied ones."""
+    """A model in a checkpoint, by the new names of its tensors: shapes, saved names, and the owners of tied names."""
 
     shapes: dict[str, Shape]
     names: dict[str, str]
     owners: dict[str, str]
     unused: list[str] = field(default_factory=list)
-    """The names to be renamed that do not exist."""
+    """Names in ``renames`` that do not exist in the checkpoint."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, renames: Mapping[str, str], prefix: str = "") -> SavedModel:
-        """Describe the tensors whose new names begin with ``prefix``, by what follows it."""
+        """Describe the tensors whose new names begin with ``prefix``, without that prefix."""
         every = renamed(checkpoint.names("model"), renames)
         names = {name[len(prefix) :]: old for name, old in every.items() if name.startswith(prefix)}
         aliases = checkpoint.aliases("model")
@@ -51,7 +51,7 @@ class SavedModel:
 
 @dataclass
 class ModelMatch:
-    """The match of a checkpoint and a module: the saved name of each own tensor; and the mismatches."""
+    """The match of a checkpoint and a module: the saved name of each of the module's tensors; and the mismatches."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     misshapen: set[str] = field(default_factory=set)
@@ -61,7 +61,7 @@ class ModelMatch:
 def match_model(module: nn.Module, own: Mapping[str, Shape], saved: SavedModel) -> ModelMatch:
     """Compare names and shapes of a module, ``own``, with those of a checkpoint.
 
-    A name that is missing on one side is accepted where its tensor comes by another name that it is tied to.
+    A name that is missing on one side is accepted if its tensor is available under a name that it is tied to.
     """
     match, tied, shapes = ModelMatch(), tied_names(module), saved.shapes
     for name, shape in own.items():
@@ -77,16 +77,16 @@ def match_model(module: nn.Module, own: Mapping[str, Shape], saved: SavedModel) 
     match.problems += [f"{name}: missing in the checkpoint{_guess(name, extra or shapes)}" for name in missing]
     match.problems += [f"{name}: unknown to the module{_guess(name, missing or own)}" for name in extra]
     if match.problems:
-        # A checkpoint that was saved under the new names has no use for renames; one that does not fit may lack one.
+        # A checkpoint saved under the new names does not need renames; one that does not match may need a missing one.
         match.problems += [f"renaming {old!r}: no name in the checkpoint begins with it" for old in saved.unused]
     return match
 
 
 @dataclass
 class OptimizerMatch:
-    """The saved name of each of an optimizer's parameters, by position; and what does not fit.
+    """The saved name of each of an optimizer's parameters, by position; and the mismatches.
 
-    ``carries_groups`` says whether the groups on both sides belong together, so that hyperparameters do.
+    ``carries_groups``: whether the groups on both sides correspond, so that hyperparameters can be loaded.
     """
 
     parameters: dict[int, str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class OptimizerMatch:
 
 
 def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the names of the parameters of each group; those of no known module are numbered."""
+    """Return the names of the parameters of each group; parameters of unknown modules are numbered."""
     positions = {id(parameter): position for position, parameter in enumerate(parameters_of(optimizer))}
     return [
         [names.get(id(parameter), f"unnamed.{positions[id(parameter)]}") for parameter in group["params"]]
@@ -113,9 +113,9 @@ def match_optimizer(
 ) -> OptimizerMatch:
     """Compare an optimizer of the class ``kind`` and the groups ``own`` with one that a checkpoint describes.
 
-    Of parameters that are ``misshapen``, the state does not fit either.
+    The state of ``misshapen`` parameters does not match either.
     """
-    # A converted checkpoint may not know the class: it is an empty name then.
+    # A converted checkpoint may not know the class: the name is then empty.
     if saved["class"] and kind != saved["class"]:
         return OptimizerMatch({}, [f"{label}: {saved['class']} in the checkpoint, {kind} here"], carries_groups=False)
     match = OptimizerMatch()
@@ -136,7 +136,7 @@ def match_optimizer(
 def _match_names(
     match: OptimizerMatch, label: str, here: Mapping[str, int], old: Mapping[str, str], misshapen: Container[str]
 ) -> None:
-    """Match parameters by name, and list those that only one side has."""
+    """Match parameters by name, and list parameters that only one side has."""
     for position, name in enumerate(here):
         if name not in old:
             match.problems.append(f"{label}: {name} is in its groups here, not in the checkpoint{_guess(name, old)}")
@@ -148,7 +148,7 @@ def _match_names(
 
 
 def match_schedulers(schedulers: Sequence[Any], saved: Sequence[str]) -> list[str]:
-    """Compare schedulers with the classes of a checkpoint's; an empty name is that of a class which is not known."""
+    """Compare schedulers with the classes of a checkpoint's; an empty name means that the class is unknown."""
     own = [type(one).__name__ for one in schedulers]
     if len(own) != len(saved):
         held = ", ".join(name for name in saved if name) or str(len(saved))
@@ -162,17 +162,17 @@ def match_schedulers(schedulers: Sequence[Any], saved: Sequence[str]) -> list[st
 
 
 def refuse(path: Path, what: str, problems: Sequence[str], advice: str) -> None:
-    """Raise the list of what does not fit, if there is any.
+    """Raise an error that lists the mismatches, if there are any.
 
     Raises:
-        CheckpointError: there is.
+        CheckpointError: ``problems`` is not empty.
     """
     if problems:
         raise CheckpointError(f"{path} does not fit {what}: {listed(problems)}. {advice}")
 
 
 def listed(problems: Iterable[str]) -> str:
-    """Return problems in one line, the first of them where there are many."""
+    """Join problems in one line; only the first ones if there are many."""
     every = list(problems)
     more = f"; and {len(every) - _MAX_SHOWN} more" if len(every) > _MAX_SHOWN else ""
     return "; ".join(every[:_MAX_SHOWN]) + more

@@ -1,8 +1,7 @@
-"""``Average``: a running average of a run's weights (EMA, SWA), held beside them as their strategy splits them.
+"""``Average``: a running average of a run's weights (EMA, SWA), sharded like them.
 
-Each rank averages what it holds: the shards that its strategy gives as canonical state, of fp32 masters where there are
-any. An average is never anything else than that. While a module computes with one, the live weights are set aside, and
-checkpoints take them from there.
+Each rank averages its own part: the shards of canonical state, of fp32 master weights if there are any. While a module
+computes with an average, the live weights are stored separately, and checkpoints are saved from there.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from ..parallel.parameter_names import canonical_names
 from ..parallel.strategy import Strategy, parameters_of
 from .module_state import buffer_locations, model_state, put_model, shapes_of
 
-# So much is converted at once where weights are of another dtype or on another device than their average.
+# The chunk size for conversion if weights have a different dtype or device from their average.
 _CHUNK_ELEMENTS = 1 << 24
 
 _Pairs = tuple[list[Tensor], list[Tensor]]
 Combine = Callable[[list[Tensor], list[Tensor], int], None]
-"""Takes live tensors into averages, in place; the number says how many updates the averages hold so far."""
+"""Updates averages from live tensors, in place; the number is the count of previous updates."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +37,21 @@ class AverageSettings:
     """The settings of an average."""
 
     key: str
-    """The name under which checkpoints hold it."""
+    """The name in checkpoints."""
     should_update: Callable[..., bool]
-    """Asked with ``step_idx=`` after each applied optimizer step, and with ``epoch_idx=`` at the end of each epoch."""
+    """Whether to update: called with ``step_idx=`` after each applied optimizer step, and with ``epoch_idx=`` after
+    each epoch."""
     combine: Combine
     device: torch.device | None = None
-    """The device that holds it; None for that of the weights."""
+    """The device of the average; None for that of the weights."""
     use_buffers: bool = True
-    """Whether buffers of floating dtype are averaged too. Else the module's own are computed with."""
+    """Whether floating-point buffers are averaged too. If not, the module's own buffers are used."""
     evaluates: bool = True
-    """Whether a fit validates with it."""
+    """Whether validation during a fit uses the average."""
     stays: bool = True
-    """Whether the module holds it once a fit is over."""
+    """Whether the module has the averaged weights after a fit."""
     statistics_batches: int | None = 0
-    """Of how many training batches batch statistics are computed at the end of an epoch that updated it; None: all."""
+    """The number of training batches for recomputing batch statistics after an epoch with an update; None: all."""
 
 
 @dataclass
@@ -64,16 +64,16 @@ class _Entry:
     is_buffer: bool
 
     def shard(self, tensor: Tensor) -> Shard:
-        """Return a tensor as the piece that the live one is."""
+        """Wrap a tensor as the same piece as the live one."""
         return Shard(tensor, self.live.shape, self.live.offsets)
 
 
 class Average:
     """A running average of the weights of one run.
 
-    ``count`` is how many updates it holds: with none, there is no average, and it takes no memory. The first update
-    copies the weights. What is frozen, and what is of an integer dtype, is not averaged: it is as it is live. What is
-    unfrozen joins when the next epoch starts, with the value that it has had so far.
+    ``count`` is the number of updates. Before the first one there is no average and no memory is used; the first update
+    copies the weights. Frozen tensors and tensors of an integer dtype are not averaged: their live values are used.
+    Unfrozen parameters are added when the next epoch starts, with their present value.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class Average:
         self._world = world
         self._toggled = toggled
         self.is_rebound = self._strategy.traits.weights_on_disk
-        """Whether every update rebinds to the live tensors, as the strategy keeps their state on a disk."""
+        """Whether every update rebinds to the live tensors, because the strategy stores weights on disk."""
         self._entries: dict[str, _Entry] = {}
         self._loaded: set[str] = set()
         self._live_weights: dict[str, Tensor] | None = None
-        # Averages and live tensors: those of one dtype and device, and those to be converted, in chunks.
+        # Averages and live tensors: those of the same dtype and device, and those to be converted, in chunks.
         self._direct: _Pairs = [], []
         self._others: list[_Pairs] = []
         # The positions of buffers in these lists, and in their modules.
         self._reread: list[tuple[list[Tensor], int, dict[str, Any], str]] = []
 
-    # ---- what is averaged -----------------------------------------------------------------------------------------
+    # ---- averaged tensors -----------------------------------------------------------------------------------------
 
     def bind(self) -> None:
         """Rebind to the current parameters and add newly trainable ones. Collective."""
@@ -129,7 +129,7 @@ class Average:
     def _candidates(self) -> Iterator[tuple[str, Shard, bool]]:
         module = self._module
         state, canonical = model_state(self._strategy, module), canonical_names(module)
-        # Steps that toggle optimizers freeze what the others train for a while.
+        # Steps that toggle optimizers temporarily freeze the parameters of other optimizers.
         chosen = {id(parameter) for optimizer in self._toggled() for parameter in parameters_of(optimizer)}
         for own_name, parameter in module.named_parameters(remove_duplicate=False):
             name = canonical(own_name)
@@ -137,7 +137,7 @@ class Average:
                 yield name, state[name], False
         saved = shapes_of(self._strategy, module)
         for name, (table, key) in buffer_locations(module).items():
-            # Every rank has its own, of which a checkpoint holds those of one.
+            # Every rank has its own buffers; a checkpoint holds those of one rank.
             if name in saved and (self.settings.use_buffers or self._keeps(name)):
                 yield name, Shard.whole(table[key].detach()), True
 
@@ -145,7 +145,7 @@ class Average:
         return name in self._loaded or name in self._entries
 
     def _sort(self) -> None:
-        """Separate tensors of their average's dtype and device from those to be converted first."""
+        """Separate tensors with the dtype and device of their average from those that must be converted."""
         self._direct, self._others, self._reread = ([], []), [], []
         buffers = buffer_locations(self._module)
         elements = _CHUNK_ELEMENTS
@@ -175,11 +175,11 @@ class Average:
         return True
 
     def update(self) -> None:
-        """Take the weights in as they are now. Collective where the strategy's state lies on a disk."""
+        """Update the average with the current weights. Collective if the strategy stores weights on disk."""
         if not self.count or self.is_rebound:
             self.bind()
         if self.count:
-            # A buffer may have been replaced by another tensor, a parameter not.
+            # A buffer may have been replaced by another tensor; a parameter cannot.
             for lives, index, table, key in self._reread:
                 lives[index] = table[key]
             combine, count = self.settings.combine, self.count
@@ -192,13 +192,13 @@ class Average:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Drop live tensors that are copies of what lies on a disk."""
+        """Drop live tensors that are copies of weights on disk."""
         for entry in self._entries.values():
             entry.live = entry.shard(entry.own)
         self._direct, self._others = ([], []), []
 
     def keep_buffers(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold these values of buffers from now on, by name."""
+        """Replace the averaged values of buffers, by name."""
         for name, tensor in tensors.items():
             known = self._entries.get(name)
             if known is None:
@@ -207,7 +207,7 @@ class Average:
                 known.own.copy_(tensor)
         self._sort()
 
-    # ---- in the module --------------------------------------------------------------------------------------------
+    # ---- swapping weights -----------------------------------------------------------------------------------------
 
     @property
     def is_in_module(self) -> bool:
@@ -216,18 +216,18 @@ class Average:
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether giving weights back takes all ranks."""
+        """Whether restoring the live weights is a collective."""
         return self._strategy.traits.load_is_collective and self._world.size > 1
 
     def swap_in(self, share_buffers: bool = True) -> None:
-        """Let the module compute with the averages; the live weights are set aside. Collective.
+        """Put the averages into the module, and store the live weights. Collective.
 
-        With ``share_buffers`` all ranks get the buffers of one.
+        With ``share_buffers``, buffers are synchronized over ranks.
         """
         self.bind()
         entries = self._entries.values()
         aside = {entry.names[0]: entry.live.tensor.clone() for entry in entries}
-        # From here on the live weights are these, however far the rest comes.
+        # These are the live weights from here, even if the rest of the method fails.
         self._live_weights = aside
         if self.is_rebound:
             self._let_go()
@@ -236,13 +236,13 @@ class Average:
             self._strategy.sync_buffers(self._module)
 
     def swap_out(self) -> None:
-        """Give the module its live weights back. Collective."""
+        """Restore the module's live weights. Collective."""
         if self._live_weights is not None:
             self._write(self._live_weights)
             self._live_weights = None
 
     def load_into_module(self, tensors: StoredTensors) -> None:
-        """Let the module have weights and buffers that are stored. Collective."""
+        """Load stored weights and buffers into the module. Collective."""
         put_model(self._strategy, self._module, tensors)
 
     def _write(self, tensors: dict[str, Tensor]) -> None:
@@ -250,7 +250,7 @@ class Average:
         self.load_into_module(stored)
 
     def with_live(self, state: dict[str, Shard]) -> dict[str, Shard]:
-        """Return a module's canonical state with the live weights in it, also while it computes with averages."""
+        """Return a module's canonical state with the live weights, even while it computes with averages."""
         if self._live_weights is None:
             return state
         live = {
@@ -260,7 +260,7 @@ class Average:
         }
         return {name: live.get(name, shard) for name, shard in state.items()}
 
-    # ---- in a checkpoint ------------------------------------------------------------------------------------------
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def shards(self) -> dict[str, Shard]:
         """Return this rank's part of the averages, by ``<key>/<parameter or buffer>``."""
@@ -275,7 +275,7 @@ class Average:
         }
 
     def whole_state(self) -> dict[str, Tensor]:
-        """Return the module's state dict with averages in it, whole, on rank 0; elsewhere {}. Collective."""
+        """Return the module's full state dict with the averages on rank 0, and {} on other ranks. Collective."""
         own = {name: entry.shard(entry.own) for entry in self._entries.values() for name in entry.names}
         state = model_state(self._strategy, self._module)
         return dict(whole_tensors({name: own.get(name, shard) for name, shard in state.items()}, self._world))
@@ -291,9 +291,9 @@ class Average:
         return {name: SavedTensor(checkpoint, SECTION, key) for name, key in keys.items() if key in held}
 
     def load(self, tensors: Mapping[str, SavedTensor], state: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds, once the live weights were loaded. Collective.
+        """Load the average from a checkpoint, after the live weights were loaded. Collective.
 
-        What it has no average of was not trained then, and is as it is live.
+        Tensors without an average in the checkpoint were not trained at that time; their live values are used.
         """
         self.count, self.last_epoch = int(state["count"]), int(state["last_epoch"])
         self._entries.clear()

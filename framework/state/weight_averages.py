@@ -1,4 +1,4 @@
-"""``Averages``: all averages that a run's callbacks registered: updates, evaluation, and their checkpoint section."""
+"""``Averages``: the averages registered by a run's callbacks: updates, evaluation, and their checkpoint section."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .weight_average import Average
 
 
 class Averages:
-    """The averages of a run: those that its callbacks asked for."""
+    """The averages of a run, as registered by its callbacks."""
 
     def __init__(self) -> None:
         self.recompute: Callable[[Average], None] | None = None
-        """Computes the batch statistics of an average again, where the run has training data."""
+        """Recomputes the batch statistics of an average, if the run has training data."""
         self._averages: dict[str, Average] = {}
 
     def __iter__(self) -> Iterator[Average]:
@@ -28,10 +28,10 @@ class Averages:
         return len(self._averages)
 
     def add(self, average: Average) -> Average:
-        """Maintain an average from now on; return it.
+        """Register an average; return it.
 
         Raises:
-            ConfigurationError: there is one with that key, or another one is evaluated with.
+            ConfigurationError: the key is already registered, or another average is used for evaluation.
         """
         settings = average.settings
         if settings.key in self._averages:
@@ -43,17 +43,17 @@ class Averages:
             rival = next((one.settings.key for one in self if getattr(one.settings, flag)), None)
             if rival is not None and getattr(settings, flag):
                 raise ConfigurationError(
-                    f"the averages {rival!r} and {settings.key!r} are both to be in the module: give one of their "
+                    f"the averages {rival!r} and {settings.key!r} would both be in the module: give one of their "
                     f"callbacks {argument}=False."
                 )
         self._averages[settings.key] = average
         return average
 
     def use_statistics(self, recompute: Callable[[Average], None] | None) -> None:
-        """Compute batch statistics of averages by this pass; None where the module keeps none."""
+        """Set the function that recomputes batch statistics of averages; None if the module has none."""
         self.recompute = recompute
 
-    # ---- while a fit runs -----------------------------------------------------------------------------------------
+    # ---- updates and evaluation -----------------------------------------------------------------------------------
 
     def after_step(self, step_idx: int) -> None:
         """Update after an optimizer step that was applied, the ``step_idx``-th from 0."""
@@ -62,13 +62,13 @@ class Averages:
                 average.update()
 
     def begin_epoch(self) -> None:
-        """Rebind all averages to what is trained from here on. Collective."""
+        """Rebind all averages to the parameters that are trained in this epoch. Collective."""
         for average in self:
             if average.count and not average.is_rebound:
                 average.bind()
 
     def end_epoch(self, epoch_idx: int) -> None:
-        """Update at the end of a whole epoch, once for each. Collective."""
+        """Update at the end of a complete epoch, once per epoch. Collective."""
         for average in self:
             if not average.begin_epoch_end(epoch_idx) or not average.settings.should_update(epoch_idx=epoch_idx):
                 continue
@@ -78,9 +78,9 @@ class Averages:
 
     @contextmanager
     def evaluated(self) -> Generator[None, None, None]:
-        """Let the module compute with the average that is evaluated with, if there is one by now. Collective.
+        """Use the evaluation average in the module within the context, if there is one. Collective.
 
-        After an error on some rank the live weights come back too, unless that takes all ranks.
+        After an error on a rank the live weights are restored too, unless that is a collective.
         """
         average = next((one for one in self if one.settings.evaluates and one.count and not one.is_in_module), None)
         if average is None:
@@ -96,7 +96,7 @@ class Averages:
         average.swap_out()
 
     def keep_in_module(self) -> None:
-        """Leave the average in the module for good, at the end of a fit. Collective."""
+        """Leave the average in the module permanently, at the end of a fit. Collective."""
         for average in self:
             if average.settings.stays and average.count:
                 average.swap_in()
@@ -104,7 +104,7 @@ class Averages:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def with_live(self, state: dict[str, Shard]) -> dict[str, Shard]:
-        """Return a module's canonical state with the live weights in it."""
+        """Return a module's canonical state with the live weights."""
         for average in self:
             state = average.with_live(state)
         return state
@@ -118,9 +118,9 @@ class Averages:
         return {average.settings.key: average.state_dict() for average in self}
 
     def load(self, checkpoint: Checkpoint, names: Mapping[str, str], note: Callable[[str], None]) -> None:
-        """Take over what a checkpoint holds of them, once the live weights were loaded. Collective.
+        """Load the averages from a checkpoint, after the live weights were loaded. Collective.
 
-        ``names`` says by which name each tensor of the module was saved.
+        ``names`` maps each tensor of the module to its saved name.
         """
         saved: dict[str, Any] = checkpoint.document.get(SECTION) or {}
         for average in self:
@@ -131,10 +131,10 @@ class Averages:
                 note(f"{checkpoint.path} holds no average {key!r}: starting a new average.")
         left = [key for key in saved if key not in self._averages and saved[key]["count"]]
         if left:
-            note(f"{checkpoint.path} holds the averages {', '.join(left)}, which no callback keeps up: they are left.")
+            note(f"{checkpoint.path} holds the averages {', '.join(left)}, which no callback maintains: ignored.")
 
     def load_into_module(self, checkpoint: Checkpoint, names: Mapping[str, str], note: Callable[[str], None]) -> None:
-        """Let a module have what a checkpoint holds of the average that is evaluated with. Collective."""
+        """Load the evaluation average of a checkpoint into a module. Collective."""
         average = next((one for one in self if one.settings.evaluates), None)
         if average is None:
             return

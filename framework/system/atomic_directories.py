@@ -1,4 +1,4 @@
-"""Publish, replace and delete directories so that a reader or a crash never meets a half of one."""
+"""Publish, replace and delete directories so that neither a reader nor a crash leaves a partial one visible."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HiddenDirectory:
             # Not synced: its name need not survive a crash, and each sync of a directory waits for the disk.
             self.path.mkdir()
             self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            # Between the two calls another process may have taken it for a leftover and deleted it.
+            # Between the two calls another process may have deleted the directory as a leftover.
             if lock(self._handle) is not False and os.path.lexists(self.path):
                 return
             os.close(self._handle)
@@ -108,7 +108,7 @@ def _swap_back(temporary: Path, target: Path, replaced: Path | None) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; return False where the system does not support that."""
+    """Swap two names in one step; return False if the system does not support this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -124,7 +124,7 @@ def _exchange(first: Path, second: Path) -> bool:
 def hide_directory(path: Path) -> Path:
     """Rename a directory to a hidden ``.gone`` sibling, the first step of deleting it; return the hidden path.
 
-    For readers it is gone at once. ``delete_hidden`` is the second step; if a crash prevents that,
+    Readers stop seeing the directory at once. ``delete_hidden`` is the second step; if a crash prevents that,
     ``clean_leftovers`` deletes the sibling at the next start.
 
     Raises:
@@ -140,7 +140,7 @@ def hide_directory(path: Path) -> Path:
 
 
 def delete_hidden(hidden: Path, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Delete a directory, or a link, that has a hidden name. One that another process has deleted is not an error.
+    """Delete a directory or link with a hidden name. It is not an error if another process has deleted it.
 
     ``stopped`` is called before each file; once it returns True the rest stays.
 
@@ -157,7 +157,7 @@ def delete_hidden(hidden: Path, stopped: Callable[[], bool] = lambda: False) -> 
         try:
             # Other processes that clean up skip a locked directory.
             lock(handle)
-            # File by file, since freeing the blocks of a large one takes long; what else is in it goes at the end.
+            # File by file, since freeing the blocks of a large file takes long; everything else is deleted at the end.
             for name in os.listdir(handle):
                 if stopped():
                     return

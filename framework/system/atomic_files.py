@@ -1,4 +1,4 @@
-"""Atomic, durable writes of files: after a crash at any instant a file is complete, or as it was before.
+"""Atomic, durable writes of files: after a crash at any instant a file is either complete or unchanged.
 
 Everything is written under a hidden name beside its target, ``.<name>.<16 hex digits>.<kind>``, synced, and renamed.
 Only names of this form are ever deleted as leftovers of a killed process, so a user's own files are safe:
@@ -96,7 +96,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def reserve(handle: int, size: int) -> None:
-    """Allocate the blocks of a new file of ``size`` bytes in advance, if the file system can: writing is faster then.
+    """Allocate the blocks of a new file of ``size`` bytes in advance, if the file system supports it; this makes
+    writing faster.
 
     Raises:
         OSError: there is not enough room.
@@ -131,7 +132,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], needed_bytes: int | None = None) -> Iterator[Path]:
-    """Give a temporary path to create and sync; it becomes ``path`` if the block succeeds, and is removed otherwise.
+    """Yield a temporary path to create and sync; it becomes ``path`` if the block succeeds, and is removed otherwise.
 
     Raises:
         StorageError: an ``OSError`` in the block or while publishing.

@@ -14,7 +14,7 @@ _TEST_RUNNERS = frozenset({"pytest", "py.test", "_pytest", "unittest", "nose2"})
 
 @dataclass(frozen=True)
 class Script:
-    """A script, or a module, with the interpreter's options and the arguments that it was started with."""
+    """A script or module, with the interpreter options and arguments that it was started with."""
 
     interpreter: list[str]
     """The interpreter and its own options."""
@@ -34,12 +34,12 @@ class Script:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it is a file of byte code."""
+        """Whether the script is a byte-code file."""
         return not self.is_module and self.target.endswith(".pyc")
 
     @property
     def command(self) -> list[str]:
-        """The command that runs it."""
+        """The command that runs the script."""
         return [*self.interpreter, *(["-m"] if self.is_module else []), self.target, *self.arguments]
 
 

@@ -86,13 +86,13 @@ def rank_environment(
 
 
 def adopt_environment(environment: dict[str, str]) -> None:
-    """Make ``environment`` this process's own: for a forked rank, which inherits its parent's."""
+    """Replace the environment of this process: a forked rank inherits its parent's."""
     os.environ.clear()
     os.environ.update(environment)
 
 
 def nvme_path() -> str | None:
-    """Return the folder for offloaded state where no argument names one, or None."""
+    """Return the default folder for offloaded state, or None."""
     return os.environ.get(_NVME_PATH) or None
 
 
@@ -104,9 +104,9 @@ def build_tools() -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def library_environment(**variables: str) -> Iterator[None]:
-    """Set variables that a library reads, within the context. On PATH the interpreter's folder comes first.
+    """Set variables that a library reads, within the context. On PATH the interpreter's folder is first.
 
-    So the tools of a virtual environment (ninja) are found even where it was not activated.
+    The tools of a virtual environment (such as ninja) are then found even if it was not activated.
     """
     search = [str(Path(sys.executable).parent), *filter(None, [os.environ.get("PATH")])]
     variables = {"PATH": os.pathsep.join(search), **variables}

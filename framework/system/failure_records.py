@@ -3,7 +3,7 @@
 error     the error that ended the rank
 pending   an error that is about to end it: other ranks may fail because of its exit
 leaving   the time from which other ranks may fail because this one leaves the process group
-joined    the rank has met the others, so work may be lost with it
+joined    the rank has joined the process group, so its failure may lose work
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ class RankRecords:
         return None if text is None else float(text)
 
     def has_joined(self, rank: int) -> bool:
-        """Whether ``rank`` has met the others."""
+        """Whether ``rank`` has joined the process group."""
         return self._read(rank, "joined") is not None
 
     def record_failure(self, failure: Failure) -> None:
         """Record the error that ends a rank.
 
         Raises:
-            OSError: it cannot be written. The rank shows the error itself, then.
+            OSError: the file cannot be written; the rank then prints the error itself.
         """
         if self._directory is not None:
             write_atomically(self._path(self._directory, failure.rank, "error"), json.dumps(asdict(failure)))
@@ -97,7 +97,7 @@ class RankRecords:
             self._write(rank, "pending", json.dumps(asdict(Failure.of(rank, error, hide))))
 
     def clear_pending_error(self, rank: int) -> None:
-        """Remove that record: the error was caught, and did not end the rank."""
+        """Remove the record of the pending error: the error was caught and did not end the rank."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
                 self._path(self._directory, rank, "pending").unlink(missing_ok=True)
@@ -107,7 +107,7 @@ class RankRecords:
         self._write(rank, "leaving", repr(time.monotonic()))
 
     def record_joined(self, rank: int) -> None:
-        """Record that a rank has met the others."""
+        """Record that a rank has joined the process group."""
         self._write(rank, "joined", "")
 
     def _write(self, rank: int, kind: str, text: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 def lock(handle: int) -> bool | None:
     """Lock an open file or directory until it is unlocked or this process ends.
 
-    Returns False where another process holds the lock, and None where the file system does not support locks.
+    Returns False if another process holds the lock, and None if the file system does not support locks.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

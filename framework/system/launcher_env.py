@@ -1,6 +1,6 @@
 """``Placement``: the rank of a process, the number of ranks and their nodes, read from its launcher's variables.
 
-Pure functions over a mapping of environment variables; ``environment.py`` hands them the real one.
+Pure functions over a mapping of environment variables; ``environment.py`` passes the real one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _HOW_TO_START = {
 
 @dataclass(frozen=True)
 class Placement:
-    """The rank of one process among all. ``launcher`` is ``None`` for a process that was started alone.
+    """The rank of a process, the number of ranks and their nodes. ``launcher`` is ``None`` for a process that was
+    started alone.
 
-    ``run`` is the same on all ranks of one start of a run, and differs between starts; empty where the launcher does
-    not set anything of the kind.
+    ``run`` is the same on all ranks of one start of a run, and differs between starts. It is empty if the launcher sets
+    no such value.
     """
 
     rank: int = 0
@@ -54,7 +55,7 @@ class Placement:
 def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placement:
     """Return the placement that ``variables`` describe: those of torchrun or phalanx, of SLURM, or of Open MPI.
 
-    ``num_nodes`` is only used where the launcher does not set how many ranks a node has.
+    ``num_nodes`` is only used if the launcher does not set the number of ranks per node.
 
     Raises:
         ConfigurationError: the variables contradict one another, or one that is needed is missing.
@@ -71,7 +72,7 @@ def read_placement(variables: Mapping[str, str], num_nodes: int = 1) -> Placemen
 
 @dataclass(frozen=True)
 class Job:
-    """A job of a queue; ``end`` is the time of its limit, in seconds since 1970, or None."""
+    """A SLURM job; ``end`` is the time at which its limit expires, in seconds since 1970, or None."""
 
     name: str
     end: int | None
@@ -92,7 +93,7 @@ def read_job(variables: Mapping[str, str]) -> Job | None:
 
 
 def check_devices(requested: int, placement: Placement, num_nodes: int = 1) -> None:
-    """Raise unless ``requested`` devices on each of ``num_nodes`` nodes is what the launcher started.
+    """Raise unless the launcher started ``requested`` processes on each of ``num_nodes`` nodes.
 
     Raises:
         ConfigurationError: the numbers differ.
@@ -136,7 +137,8 @@ class _Reader:
         return None
 
     def is_slurm_step(self) -> bool:
-        # A batch script outside srun, and an interactive shell, have the variables of the job but are only one process.
+        # A batch script outside srun, and an interactive shell, have the variables of the job but consist of one
+        # process.
         started_by_srun = self.text("SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID") is not None
         interactive = self.text("SLURM_JOB_NAME") in {"bash", "interactive"}
         return started_by_srun and not interactive and self.number("SLURM_NTASKS") is not None

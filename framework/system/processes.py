@@ -32,7 +32,7 @@ class ForkedProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code, as ``subprocess.Popen.poll`` does; None as long as it runs."""
+        """Return the exit code, as ``subprocess.Popen.poll`` does; None while the child runs."""
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -46,7 +46,7 @@ class ForkedProcess:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process has this number, also one that has ended and was not waited for yet."""
+    """Return whether a process with this id exists; a process that has ended but was not waited for counts."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -77,7 +77,7 @@ def die_with_parent() -> Callable[[], None]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends. Does nothing but on Linux."""
+    """Have the kernel kill this process when the thread that forked it ends. Linux only; elsewhere it does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
@@ -97,7 +97,7 @@ def allow_open_files(count: int) -> None:
 
 
 def children() -> set[int]:
-    """Return the pids of this process's children; empty where the system does not list them."""
+    """Return the pids of this process's children; empty if the system does not list them."""
     pids: set[int] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def holds_secret(name: str, value: object) -> bool:
-    """Whether a value is secret, or holds a secret value under a name of its own."""
+    """Whether a value is secret, or a mapping that contains a secret value."""
     inner = _inner(value)
     if inner is not None:
         return any(holds_secret(str(key), one) for key, one in inner.items())

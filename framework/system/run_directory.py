@@ -17,7 +17,7 @@ _VERSION = re.compile(r"version_(\d+)$")
 _LOCK = ".lock"
 _IDENTITY = "run.id"
 REPORT = "report.json"
-"""The file that says how a run ended."""
+"""The file that records how a run ended."""
 
 
 class RunDirectory:
@@ -29,7 +29,7 @@ class RunDirectory:
         self.version = version
         self.claimed = False
         self.identity: str | None = None
-        """A random text, by which runs that save into the same directory differ; None before ``acquire``."""
+        """A random id that distinguishes runs that save into the same directory; None before ``acquire``."""
         self._lock: int | None = None
 
     @property
@@ -39,16 +39,16 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
+        """The folder of the run's checkpoints."""
         return self.path / "checkpoints"
 
     def acquire(self, fresh: bool) -> None:
-        """Create the directory and hold its lock until ``release`` or this process's end, however it ends.
+        """Create the directory and hold its lock until ``release``, or until this process ends for any reason.
 
-        With ``fresh``, if another run has created it meanwhile, the next free version is taken.
+        With ``fresh``, use the next free version if another run has created the directory in the meantime.
 
         Raises:
-            StorageError: it cannot be written, or another process, which the message names, holds it.
+            StorageError: the directory cannot be written, or another process holds its lock (the message names it).
         """
         if self._lock is not None:
             return
@@ -78,7 +78,7 @@ class RunDirectory:
         self._lock = descriptor
 
     def adopt(self, version: int, claimed: bool, identity: str | None = None) -> None:
-        """Take over what another process found: the version, whether it is claimed, and its identity."""
+        """Set the version, whether it is claimed, and the run's identity, as another process determined them."""
         self.version, self.claimed = version, claimed
         self.identity = identity or self.identity
 

@@ -16,13 +16,13 @@ _FRAME = '  File "'
 def brief_traceback(error: BaseException) -> str:
     """Return the traceback of ``error`` in at most ``MOST_LINES`` lines, the user's innermost line near the end.
 
-    Of a ``ConfigurationError`` only the user's lines and the message are shown, not the frames that found it. The
+    For a ``ConfigurationError`` only the user's lines and the message are shown, without the frames that raised it. The
     traceback of a loader's worker, which arrives as a message, is shown in full at its end.
     """
     parts = traceback.format_exception(type(error), error, error.__traceback__)
     refused = isinstance(error, ConfigurationError)
     if refused:
-        # The message without the module of the exception's class; notes that were added to it follow.
+        # The message without the module of the exception's class, then the notes that were added to the exception.
         _, *notes = only = traceback.format_exception_only(type(error), error)
         parts[-len(only) :] = [f"{type(error).__name__}: {error}", *notes]
     lines: list[str] = []

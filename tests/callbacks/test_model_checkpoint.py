@@ -378,8 +378,8 @@ def test_saves_are_printed_if_verbose(tmp_path: Path) -> None:
         ({"filename": "{epoch"}, "cannot be read"),
         ({"filename": "{metric:d}"}, "cannot be read"),
         ({"filename": "{}"}, "write a metric's name"),
-        ({"filename": "sub/{epoch}"}, "give that as dirpath="),
-        ({"filename": "{epoch}/{val/loss:.2f}"}, "give that as dirpath="),
+        ({"filename": "sub/{epoch}"}, "pass it as dirpath="),
+        ({"filename": "{epoch}/{val/loss:.2f}"}, "pass it as dirpath="),
     ],
 )
 def test_wrong_arguments_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -288,7 +288,7 @@ def test_a_checkpoint_without_it_begins_it_and_one_with_it_needs_no_callback(
         trainer.fit(Regressor(), loader(32), ckpt_path=resume)
     assert sum("holds no average 'ema': starting a new average" in note for note in notes) == 1
     assert open_checkpoint(tmp_path / "5").document["averages"]["ema"]["count"] == 2
-    assert sum("holds the averages ema, which no callback keeps up" in note for note in notes) == 1
+    assert sum("holds the averages ema, which no callback maintains" in note for note in notes) == 1
     assert "averages" not in open_checkpoint(tmp_path / "6").sections
 
 

@@ -91,7 +91,7 @@ def test_a_logger_that_raises_is_reported_once_and_left_out() -> None:
     fanout.log_metrics({}, 5)
     fanout.finalize("success")
     assert notes == [
-        "Failing failed (OSError: disk full): it is left out from now on; training and the other loggers go on."
+        "Failing failed (OSError: disk full): it is no longer used; training and the other loggers continue."
     ]
     assert fanout.loggers == [good]
     assert [call[2] for call in good.calls if call[0] == "metrics"] == list(range(6))
@@ -118,10 +118,10 @@ def test_a_logger_that_hangs_neither_stops_the_steps_nor_the_end(monkeypatch: py
     assert good.calls[-1] == ("finalize", "success")
     assert [note.split(" (")[0].split(" to ")[0] for note in notes] == [
         "Waiting for Hanging",
-        "Hanging was too slow: 4 calls were left out.",
+        "Hanging was too slow: 4 calls were dropped.",
         "Hanging failed",
     ]
-    assert "it did not finish in 0 s, and 10 calls were left out" in notes[-1]
+    assert "it did not finish in 0 s, and 10 calls were dropped" in notes[-1]
     assert fanout.loggers == [good]
 
 

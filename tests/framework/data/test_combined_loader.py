@@ -94,7 +94,7 @@ def test_a_part_without_length_cycles_and_resumes_too() -> None:
         assert source().batches_before(position) == consumed
 
 
-def test_cycles_are_shuffled_anew_and_resume_exactly() -> None:
+def test_each_cycle_is_shuffled_differently_and_resumes_exactly() -> None:
     def source() -> Any:
         return prepare_training({"a": numbers(12), "b": numbers(4, 1, shuffle=True)}, rank=0, size=1, seed=1)
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         CombinedLoader([LONG], "minsize")
     with pytest.raises(ConfigurationError, match=r"iterables\['a'\] is a int"):
         CombinedLoader({"a": 3})
-    with pytest.raises(ConfigurationError, match="do not nest"):
+    with pytest.raises(ConfigurationError, match="cannot be nested"):
         CombinedLoader({"a": CombinedLoader([LONG])})
     with pytest.raises(ConfigurationError, match="for evaluation"):
         prepare_training(CombinedLoader([LONG], "sequential"), rank=0, size=1, seed=0)

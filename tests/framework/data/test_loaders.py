@@ -101,7 +101,7 @@ def test_all_ranks_together_read_what_one_process_reads(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_resumed_epoch_goes_on_at_the_same_sample_on_any_number_of_ranks(kind: str, size: int) -> None:
+def test_a_resumed_epoch_continues_at_the_same_sample_on_any_number_of_ranks(kind: str, size: int) -> None:
     whole = flat(in_turn(LOADERS[kind](), 1, epoch=2))
     first = source(LOADERS[kind](), 0, size)
     rows = len(read(first, 2))
@@ -143,7 +143,7 @@ def test_a_resumed_position_counts_on_from_where_it_began() -> None:
     assert three.position_after(4) == {"samples": 22}
 
 
-def test_a_rank_without_samples_in_the_last_global_batch_is_told() -> None:
+def test_a_rank_without_samples_in_the_last_global_batch_gets_no_batch() -> None:
     parts = [read(source(DataLoader(Numbers(5), batch_size=2), rank, 2)) for rank in range(2)]
     assert parts == [[[0, 1], [4]], [[2, 3], NO_BATCH]]
     assert [read(source([1, 2, 3, 4], rank, 3)) for rank in range(3)] == [[1, 4], [2, NO_BATCH], [3, NO_BATCH]]
@@ -287,7 +287,7 @@ def test_one_process_iterates_a_plain_list_itself() -> None:
     assert type(source(BATCHES).start(0)) is type(iter([]))
 
 
-def test_an_iterator_is_read_once_and_what_starts_anew_more_often() -> None:
+def test_an_iterator_is_read_once_and_a_restartable_iterable_repeatedly() -> None:
     class Anew:
         def __iter__(self) -> Anew:
             self.left = iter([1, 2])
@@ -321,7 +321,7 @@ def test_an_iterator_is_read_once_and_what_starts_anew_more_often() -> None:
         (DataLoader(Numbers(3), batch_size=4, drop_last=True), "drop_last"),
     ],
 )
-def test_what_is_no_loader_is_refused_with_a_sentence(given: Any, said: str) -> None:
+def test_objects_other_than_loaders_are_refused_with_a_sentence(given: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         source(given)
 

@@ -51,7 +51,7 @@ def out_of_step(steps: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("steps", [(3, 4), (0, 7), (5, 4)])
-def test_ranks_at_different_steps_are_told(steps: tuple[int, int]) -> None:
+def test_ranks_at_different_steps_are_reported(steps: tuple[int, int]) -> None:
     for rank, message in enumerate(run_on_ranks(2, out_of_step, steps)):
         assert f"rank {rank}" in message
         assert "same optimizer step" in message
@@ -178,5 +178,5 @@ def test_skip_leaves_the_update_out(ranks: int) -> None:
     assert results == [("", 9, True)] * ranks
 
 
-def test_ignore_goes_on() -> None:
+def test_ignore_continues() -> None:
     assert exploded(1, "ignore", 0, 4) == ("", 10, False)

@@ -206,7 +206,7 @@ def test_time_is_a_limit() -> None:
     assert trainer.max_epochs is None
 
 
-def test_loaders_are_asked_for_anew() -> None:
+def test_loaders_are_requested_again() -> None:
     asked: list[int] = []
 
     class Own(Counting):
@@ -385,7 +385,7 @@ def test_a_run_that_comes_no_nearer_to_its_end_says_so_once(
     assert printed.count("made no optimizer step") == told
 
 
-def test_a_run_that_is_resumed_at_an_epochs_end_is_not_told_that_it_comes_no_nearer(
+def test_a_run_resumed_at_the_end_of_an_epoch_gets_no_warning_about_missing_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"))

@@ -63,7 +63,7 @@ def late_and_apart(steps: tuple[int, ...]) -> str:
     return ""
 
 
-def test_ranks_that_differ_at_a_late_step_are_told() -> None:
+def test_ranks_that_differ_at_a_late_step_are_reported() -> None:
     for message in run_on_ranks(2, late_and_apart, (2**20 - 1, 2**20)):
         assert f"rank 1 is at {2**20}" in message
 
@@ -124,7 +124,7 @@ def bytes_in_a_save(path: Path, sharded: bool) -> int:
     return received
 
 
-def test_ranks_are_not_told_what_rank_zero_alone_needs(tmp_path: Path) -> None:
+def test_ranks_do_not_receive_data_that_only_rank_zero_needs(tmp_path: Path) -> None:
     assert max(run_on_ranks(2, bytes_in_a_save, tmp_path / "whole.ckpt", False)) < 70_000
     # Here each has to know what the others hold, and no more.
     assert max(run_on_ranks(2, bytes_in_a_save, tmp_path / "sharded.ckpt", True)) < 200_000

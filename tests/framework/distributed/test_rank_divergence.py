@@ -88,7 +88,7 @@ def own_zero_grad() -> tuple[int, Tensor]:
     return fitted(OwnZeroGrad())
 
 
-def test_windows_of_none_are_no_updates_whoever_drops_the_gradients() -> None:
+def test_windows_without_a_loss_make_no_update_with_any_code_that_drops_gradients() -> None:
     assert same(run_on_ranks(2, own_zero_grad)) == 1
 
 
@@ -342,7 +342,7 @@ class Scored(Regressor):
         self.log("val", float(self.current_epoch))
 
 
-def test_an_epoch_cut_short_is_judged_by_nobody(tmp_path: Path) -> None:
+def test_an_epoch_cut_short_is_not_checked_for_divergence(tmp_path: Path) -> None:
     stopper = EarlyStopping("val", patience=1)
     saver = ModelCheckpoint(tmp_path, monitor="val", save_last=True)
     trainer = silent_trainer(

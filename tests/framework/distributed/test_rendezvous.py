@@ -138,12 +138,12 @@ def test_a_store_listens_on_all_addresses_where_its_name_leads_to_none_that_othe
             assert found in (("127.0.0.1", "::1") if alone else ("::", "0.0.0.0"))
 
 
-def test_a_port_that_is_taken_and_a_host_that_is_none_are_told_in_one_sentence() -> None:
+def test_a_taken_port_and_an_invalid_host_are_reported_in_one_sentence() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} cannot be listened on by rank 0"):
             _listen("127.0.0.1", port, 2, alone=False)
-    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR='no\.such\.host\.invalid' is no host that rank 0"):
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR='no\.such\.host\.invalid' is not a host that rank 0"):
         _listen("no.such.host.invalid", port, 2, alone=False)
 
 
@@ -168,7 +168,7 @@ def test_who_waits_for_a_first_rank_that_is_killed_learns_it_on_all_nodes(tmp_pa
         assert ranks[1].wait(timeout=60) == -signal.SIGKILL
         for rank in (0, 2):
             told, _ = ranks[rank].communicate(timeout=20)
-            assert told == "what this rank waited for failed on rank 1: its process has ended\n"
+            assert told == "the block that this rank waited for failed on rank 1: its process has ended\n"
             assert ranks[rank].returncode == 7
     finally:
         for process in ranks:
@@ -176,7 +176,7 @@ def test_who_waits_for_a_first_rank_that_is_killed_learns_it_on_all_nodes(tmp_pa
             process.communicate()
 
 
-def test_a_rank_that_waits_for_others_ends_when_it_is_told_to(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_others_ends_on_a_signal(tmp_path: Path) -> None:
     script, port = tmp_path / "script.py", free_port()
     script.write_text(ALONE)
     for rank in (0, 1):

@@ -59,7 +59,7 @@ def seed_and_draw() -> tuple[int, tuple[float, ...]]:
     return seed_everything(11), draw()
 
 
-def test_all_ranks_are_seeded_alike() -> None:
+def test_all_ranks_have_the_same_seed() -> None:
     first, second = run_on_ranks(2, seed_and_draw)
     assert first == second
 

@@ -93,7 +93,7 @@ def boards(pids: list[int]) -> list[Board]:
     return made
 
 
-def test_a_rank_that_lags_behind_is_told_and_never_sums_what_is_newer() -> None:
+def test_a_rank_that_lags_behind_raises_and_never_sums_newer_numbers() -> None:
     first, second = boards([os.getpid()] * 2)
     pending = first.post(vector(0, 0))
     for number in range(9):
@@ -102,7 +102,7 @@ def test_a_rank_that_lags_behind_is_told_and_never_sums_what_is_newer() -> None:
         pending.wait()
 
 
-def test_ranks_that_reduce_different_numbers_are_told() -> None:
+def test_ranks_that_reduce_different_numbers_are_reported() -> None:
     first, second = boards([os.getpid()] * 2)
     second.post(torch.zeros(3, dtype=torch.float64))
     with pytest.raises(DesyncError, match="rank 1 reduces 3 numbers where this rank 0 reduces 2"):

@@ -157,12 +157,12 @@ def first_fails(local: bool, seconds: float | None, naps: float) -> list[str]:
 @pytest.mark.parametrize("local", [False, True])
 def test_who_waits_for_the_first_rank_learns_what_it_failed_of(local: bool) -> None:
     told = run_on_ranks(3, first_fails, local, None, 0.05)
-    failed = "RankError: what this rank waited for failed on rank 0: ValueError: no network"
+    failed = "RankError: the block that this rank waited for failed on rank 0: ValueError: no network"
     assert told == [["ValueError: no network"], [failed], [failed]]
 
 
 def test_who_waits_for_the_first_rank_does_so_within_a_limit_of_its_own() -> None:
-    late = "RankError: what this rank waited for was not done within 0.1 s: pass a longer timeout."
+    late = "RankError: the block that this rank waited for did not finish within 0.1 s: pass a longer timeout."
     assert run_on_ranks(2, first_fails, False, 0.1, 1.0) == [["through"], [late]]
     with pytest.raises(ConfigurationError, match="timeout=0: how many seconds"), Fabric().rank_zero_first(timeout=0):
         pass
@@ -221,7 +221,7 @@ def test_data_is_prepared_before_any_rank_continues_and_a_failure_raises_on_all(
     told = run_on_ranks(2, prepares, str(tmp_path), True)
     assert told == [
         "OSError: the server is gone",
-        "RankError: what this rank waited for failed on rank 0: OSError: the server is gone",
+        "RankError: the block that this rank waited for failed on rank 0: OSError: the server is gone",
     ]
 
 

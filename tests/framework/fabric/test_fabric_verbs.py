@@ -23,7 +23,7 @@ INTERNAL = {
 
 def documented() -> set[str]:
     """Return the names in the tables of verbs."""
-    tables = PAGE.read_text().partition("## All verbs")[2]
+    tables = PAGE.read_text().partition("## All methods")[2]
     return set(re.findall(r"`(\w+)`", "\n".join(line for line in tables.splitlines() if line.startswith("|"))))
 
 

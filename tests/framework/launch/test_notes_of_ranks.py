@@ -97,7 +97,7 @@ def test_a_slow_rank_is_reported_once_with_its_ratio() -> None:
     notes, others = run_on_ranks(2, slept)
     assert len(notes) == 1
     assert notes == others
-    assert notes[0].startswith("Rank 1 holds up the others: by itself it takes ")
+    assert notes[0].startswith("Rank 1 holds up the others: without waiting for them it takes ")
     assert "times as long as the median rank" in notes[0]
 
 

@@ -32,7 +32,7 @@ def test_a_total_is_the_same_however_values_are_shared_out(ranks: int) -> None:
     assert total_of([partial for share in reversed(shares) for partial in share]) == total_of(values)
 
 
-def test_partials_of_alike_values_are_few() -> None:
+def test_partials_of_similar_values_are_few() -> None:
     assert len(partials_of([0.1] * 1000)) <= 2
     assert partials_of([]) == partials_of([0.0, -0.0]) == partials_of([1e300, -1e300]) == []
 

@@ -285,7 +285,7 @@ def test_numbers_of_every_kind(value: Any, number: float) -> None:
 
 @pytest.mark.parametrize("fx", ["mean", "sum", "min", "max"])
 @pytest.mark.parametrize("values", [[math.nan, 1.0, 2.0], [1.0, math.nan, 2.0], [1.0, 2.0, math.nan]])
-def test_nan_stays_nan_wherever_it_stands(fx: str, values: list[float]) -> None:
+def test_nan_stays_nan_at_any_position(fx: str, values: list[float]) -> None:
     module, log = log_of()
     for value in values:
         module.log("x", value, reduce_fx=fx, **EPOCH)
@@ -309,7 +309,7 @@ def test_nan_stays_nan_wherever_it_stands(fx: str, values: list[float]) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_number_is_refused_in_one_sentence(value: Any, said: str) -> None:
+def test_values_other_than_numbers_are_refused_in_one_sentence(value: Any, said: str) -> None:
     module, _ = log_of()
     with pytest.raises(MetricError, match=said) as caught:
         module.log("x", value)
@@ -404,10 +404,10 @@ def test_the_same_reduction_may_be_written_differently() -> None:
         ({"reduce_fx": lambda values: values}, True, "log a torchmetrics Metric"),
         ({"reduce_fx": [1]}, True, "Known: mean, sum, min, max"),
         ({"on_step": True}, False, "use on_epoch=True"),
-        ({"on_step": False, "on_epoch": False}, True, "keeps nothing"),
+        ({"on_step": False, "on_epoch": False}, True, "records nothing"),
     ],
 )
-def test_wrong_arguments_are_told(arguments: dict[str, Any], in_step: bool, said: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], in_step: bool, said: str) -> None:
     module, _ = log_of(in_step=in_step)
     with pytest.raises(ConfigurationError, match=said):
         module.log("x", 1.0, **arguments)
@@ -509,7 +509,7 @@ def elsewhere(number: float, **arguments: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [3, 1000])
-def test_a_device_is_waited_for_once_when_somebody_reads(count: int) -> None:
+def test_reading_waits_for_a_device_once(count: int) -> None:
     module, log = log_of()
     Elsewhere.waits = 0
     expected = {"mean": 0.0, "sum": 0.0, "max": 0.0}
@@ -531,7 +531,7 @@ def test_a_device_is_waited_for_once_when_somebody_reads(count: int) -> None:
     assert Elsewhere.waits <= 4 * (1 + count // 256) * 2
 
 
-def test_a_device_tensor_is_copied_and_let_go_of_its_graph() -> None:
+def test_a_device_tensor_is_copied_and_its_graph_released() -> None:
     module, log = log_of()
     loss, graph = doubled(elsewhere(1.0).requires_grad_())
     assert type(loss) is Elsewhere

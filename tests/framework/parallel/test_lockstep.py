@@ -294,7 +294,7 @@ def normalised(rule: str, when: str, count: int) -> tuple[int, int, Tensor, Tens
 @pytest.mark.parametrize("count", [4, 42])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_shared_statistics_stay_alike_whatever_steps_return(when: str, rule: str, count: int) -> None:
+def test_shared_statistics_stay_the_same_on_all_ranks_whatever_steps_return(when: str, rule: str, count: int) -> None:
     (steps, _, weights, mean), *others = results = run_on_ranks(3, normalised, rule, when, count, timeout=30)
     assert sum(samples for _, samples, *_ in results) == count
     for other_steps, _, other_weights, other_mean in others:
@@ -380,7 +380,7 @@ def tidy(name: str) -> tuple[float, list[float], list[int], float]:
 
 
 @pytest.mark.parametrize("name", ["lockstep", "fsdp"])
-def test_a_stand_in_is_seen_by_nobody(name: str) -> None:
+def test_a_filler_batch_is_invisible_to_hooks_and_metrics(name: str) -> None:
     results = run_on_ranks(2, tidy, name, timeout=30)
     mean = torch.stack([row["x"] for row in pairs(25)])[:, 0].mean().item()
     for (counted, drawn, ended, logged), expected in zip(results, (4, 3), strict=True):

@@ -339,7 +339,7 @@ class Returning(Regressor):
         (lambda loss: {"los": loss}, ["without 'loss'", "los"]),
         (lambda loss: {"loss": 1.0}, ["a float"]),
         (lambda loss: (loss, 1), ["a tuple"]),
-        (lambda loss: loss.detach(), ["no parameter feeds"]),
+        (lambda loss: loss.detach(), ["does not depend on any parameter"]),
         (lambda loss: loss.repeat(3), ["shape (3,)", "mean()"]),
     ],
 )
