@@ -64,7 +64,7 @@ class NaturalOrder:
         return permutation(count, self._seed, epoch) if self._shuffle else range(count)
 
     def described(self) -> str:
-        return "shuffled" if self._shuffle else "as they stand"
+        return "shuffled" if self._shuffle else "unshuffled"
 
 
 class SamplerOrder:

@@ -63,6 +63,10 @@ class TrainingSource(ABC):
     """Whether an epoch was started in this process."""
     _began_at: Position | None = None
 
+    def stop_keeping_state(self) -> None:
+        """Save no state of the loader any more: it holds values that a checkpoint cannot hold."""
+        self.keeps_state = False
+
     def __init__(self) -> None:
         self.announce: Callable[[str], None] = _say_nothing
 

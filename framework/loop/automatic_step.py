@@ -192,7 +192,7 @@ class AutomaticStep(TrainingStep):
     def _leave_out_of_log(self) -> None:
         """Allow this rank to log fewer names than the others, which may log in steps in which it has no loss."""
         if self.several:
-            self.log.batches -= 1
+            self.log.drop_batch()
 
     def _drop_gradients(self) -> None:
         for hook in self.before_zero_grad:

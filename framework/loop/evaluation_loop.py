@@ -184,8 +184,7 @@ def _run_loader(
             batch = plan.transfer(batch, index)
         if figures is not None:
             log = figures.log
-            log.batch, log.items = batch, None
-            log.batches += 1
+            log.begin_batch(batch)
             log.fed.add(log.loader)
         for hook in batch_start:
             hook(batch, batch_index, index)

@@ -125,10 +125,7 @@ class TrainingStep:
         if self.transfer is not None:
             batch = self.transfer(batch)
         self.index = index
-        log = self.log
-        log.batch = batch
-        log.items = None
-        log.batches += 1
+        self.log.begin_batch(batch)
         for hook in self.batch_start:
             if hook(batch, index) == -1:
                 self.refused = True

@@ -61,7 +61,7 @@ def kept_for(
     if on_step and not in_step:
         raise ConfigurationError(f"log({name!r}, on_step=True) in a hook of the epoch: use on_epoch=True there.")
     if not on_step and not on_epoch:
-        raise ConfigurationError(f"log({name!r}, ...) with on_step and on_epoch both False keeps nothing.")
+        raise ConfigurationError(f"log({name!r}, ...) with on_step and on_epoch both False records nothing.")
     return bool(on_step), bool(on_epoch)
 
 

@@ -84,6 +84,15 @@ class MetricLog:
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
+    def begin_batch(self, batch: Any) -> None:
+        """Weight the values of the following calls by this batch, and count it."""
+        self.batch, self.items = batch, None
+        self.batches += 1
+
+    def drop_batch(self) -> None:
+        """Do not count the batch: this rank need not log the names that others log with a loss."""
+        self.batches -= 1
+
     def log(
         self,
         name: str,
@@ -148,7 +157,7 @@ class MetricLog:
     def _keep_on_device(self, entry: Entry, value: Tensor, batch_size: int | float | Tensor | None) -> None:
         if value.numel() != 1:
             raise not_one_element(entry.name, value)
-        # A copy: the tensor may be a buffer, or be added to in place (`loss += penalty`) before anybody reads it.
+        # A copy: the tensor may be a buffer, or be added to in place (`loss += penalty`) before it is read.
         value = value.detach().clone()
         entry.last = value
         if entry.on_epoch:

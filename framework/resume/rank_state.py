@@ -31,7 +31,7 @@ def capture_rank(run: Run, windows: Windows | None) -> Any:
             windows.source.announce(
                 f"The state of {windows.source.name} is not saved, so a resumed run reads it from the start: {error}"
             )
-            windows.source.keeps_state = False
+            windows.source.stop_keeping_state()
     return document
 
 

@@ -15,6 +15,7 @@ from ..distributed.control import Sent, Signal, Triggers
 from ..metrics.metric_log import MetricLog
 from ..state.weight_average import Average, AverageSettings
 from ..state.weight_averages import Averages
+from .parts import RunParts
 from .run_metrics import RunMetrics
 
 if TYPE_CHECKING:
@@ -23,20 +24,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from ..core.loss_scaler import LossScaler
     from ..core.optimizer_config import SchedulerConfig
-    from ..core.precision import Precision
     from ..distributed.world import World
     from ..fabric.fabric import Fabric
     from ..metrics.logger_threads import LoggerFanout
-    from ..parallel.optimizer_step import Updater
-    from ..parallel.strategy import Strategy, Traits
     from .context import ManualOptimizer, RunContext, RunSaver
 
 Hook = Callable[..., Any]
 
 
-class Run:
+class Run(RunParts):
     """The state of one stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     seed = 0
@@ -91,38 +88,6 @@ class Run:
         self.saver: RunSaver
         """Set by ``attach_saver`` before the first hook runs."""
         self._register_handlers()
-
-    # ---- parts of the Fabric --------------------------------------------------------------------------------------
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy."""
-        return self.fabric.strategy
-
-    @property
-    def traits(self) -> Traits:
-        """The traits of the strategy."""
-        return self.fabric.strategy.traits
-
-    @property
-    def precision(self) -> Precision:
-        """The precision."""
-        return self.fabric.precision
-
-    @property
-    def scaler(self) -> LossScaler | None:
-        """The loss scaler; None where losses are not scaled, or the strategy scales them itself."""
-        return self.fabric.scaler
-
-    @property
-    def updater(self) -> Updater:
-        """Applies updates: it unscales, clips, and checks that gradients are finite."""
-        return self.fabric.updater
-
-    @property
-    def device_type(self) -> str:
-        """The type of this rank's device, such as ``"cpu"``."""
-        return self.world.device.type
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
 

@@ -491,8 +491,8 @@ def told_on_resuming(root: Path, capsys: pytest.CaptureFixture[str], saved: Any,
 @pytest.mark.parametrize(
     ("saved", "given", "said"),
     [
-        ({}, {"count": 96}, "within an epoch of 64 samples, as they stand; the data has 96 samples, as they stand now"),
-        ({}, {"shuffle": True}, "as they stand; the data has 64 samples, shuffled now"),
+        ({}, {"count": 96}, "within an epoch of 64 samples, unshuffled; the data has 96 samples, unshuffled now"),
+        ({}, {"shuffle": True}, "unshuffled; the data has 64 samples, shuffled now"),
         ({"shuffle": True}, {"batch_size": 2, "shuffle": True}, ""),
     ],
 )
