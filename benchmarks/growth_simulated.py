@@ -23,7 +23,8 @@ from phalanx.framework.checkpoint.manifest import Manifest, Part, TensorRecord, 
 from phalanx.framework.checkpoint.reader import parts_in_box
 from phalanx.framework.checkpoint.safetensors_header import FileRecord, byte_size, header_of
 from phalanx.framework.checkpoint.write_plan import Assignment, Box, Piece, Plan, assign
-from phalanx.framework.data.samplers import EvaluationSampler, NaturalOrder, TrainingSampler
+from phalanx.framework.data.orders import NaturalOrder
+from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
 from phalanx.framework.distributed.object_frames import FrameSize
 from phalanx.framework.distributed.seed import capture
 from phalanx.framework.distributed.world import World

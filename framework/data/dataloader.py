@@ -23,7 +23,8 @@ from torch.utils.data import (
 
 from ..core.errors import ConfigurationError, DataError
 from ..core.position_rng import SeededDataset
-from .samplers import IndexSampler, NaturalOrder, Order, SamplerOrder, samplers_of
+from .orders import NaturalOrder, Order, SamplerOrder, samplers_of
+from .samplers import IndexSampler
 from .worker_process import start_worker
 
 # Seconds until the first message about a long skip, and between further messages.

@@ -25,7 +25,8 @@ from .dataloader import (
     seed_of,
     tell_epoch,
 )
-from .samplers import EvaluationSampler, NaturalOrder, length_of
+from .orders import NaturalOrder, length_of
+from .samplers import EvaluationSampler
 
 NumberedBatches = Iterator[tuple[int, Any]]
 

@@ -14,7 +14,7 @@ import torch
 from ..distributed.data_parallel import DataRanks
 from ..distributed.gather import rows_in, slice_rows
 from ..distributed.partition import part_of
-from .samplers import length_of
+from .orders import length_of
 from .training_source import NO_BATCH, CountedSource, MapSource, Position, TrainingSource
 
 _END = object()

@@ -28,7 +28,8 @@ from .dataloader import (
     skip,
     tell_epoch,
 )
-from .samplers import TrainingSampler, length_of
+from .orders import length_of
+from .samplers import TrainingSampler
 
 Position = dict[str, Any]
 """The consumed part of an epoch, in JSON values."""

@@ -12,14 +12,8 @@ import pytest
 import torch
 
 from phalanx.framework.core.position_rng import RandomStream, SeededBatch, SeededDataset, SeededIndex, mix_seed
-from phalanx.framework.data.samplers import (
-    EvaluationSampler,
-    NaturalOrder,
-    Order,
-    SamplerOrder,
-    TrainingSampler,
-    permutation,
-)
+from phalanx.framework.data.orders import NaturalOrder, Order, SamplerOrder, permutation
+from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
 from phalanx.framework.distributed.partition import part_of
 
 LENGTHS = (0, 1, 2, 5, 7, 22, 1797)
