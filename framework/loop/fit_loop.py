@@ -23,38 +23,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import DataError
 from ..data.accumulation_window import Windows
-from ..distributed.control import Signal
 from ..metrics.no_log import NoLog
 from ..resume.preempted_save import leave
 from ..resume.rank_state import redone, rejoin
 from ..run.run import Run
 from .automatic_step import AutomaticStep
-from .evaluation_loop import EvaluationPlan, evaluate, logging_to
+from .evaluation_loop import logging_to
+from .fit_plan import FitPlan
+from .fit_validation import FitValidation
 from .manual_step import ManualStep
-
-
-@dataclass
-class FitPlan:
-    """Limits and intervals of a fit: its end, logging and validation. Batches are micro-batches of each rank."""
-
-    max_epochs: int | None
-    min_epochs: int | None
-    max_steps: int
-    min_steps: int | None
-    log_every_n_steps: int
-    validation: EvaluationPlan | None = None
-    check_val_every_n_epoch: int | None = 1
-    validate_every_batches: int | None = None
-    validate_at_epoch_end: bool = True
-    validate_every_seconds: float | None = None
-    sanity_batches: int | None = 0
-    """Batches of the sanity check of the validation loop before training; None for all."""
 
 
 class FitLoop:
@@ -65,12 +46,10 @@ class FitLoop:
         self.plan = plan
         self.windows = windows
         self.step: AutomaticStep | ManualStep
-        self.clock = clock
         self.reload_every = 0
         self.reload: Callable[[], None] | None = None
-        self._validated_time = clock()
+        self.validation = FitValidation(run, plan, clock, self._agree)
         self._step_limit = plan.max_steps if plan.max_steps >= 0 else math.inf
-        self._validates_in_epoch = plan.validate_every_batches is not None or plan.validate_every_seconds is not None
         self._warned_of_no_end = False
 
     def use_step(self, step: AutomaticStep | ManualStep, transfer: Callable[[Any, int], Any] | None) -> None:
@@ -103,7 +82,7 @@ class FitLoop:
         run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         with logging_to(run, NoLog("on_fit_start", "log in on_train_start instead")):
             run.call("on_fit_start")
-        self._sanity_check()
+        self.validation.sanity_check()
         run.call("on_train_start")
         self._agree()
         if run.progress.epoch_ended:
@@ -164,8 +143,8 @@ class FitLoop:
             # The checkpoint may have been saved between the optimizer step and the logging or validation that was due
             # after it, so a resumed run does these first.
             self._publish_if_due()
-            if self._validates_in_epoch:
-                self._validate_in_epoch()
+            if self.validation.in_epochs:
+                self.validation.run_if_due()
         try:
             return run.progress.epoch_cut or self._steps()
         finally:
@@ -182,7 +161,7 @@ class FitLoop:
         run, step, take = self.run, self.step, self.windows.take
         progress, triggers = run.progress, run.triggers
         set_position, begin_step = run.heartbeat.set_position, run.heartbeat.step
-        one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self._validates_in_epoch
+        one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self.validation.in_epochs
         while progress.global_step < self._step_limit:
             set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
             window = take()
@@ -201,7 +180,7 @@ class FitLoop:
             if triggers.fired:
                 triggers.handle()
             if validates:
-                self._validate_in_epoch()
+                self.validation.run_if_due()
             if progress.epoch_cut:
                 return True
             if run.stop_requested and self._may_stop():
@@ -228,14 +207,12 @@ class FitLoop:
 
     def _end_epoch(self, whole: bool) -> None:
         """Close an epoch. An epoch that a stop has cut short is closed too, but does not count as completed."""
-        run, plan = self.run, self.plan
+        run = self.run
         progress = run.progress
         if whole:
             run.averages.end_epoch(progress.epoch)
             self.windows.finish()
-        due = whole and plan.validate_at_epoch_end and self._epoch_validates()
-        if due and progress.validated_at != progress.global_batch:
-            self._validate()
+            self.validation.run_at_epoch_end()
         before, after = run.hooks_around("on_train_epoch_end")
         # A checkpoint that a hook saves here holds the metrics of before the reduction, which a resumed run repeats:
         # with the reduced values it would count the epoch twice.
@@ -267,73 +244,6 @@ class FitLoop:
             run.module.log_to(log)
         if begins:
             rejoin(run)
-
-    # ---- validation -----------------------------------------------------------------------------------------------
-
-    def _epoch_validates(self) -> bool:
-        every = self.plan.check_val_every_n_epoch
-        return self.plan.validation is not None and (every is None or (self.run.progress.epoch + 1) % every == 0)
-
-    def _validate_in_epoch(self) -> None:
-        progress, plan = self.run.progress, self.plan
-        every = plan.validate_every_batches
-        # A preempted run saves and ends without validating, as the grace period may be short. The resumed run
-        # validates.
-        if self.run.preempted_by is not None:
-            return
-        if plan.validation is None or progress.validated_at == progress.global_batch:
-            return
-        if every is not None:
-            across = plan.check_val_every_n_epoch is None
-            count = progress.global_batch if across else progress.batch_in_epoch
-            # Counted from the last validation instead of by the remainder: a window of several batches may step over
-            # the exact batch.
-            validated = max(0, count - (progress.global_batch - progress.validated_at))
-            if count // every > validated // every and (across or self._epoch_validates()):
-                self._validate()
-        elif plan.validate_every_seconds is not None:
-            self._validate_by_clock(plan.validate_every_seconds)
-
-    def _validate_by_clock(self, seconds: float) -> None:
-        # Rank 0's clock decides for all ranks: clocks differ, and validation is collective.
-        run = self.run
-        if Signal.VALIDATE in run.triggers.fired:
-            self._validated_time = self.clock()
-            self._validate()
-        elif run.world.is_global_zero and self.clock() - self._validated_time >= seconds:
-            run.triggers.set(Signal.VALIDATE)
-
-    def _validate(self) -> None:
-        run, plan = self.run, self.plan
-        assert plan.validation is not None
-        in_step = run.train_log.in_step
-        run.train_log.in_step = False
-
-        with ExitStack() as anew:
-            # A checkpoint saved during a validation has the validation still due: a resumed run repeats all of it.
-            anew.enter_context(redone(run))
-
-            def validated() -> None:
-                anew.close()
-                run.progress.validated()
-
-            evaluate(run, plan.validation, validated)
-        run.train_log.in_step = in_step
-        self._agree()
-
-    def _sanity_check(self) -> None:
-        run, plan = self.run, self.plan
-        if plan.validation is None or plan.sanity_batches == 0 or run.progress.global_batch:
-            return
-        whole = plan.validation
-        limit = plan.sanity_batches
-        short = [limit if own is None else own if limit is None else min(own, limit) for own in whole.limits]
-        run.set_sanity_checking(True)
-        run.call("on_sanity_check_start")
-        evaluate(run, EvaluationPlan(whole.stage, whole.sources, short, whole.transfer, whole.inference_mode))
-        run.call("on_sanity_check_end")
-        run.set_sanity_checking(False)
-        run.metrics.clear()
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

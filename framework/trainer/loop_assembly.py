@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import ConfigurationError
 from ..data.accumulation_window import Windows
 from ..loop.evaluation_loop import EvaluationPlan
-from ..loop.fit_loop import FitLoop, FitPlan
+from ..loop.fit_loop import FitLoop
+from ..loop.fit_plan import FitPlan
 from ..run.overrides import is_overridden
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ..api.callback import Callback, saved_by
 
 if TYPE_CHECKING:
     from ..data.accumulation_window import Windows
-    from ..loop.fit_loop import FitPlan
+    from ..loop.fit_plan import FitPlan
     from ..run.run import Run
 
 _TENSORBOARD_FILES = "events.out.tfevents.*"

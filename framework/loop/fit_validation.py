@@ -1,0 +1,105 @@
+"""``FitValidation``: the validations of a fit, by batches, by epochs or by the clock, and the sanity check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from ..distributed.control import Signal
+from ..resume.rank_state import redone
+from ..run.run import Run
+from .evaluation_loop import EvaluationPlan, evaluate
+from .fit_plan import FitPlan
+
+
+class FitValidation:
+    """The validations of a fit.
+
+    Args:
+        run: the fit.
+        plan: when validations are due.
+        clock: returns the time in seconds.
+        agree: exchanges the signals that callbacks have raised, after each validation. Collective.
+    """
+
+    def __init__(self, run: Run, plan: FitPlan, clock: Callable[[], float], agree: Callable[[], None]) -> None:
+        self.run = run
+        self.plan = plan
+        self.in_epochs = plan.validate_every_batches is not None or plan.validate_every_seconds is not None
+        self._clock = clock
+        self._agree = agree
+        self._last_time = clock()
+
+    def run_at_epoch_end(self) -> None:
+        """Validate at the end of an epoch, if the plan says so and no validation has just ended. Collective then."""
+        progress = self.run.progress
+        due = self.plan.validate_at_epoch_end and self._epoch_validates()
+        if due and progress.validated_at != progress.global_batch:
+            self._validate()
+
+    def _epoch_validates(self) -> bool:
+        every = self.plan.check_val_every_n_epoch
+        return self.plan.validation is not None and (every is None or (self.run.progress.epoch + 1) % every == 0)
+
+    def run_if_due(self) -> None:
+        """Validate within an epoch, if a validation is due after the newest window. Collective then."""
+        progress, plan = self.run.progress, self.plan
+        every = plan.validate_every_batches
+        # A preempted run saves and ends without validating, as the grace period may be short. The resumed run
+        # validates.
+        if self.run.preempted_by is not None:
+            return
+        if plan.validation is None or progress.validated_at == progress.global_batch:
+            return
+        if every is not None:
+            across = plan.check_val_every_n_epoch is None
+            count = progress.global_batch if across else progress.batch_in_epoch
+            # Counted from the last validation instead of by the remainder: a window of several batches may step over
+            # the exact batch.
+            validated = max(0, count - (progress.global_batch - progress.validated_at))
+            if count // every > validated // every and (across or self._epoch_validates()):
+                self._validate()
+        elif plan.validate_every_seconds is not None:
+            self._run_by_clock(plan.validate_every_seconds)
+
+    def _run_by_clock(self, seconds: float) -> None:
+        # Rank 0's clock decides for all ranks: clocks differ, and validation is collective.
+        run = self.run
+        if Signal.VALIDATE in run.triggers.fired:
+            self._last_time = self._clock()
+            self._validate()
+        elif run.world.is_global_zero and self._clock() - self._last_time >= seconds:
+            run.triggers.set(Signal.VALIDATE)
+
+    def _validate(self) -> None:
+        run, plan = self.run, self.plan
+        assert plan.validation is not None
+        in_step = run.train_log.in_step
+        run.train_log.in_step = False
+
+        with ExitStack() as anew:
+            # A checkpoint saved during a validation has the validation still due: a resumed run repeats all of it.
+            anew.enter_context(redone(run))
+
+            def validated() -> None:
+                anew.close()
+                run.progress.validated()
+
+            evaluate(run, plan.validation, validated)
+        run.train_log.in_step = in_step
+        self._agree()
+
+    def sanity_check(self) -> None:
+        """Try some batches of the validation loop before training; nothing of it is logged. Collective."""
+        run, plan = self.run, self.plan
+        if plan.validation is None or plan.sanity_batches == 0 or run.progress.global_batch:
+            return
+        whole = plan.validation
+        limit = plan.sanity_batches
+        short = [limit if own is None else own if limit is None else min(own, limit) for own in whole.limits]
+        run.set_sanity_checking(True)
+        run.call("on_sanity_check_start")
+        evaluate(run, EvaluationPlan(whole.stage, whole.sources, short, whole.transfer, whole.inference_mode))
+        run.call("on_sanity_check_end")
+        run.set_sanity_checking(False)
+        run.metrics.clear()
