@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..framework.core.errors import ConfigurationError, is_count, unknown
-from ..framework.state.weight_average import AverageSettings
+from ..framework.state.average_settings import AverageSettings
 from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:

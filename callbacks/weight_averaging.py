@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
-from ..framework.state.weight_average import Average, AverageSettings
+from ..framework.state.average_settings import AverageSettings
+from ..framework.state.weight_average import Average
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ..fabric.fabric import Fabric
     from ..metrics.logger import Logger
     from ..parallel.strategy import Strategy
-    from ..state.weight_average import Average, AverageSettings
+    from ..state.average_settings import AverageSettings
+    from ..state.weight_average import Average
 
 
 class StageState(Protocol):

@@ -3,8 +3,7 @@
     fabric = Fabric(strategy="ddp", devices=2, accumulate=4)
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(loader)
-    for batch in loader:
+    for batch in fabric.setup_dataloaders(loader):
         with fabric.accumulate(model):
             fabric.backward(model(batch))
             optimizer.step()
@@ -88,7 +87,6 @@ class Fabric:
         self._compose()
 
     def _compose(self) -> None:
-        """Build the parts."""
         self.strategy, self.precision = self.resources.strategy, self.resources.precision
         scaler, by_strategy = self.precision.loss_scaler(), self.strategy.traits.owns_loss_scale
         self.scaler, self.strategy_scales_losses = (None, scaler is not None) if by_strategy else (scaler, False)
@@ -298,6 +296,5 @@ class Fabric:
 def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fabric.resources.update_placement()
     result = function(fabric, *args, **kwargs)
-    # A forked rank ends without running exit handlers, so loggers must flush here.
-    fabric.end_training()
+    fabric.end_training()  # a forked rank ends without exit handlers, so loggers must flush here
     return result

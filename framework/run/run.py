@@ -13,7 +13,8 @@ from ..core.errors import ConfigurationError, MetricError, NonFiniteError
 from ..core.progress import Progress
 from ..distributed.control import Sent, Signal, Triggers
 from ..metrics.metric_log import MetricLog
-from ..state.weight_average import Average, AverageSettings
+from ..state.average_settings import AverageSettings
+from ..state.weight_average import Average
 from ..state.weight_averages import Averages
 from .parts import RunParts
 from .run_metrics import RunMetrics

@@ -22,36 +22,13 @@ from ..distributed.world import World
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import canonical_names
 from ..parallel.strategy import Strategy, parameters_of
+from .average_settings import AverageSettings
 from .module_state import buffer_locations, model_state, put_model, shapes_of
 
 # The chunk size for conversion if weights have a different dtype or device from their average.
 _CHUNK_ELEMENTS = 1 << 24
 
 _Pairs = tuple[list[Tensor], list[Tensor]]
-Combine = Callable[[list[Tensor], list[Tensor], int], None]
-"""Updates averages from live tensors, in place; the number is the count of previous updates."""
-
-
-@dataclass(frozen=True)
-class AverageSettings:
-    """The settings of an average."""
-
-    key: str
-    """The name in checkpoints."""
-    should_update: Callable[..., bool]
-    """Whether to update: called with ``step_idx=`` after each applied optimizer step, and with ``epoch_idx=`` after
-    each epoch."""
-    combine: Combine
-    device: torch.device | None = None
-    """The device of the average; None for that of the weights."""
-    use_buffers: bool = True
-    """Whether floating-point buffers are averaged too. If not, the module's own buffers are used."""
-    evaluates: bool = True
-    """Whether validation during a fit uses the average."""
-    stays: bool = True
-    """Whether the module has the averaged weights after a fit."""
-    statistics_batches: int | None = 0
-    """The number of training batches for recomputing batch statistics after an epoch with an update; None: all."""
 
 
 @dataclass

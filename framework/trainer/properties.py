@@ -229,11 +229,6 @@ class TrainerProperties(SettingProperties, RankProperties):
         return self.directory.checkpoints
 
     @property
-    def preemption_dir(self) -> Path | None:
-        """The directory of the checkpoint of a preempted run; None if the run saves no checkpoints."""
-        return self._session.preemption_directory()
-
-    @property
     def log_dir(self) -> str | None:
         """The directory of the first logger that has one."""
         return next((directory for logger in self.loggers if (directory := logger.log_dir)), None)

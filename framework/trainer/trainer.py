@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from ..core.accumulation import AccumulationSchedule
     from ..memory.memory_plan import MemoryPlan
     from ..run.run import Run
-    from ..state.weight_average import Average, AverageSettings
+    from ..state.average_settings import AverageSettings
+    from ..state.weight_average import Average
 
 _DEFAULT_NAME = "phalanx_logs"
 

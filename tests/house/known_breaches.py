@@ -6,18 +6,12 @@ from __future__ import annotations
 LONG_FILES: dict[str, str] = {
     "callbacks.model_checkpoint": "file",
     "callbacks.progress": "file",
-    "framework.data.samplers": "file",
     "framework.data.training_source": "file",
     "framework.distributed.world": "file",
-    "framework.fabric.fabric": "file",
-    "framework.loop.fit_loop": "file",
     "framework.metrics.metric_log": "file",
     "framework.parallel.strategy": "file",
-    "framework.state.weight_average": "file",
-    "framework.trainer.properties": "file",
     "framework.trainer.trainer": "file",
     "strategies.deepspeed.strategy": "file",
-    "strategies.fsdp.model": "file",
     "strategies.fsdp.strategy": "file",
 }
 
