@@ -1,4 +1,4 @@
-"""``FitPlan``: when a fit ends, logs and validates."""
+"""``FitPlan``: the limits and intervals of a fit."""
 
 from __future__ import annotations
 

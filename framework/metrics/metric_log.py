@@ -69,8 +69,7 @@ class MetricLog:
     def in_step(self, value: bool) -> None:
         self._entries = self._scopes[value]
         # Epoch values have the same weight on every rank, so the last batch must not count; this also releases it.
-        self.batch = None
-        self.items = None
+        self.batch = self.items = None
 
     @property
     def loader(self) -> int | None:
@@ -281,8 +280,7 @@ class MetricLog:
         self._used_metrics = []
         self.batches = 0
         self.fed = set()
-        self.batch = None
-        self.items = None
+        self.batch = self.items = None
 
     # ---- state ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ LONG_FILES: dict[str, str] = {
     "callbacks.progress": "file",
     "framework.data.training_source": "file",
     "framework.distributed.world": "file",
-    "framework.metrics.metric_log": "file",
     "framework.parallel.strategy": "file",
     "framework.trainer.trainer": "file",
     "strategies.deepspeed.strategy": "file",
