@@ -177,7 +177,7 @@ class ScaledBFloat16(Twin):
 
 
 @pytest.mark.parametrize(
-    ("precision", "words"), [(Quantized(), "'64-quantized' is not known"), (ScaledBFloat16(), "in fp16 alone")]
+    ("precision", "words"), [(Quantized(), "'64-quantized' is not known"), (ScaledBFloat16(), "in fp16 only")]
 )
 def test_deepspeed_refuses_what_its_engine_lacks(precision: Precision, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):

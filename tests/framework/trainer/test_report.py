@@ -132,7 +132,7 @@ def test_checkpoints_elsewhere_are_resumed_from_by_their_path(
 def test_a_table_is_named_where_there_are_no_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fitted(tmp_path, logger="csv", enable_checkpointing=False)
     last = dict(line.split(maxsplit=1) for line in shown(capsys.readouterr().out, "done"))
-    assert Path(last["figures"]).is_file()
+    assert Path(last["metrics"]).is_file()
     assert "curves" not in last
 
 
