@@ -28,10 +28,10 @@ from typing import Any
 from ..core.errors import DataError
 from ..data.accumulation_window import Windows
 from ..metrics.no_log import NoLog
-from ..resume.preempted_save import leave
 from ..resume.rank_state import redone, rejoin
 from ..run.run import Run
 from .automatic_step import AutomaticStep
+from .boundary import agree, leave_if_preempted
 from .evaluation_loop import logging_to
 from .fit_plan import FitPlan
 from .fit_validation import FitValidation
@@ -48,7 +48,7 @@ class FitLoop:
         self.step: AutomaticStep | ManualStep
         self.reload_every = 0
         self.reload: Callable[[], None] | None = None
-        self.validation = FitValidation(run, plan, clock, self._agree)
+        self.validation = FitValidation(run, plan, clock)
         self._step_limit = plan.max_steps if plan.max_steps >= 0 else math.inf
         self._warned_of_no_end = False
 
@@ -84,7 +84,7 @@ class FitLoop:
             run.call("on_fit_start")
         self.validation.sanity_check()
         run.call("on_train_start")
-        self._agree()
+        agree(self.run)
         if run.progress.epoch_ended:
             run.progress.next_epoch()
         while not self._finished():
@@ -184,7 +184,7 @@ class FitLoop:
             if progress.epoch_cut:
                 return True
             if run.stop_requested and self._may_stop():
-                self._leave_if_preempted()
+                leave_if_preempted(run)
                 break
         return self._at_end()
 
@@ -223,7 +223,7 @@ class FitLoop:
             progress.end_epoch()
         for hook in after:
             hook()
-        self._agree()
+        agree(self.run)
 
     def _call_epoch_start(self, begins: bool) -> None:
         """Call ``on_train_epoch_start``; call it again in a resumed epoch, because hooks may set up state in it.
@@ -246,18 +246,6 @@ class FitLoop:
             rejoin(run)
 
     # ---- the end --------------------------------------------------------------------------------------------------
-
-    def _agree(self) -> None:
-        """Exchange signals that callbacks have raised at a boundary outside the batches. Collective."""
-        run = self.run
-        run.triggers.agree()
-        run.triggers.handle()
-        self._leave_if_preempted()
-
-    def _leave_if_preempted(self) -> None:
-        """Save and end the run if it is preempted, which is the same on all ranks. Collective if it is."""
-        if self.run.preempted_by is not None:
-            leave(self.run, self.run.context.preemption_directory())
 
     def _may_stop(self) -> bool:
         plan, progress = self.plan, self.run.progress

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from ..distributed.control import Signal
 from ..resume.rank_state import redone
 from ..run.run import Run
+from .boundary import agree
 from .evaluation_loop import EvaluationPlan, evaluate
 from .fit_plan import FitPlan
 
@@ -19,15 +20,13 @@ class FitValidation:
         run: the fit.
         plan: when validations are due.
         clock: returns the time in seconds.
-        agree: exchanges the signals that callbacks have raised, after each validation. Collective.
     """
 
-    def __init__(self, run: Run, plan: FitPlan, clock: Callable[[], float], agree: Callable[[], None]) -> None:
+    def __init__(self, run: Run, plan: FitPlan, clock: Callable[[], float]) -> None:
         self.run = run
         self.plan = plan
         self.in_epochs = plan.validate_every_batches is not None or plan.validate_every_seconds is not None
         self._clock = clock
-        self._agree = agree
         self._last_time = clock()
 
     def run_at_epoch_end(self) -> None:
@@ -87,7 +86,7 @@ class FitValidation:
 
             evaluate(run, plan.validation, validated)
         run.train_log.in_step = in_step
-        self._agree()
+        agree(self.run)
 
     def sanity_check(self) -> None:
         """Try some batches of the validation loop before training; nothing of it is logged. Collective."""

@@ -27,8 +27,11 @@ _NOT_HOOKS = {"log", "print", "freeze", "unfreeze", "optimizers", "lr_schedulers
 
 
 def _names_of(cls: type) -> list[str]:
-    methods = [name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return sorted(set(methods) - _NOT_HOOKS)
+    """Return the public methods of a class that users subclass, and of its bases in the same sub-package."""
+    package = cls.__module__.rpartition(".")[0]
+    own = [vars(base) for base in cls.__mro__ if base.__module__.rpartition(".")[0] == package]
+    methods = [name for table in own for name, value in table.items() if inspect.isfunction(value)]
+    return sorted({name for name in methods if not name.startswith("_")} - _NOT_HOOKS)
 
 
 _MODULE_HOOKS, _CALLBACK_HOOKS, _DATA_HOOKS = map(_names_of, (TrainModule, Callback, DataModule))
