@@ -13,9 +13,6 @@ from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
     from .codec import decode as decode
-    from .codec import encode as encode
-    from .codec import encode_inline as encode_inline
-    from .consolidate import consolidate as consolidate
     from .inspect_manifest import kind_of as kind_of
     from .latest import newest_good as newest_good
     from .manifest_file import read_manifest as read_manifest
@@ -23,23 +20,18 @@ if TYPE_CHECKING:
     from .stale_files import clean_own as clean_own
     from .stale_files import clean_shared as clean_shared
     from .stored_tensor import held as held
-    from .whole_checkpoint import weights as weights
     from .writer import save as save
 
 _HOMES = {
     "clean_own": ".stale_files",
     "clean_shared": ".stale_files",
-    "consolidate": ".consolidate",
     "decode": ".codec",
-    "encode": ".codec",
-    "encode_inline": ".codec",
     "held": ".stored_tensor",
     "kind_of": ".inspect_manifest",
     "newest_good": ".latest",
     "open_checkpoint": ".reader",
     "read_manifest": ".manifest_file",
     "save": ".writer",
-    "weights": ".whole_checkpoint",
 }
 
 __getattr__ = on_call(__name__, _HOMES)

@@ -76,12 +76,12 @@ class FitValidation:
         in_step = run.train_log.in_step
         run.train_log.in_step = False
 
-        with ExitStack() as anew:
+        with ExitStack() as repeated:
             # A checkpoint saved during a validation has the validation still due: a resumed run repeats all of it.
-            anew.enter_context(redone(run))
+            repeated.enter_context(redone(run))
 
             def validated() -> None:
-                anew.close()
+                repeated.close()
                 run.progress.validated()
 
             evaluate(run, plan.validation, validated)
