@@ -221,6 +221,10 @@ def deepspeed_fit(
 ) -> list[float]:
     import deepspeed
 
+    from phalanx.strategies.deepspeed.ops import load_ops
+
+    # DeepSpeed's own way waits forever for a lock file that a killed process left behind.
+    load_ops(["deepspeed_shm_comm", "fused_adam"])
     deepspeed.init_distributed("gloo")
     net = seeded_net()
     optimizer = optimizer_of(net, True)

@@ -110,8 +110,16 @@ def _first_without_error(attempt: Attempt, recorded: set[int]) -> RankProcess | 
     """Return the first rank that ended, or began to exit, on its own and without an exception."""
     unexplained = [rank for rank in attempt.ranks if attempt.has_failed(rank) and rank.rank not in recorded]
     # A rank that the supervisor ended is not the cause, unless it had begun to exit before.
-    ended = [rank for rank in unexplained if not rank.was_signalled or _left_at(attempt, rank)]
+    ended = [r for r in unexplained if not r.was_signalled or _left_at(attempt, r) or _ended_with_error(r)]
     return min(ended, key=lambda rank: (_left_at(attempt, rank), rank.ended_at), default=None)
+
+
+def _ended_with_error(rank: RankProcess) -> bool:
+    """Return whether ``rank`` ended with an exit code that SIGTERM does not cause.
+
+    Such a rank has a record, unless it could not write one, as on a full disk.
+    """
+    return (rank.code or 0) > 0 and rank.code != 128 + signal.SIGTERM
 
 
 def _first_to_quit(attempt: Attempt, before: float) -> Failure | None:
