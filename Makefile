@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
+# Tests start many processes; without byte code on disk each of them would compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The environment holds absolute paths, so its stamps carry the folder's name: a renamed clone installs anew.
 HERE := $(subst /,_,$(subst $() ,_,$(CURDIR)))

@@ -3,7 +3,8 @@
     python tests/parity_table.py                    every cell, as a table
     python tests/parity_table.py --write docs/...   and into a page, between its two marks
 
-A cell trains 20 optimizer steps on the same global batches of 8 rows and compares the loss of each step.
+A cell trains some optimizer steps, 20 in the table, on the same global batches of 8 rows and compares the loss of each
+step.
 """
 
 from __future__ import annotations
@@ -59,19 +60,28 @@ class Cell:
     precision: str
     windows: str
     clips: bool
+    steps: int = STEPS
+
+    @property
+    def batches(self) -> list[int]:
+        """The number of global batches of each optimizer step."""
+        windows = WINDOWS[self.windows]
+        return [windows[step % len(windows)] for step in range(self.steps)]
 
 
 CELLS = [Cell(*cell) for cell in itertools.product(STRATEGIES, PRECISIONS, WINDOWS, (False, True))]
 
 
-def by_hand(precision: str, windows: Sequence[int], clip: float | None) -> list[float]:
-    """Train in one process with plain torch; return the loss of each optimizer step."""
+def by_hand(precision: str, batches: Sequence[int], clip: float | None) -> list[float]:
+    """Train in one process with plain torch; return the loss of each optimizer step.
+
+    ``batches``: the number of global batches of each step.
+    """
     module, rows = LanguageModel(), tokens(ROWS)
     optimizer = adamw(module, module.lr)
     losses, position = [], 0
     context = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
-    for step in range(STEPS):
-        count = GLOBAL_BATCH * windows[step % len(windows)]
+    for count in (GLOBAL_BATCH * number for number in batches):
         with context:
             loss = module.loss(rows[position : position + count])
         position += count
@@ -104,19 +114,19 @@ def trained(cell: Cell, nvme_path: str) -> list[float]:
         strategy=strategy_named(cell.strategy, nvme_path),
         devices=ranks,
         precision=cell.precision,
-        max_steps=STEPS,
+        max_steps=cell.steps,
         accumulate_grad_batches=AccumulationSchedule.cycle(windows) if len(windows) > 1 else windows[0],
         gradient_clip_val=CLIP if cell.clips else None,
     )
     trainer.fit(module, token_loader(ROWS, GLOBAL_BATCH // parts))
-    assert trainer.global_step == STEPS
+    assert trainer.global_step == cell.steps
     return module.losses
 
 
 @cache
-def expected(precision: str, windows: str, clips: bool) -> list[float]:
+def expected(precision: str, batches: tuple[int, ...], clips: bool) -> list[float]:
     """Return what plain torch gives."""
-    return by_hand(precision, WINDOWS[windows], CLIP if clips else None)
+    return by_hand(precision, batches, CLIP if clips else None)
 
 
 def losses_of(cell: Cell) -> list[float]:
@@ -128,15 +138,13 @@ def losses_of(cell: Cell) -> list[float]:
         else:
             results = run_on_ranks(ranks, trained, cell, nvme_path, timeout=120.0)
     rows = torch.tensor(results, dtype=torch.float64).mean(0)
-    windows = WINDOWS[cell.windows]
-    sizes = [windows[step % len(windows)] for step in range(STEPS)]
-    return [part.mean().item() for part in rows.split(sizes)]
+    return [part.mean().item() for part in rows.split(cell.batches)]
 
 
 def deviation(cell: Cell) -> float:
     """Return the largest relative difference of a step's loss to plain torch's."""
     found = torch.tensor(losses_of(cell), dtype=torch.float64)
-    wanted = torch.tensor(expected(cell.precision, cell.windows, cell.clips), dtype=torch.float64)
+    wanted = torch.tensor(expected(cell.precision, tuple(cell.batches), cell.clips), dtype=torch.float64)
     return float(((found - wanted).abs() / wanted).max())
 
 
