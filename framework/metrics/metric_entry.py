@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +33,10 @@ Part = tuple[str, list[float], list[float]]
 
 
 class Entry:
-    """A logged name: its reduction, its destinations, its latest value, and its sums over the epoch so far."""
+    """A logged name: its reduction, its destinations, and its sums over the epoch so far."""
 
-    __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "has_default_flags", "last", "loader", "metric",
-                 "name", "on_epoch", "on_step", "suffix", "values", "weights")  # fmt: skip
+    __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "has_default_flags", "loader", "metric", "name",
+                 "on_epoch", "on_step", "suffix", "values", "weights")  # fmt: skip
 
     def __init__(
         self,
@@ -55,7 +56,6 @@ class Entry:
         self.loader = loader
         self.suffix = suffix
         self.metric: Any = None
-        self.last: Any = None
         self.values: list[float] = []
         self.weights: list[float] = []
         self.extreme: float | None = None
@@ -67,6 +67,14 @@ class Entry:
         self.flags = flags
         self.has_default_flags = flags == _DEFAULT_FLAGS
         return self
+
+    def log_metric(self, metric: Any) -> None:
+        """Take the epoch value from a torchmetrics ``Metric`` instead of from the sums."""
+        self.metric = metric
+
+    def move_to_loader(self, loader: int | None) -> None:
+        """Report the name with the metrics of another evaluation loader."""
+        self.loader = loader
 
     # ---- names ----------------------------------------------------------------------------------------------------
 
@@ -152,17 +160,32 @@ class Entry:
             return self.fx, self.values, self.weights
         return self.fx, [] if self.extreme is None else [self.extreme], []
 
-    def restore(
-        self, values: list[float], weights: list[float], *, last: float | None = None, metric: Any = None
-    ) -> None:
-        """Add what ``local`` returned to what is there; take the newest value if there is none, and a given metric."""
-        self.last = last if self.last is None else self.last
-        self.metric = self.metric if metric is None else metric
+    def restore(self, values: list[float], weights: list[float]) -> None:
+        """Add the sums that ``local`` returned, on this rank or on another."""
         if self.fx in ("mean", "sum"):
             self.values, self.weights = [*self.values, *values], [*self.weights, *weights]
         else:
             for value in values:
                 self.add(value, 1.0)
+
+
+@dataclass
+class Scope:
+    """The names that are logged in steps, or those that are logged in hooks of the epoch."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    latest: dict[str, Any] = field(default_factory=dict)
+    """The newest value of each name that has one. Beside the entries, so that ``log`` stores it without a call."""
+
+    def step_values(self) -> list[tuple[Entry, Any]]:
+        """Return the newest values of the names that are logged per step, each with its entry."""
+        found = ((entry, self.latest.get(key)) for key, entry in self.entries.items() if entry.on_step)
+        return [(entry, value) for entry, value in found if value is not None]
+
+    def clear(self) -> None:
+        """Remove all names."""
+        self.entries.clear()
+        self.latest.clear()
 
 
 def read_devices(entries: Iterable[Entry]) -> None:

@@ -30,8 +30,6 @@ FOREIGN_WRITES: dict[str, str] = {
     "framework.checkpoint.convert.accelerate": "foreign.progress foreign.scaler foreign.schedulers",
     "framework.checkpoint.convert.lightning": "optimizer.kind",
     "framework.data.dataloader": "sampler.begun",
-    "framework.metrics.epoch_reduction": "entry.loader",
-    "framework.metrics.metric_log": "entry.last entry.metric",
     "framework.trainer.assembly": "strategy.routes_backward strategy.routes_losses",
     "strategies.deepspeed.swap": "swapper.buffers",
 }
