@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ConfigurationError, MetricError
+from ..core.errors import ConfigurationError
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
 from .batch_items import batch_items
 from .epoch_reduction import exchange
-from .log_arguments import kept_for, not_one_element, reduction_of
+from .log_arguments import kept_for, not_one_element, number_of, reduction_of
 from .metric_entry import Entry, Flags, Scope, read_devices
 from .metric_log_state import entries_state, load_entries
-from .torchmetrics_state import is_collection, is_metric
+from .torchmetrics_state import is_metric
 
 # Takes the place of the entry of a name that was not logged yet: no arguments are the same as these.
 _NEW = Entry("", Flags(False, True, None, None, object(), False), "", False, False)
@@ -50,7 +50,7 @@ class MetricLog:
         self._loader: int | None = None
         self._suffix = ""
         self._scopes = {True: Scope(), False: Scope()}
-        self.in_step = False
+        self._entries, self._latest = self._scopes[False].entries, self._scopes[False].latest
         self._training = stage == "train"
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
@@ -115,7 +115,7 @@ class MetricLog:
         """
         # This runs once for each value of each step: each attribute and each call below is paid a hundred times by a
         # module that logs a hundred values. Most of what is left is ``item()``.
-        key = name + self._suffix if self._suffix and add_dataloader_idx else name
+        key = self._key(name, add_dataloader_idx) if self._suffix else name
         try:  # Faster than ``get``.
             entry = self._entries[key]
         except KeyError:
@@ -138,11 +138,10 @@ class MetricLog:
                 try:  # Where nothing is raised this is free; ``contextlib.suppress`` is a call.  # noqa: SIM105
                     value = value.item()
                 except RuntimeError:
-                    pass  # ``_number`` finds out why: the tensor has several elements, or no data.
+                    pass  # ``number_of`` finds out why: the tensor has several elements, or no data.
             if type(value) is not float:
-                value = self._number(key, value, batch_size)
-                if value is None:
-                    return
+                self._log_other(key, value, batch_size)
+                return
         self._latest[key] = value
         if entry.on_epoch:
             if batch_size is None:
@@ -164,37 +163,30 @@ class MetricLog:
         self._latest[key] = value = value.detach().clone()
         if entry.on_epoch:
             if batch_size is None:
-                batch_size = self.items or self._count_items(entry)
+                batch_size = self._count_items(entry)
             elif isinstance(batch_size, Tensor):
                 batch_size = float(batch_size) if batch_size.is_cpu else batch_size.detach().clone()
             entry.add_on_device(value, batch_size)
 
-    def _number(self, key: str, value: Any, batch_size: int | float | Tensor | None) -> float | None:
-        """Return a value of any type as a float; None for a metric or a tensor on a device, which are retained."""
+    def _log_other(self, key: str, value: Any, batch_size: int | float | Tensor | None) -> None:
+        """Record a torchmetrics ``Metric``, a tensor on a device, or a number that is not a Python float."""
         entry = self._entries[key]
-        if isinstance(value, Tensor):
-            if not value.is_cpu:
-                self._keep_on_device(key, value, batch_size)
-                return None
-            try:
-                value = value.item()
-            except RuntimeError:
-                raise not_one_element(entry.name, value) from None
-        if is_metric(value):
+        if isinstance(value, Tensor) and not value.is_cpu:
+            self._keep_on_device(key, value, batch_size)
+        elif is_metric(value):
             entry.log_metric(value)
             if entry.on_step:
                 self._latest[key] = value._forward_cache
-            return None
-        try:
-            if not isinstance(value, (str, bytes)):
-                return float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-        hint = "; log a MetricCollection with log_dict" if is_collection(value) else ""
-        raise MetricError(
-            f"log({entry.name!r}, ...) got a {type(value).__name__}; "
-            f"a value must be a number, a tensor with one element, or a torchmetrics Metric{hint}."
-        )
+        else:
+            self._latest[key] = value = number_of(entry.name, value)
+            if entry.on_epoch and batch_size is None:
+                entry.add(value, self._count_items(entry))
+            elif entry.on_epoch:
+                entry.add_weighted(value, batch_size)
+
+    def _key(self, name: str, add_dataloader_idx: bool) -> str:
+        """Return the name with the suffix of the evaluation loader."""
+        return name + self._suffix if add_dataloader_idx else name
 
     def _entry(self, name: str, key: str, flags: Flags, old: Entry) -> Entry | None:
         """Return the entry of a name that is new, or whose arguments are written differently than before.
