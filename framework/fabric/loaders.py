@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..data.combined_source import prepare_training
-from ..data.dataloader import distributed_samplers, is_map_style
+from ..data.dataloader import copy_with, distributed_samplers, is_map_style
 from ..data.rounds import (
     Rounds,
     SplitBatches,
@@ -278,7 +278,6 @@ def _narrowed(given: Any, size: int, name: str) -> Any:
             f"{name} has batch_size={sampler.batch_size}, which split_batches shares out over {size} ranks: give a "
             "multiple of the number of ranks."
         )
-    narrow: DataLoader[Any] = copy.copy(given)
-    vars(narrow)["batch_sampler"] = BatchSampler(sampler.sampler, sampler.batch_size // size, sampler.drop_last)
-    vars(narrow)["batch_size"] = sampler.batch_size // size
-    return narrow
+    size_of_part = sampler.batch_size // size
+    part = BatchSampler(sampler.sampler, size_of_part, sampler.drop_last)
+    return copy_with(given, {"batch_sampler": part, "batch_size": size_of_part})
