@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler
 from ..core.errors import CheckpointError, ConfigurationError
 from ..data.combined_source import prepare_training
 from ..data.dataloader import copy_with, distributed_samplers, is_map_style
+from ..data.iterable_source import IterableSource
 from ..data.rounds import (
     Rounds,
     SplitBatches,
@@ -22,7 +23,7 @@ from ..data.rounds import (
     known_rounds,
     local_rounds,
 )
-from ..data.training_source import NO_BATCH, IterableSource, Position, TrainingSource
+from ..data.training_source import NO_BATCH, Position, TrainingSource
 from ..distributed.data_parallel import DataRanks
 from ..distributed.partition import ceil_div
 from ..distributed.world import World
