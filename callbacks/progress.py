@@ -114,10 +114,9 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        frame = self._frames[-1]
-        frame.counted += 1
+        done = self._frames[-1].count_batch()
         if time.monotonic() >= self._next_look:
-            self._draw(trainer, frame.counted)
+            self._draw(trainer, done)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 

@@ -27,6 +27,11 @@ class Frame:
     def __post_init__(self) -> None:
         self.first = self.counted
 
+    def count_batch(self) -> int:
+        """Count a batch; return the number of batches counted."""
+        self.counted += 1
+        return self.counted
+
     def look(self, done: int, now: float) -> None:
         """Update the speed with the batches since the previous call."""
         if now > self.looked and done > self.done:
@@ -39,7 +44,7 @@ class Frame:
         self.began += seconds
         self.looked += seconds
 
-    def count(self) -> str:
+    def position(self) -> str:
         """Return the number of batches done, and their total if it is known."""
         return f"{self.done}/{self.total:.0f}" if self.total != UNKNOWN else str(self.done)
 
@@ -89,7 +94,7 @@ class Lines:
         sys.stdout.flush()
 
     def draw(self, frame: Frame, metrics_text: str) -> None:
-        self.show(f"{frame.label}: {frame.count()} batches, {frame.pace()}{metrics_text}")
+        self.show(f"{frame.label}: {frame.position()} batches, {frame.pace()}{metrics_text}")
 
     def pause(self, frame: Frame) -> float:
         tenth = frame.total / frame.rate / 10 if frame.rate else 0.0
@@ -134,7 +139,7 @@ class Live:
             description=frame.label,
             total=None if frame.total == UNKNOWN else frame.total,
             completed=frame.done,
-            text=f"{frame.count()} {frame.pace()}{metrics_text}",
+            text=f"{frame.position()} {frame.pace()}{metrics_text}",
         )
         self._bar.refresh()
 
