@@ -22,7 +22,6 @@ from .preempted_save import is_name
 
 if TYPE_CHECKING:
     from ..api.contracts import CallbackContract
-    from ..distributed.world import World
 
 T = TypeVar("T")
 
@@ -85,8 +84,7 @@ def claim_directory(
 ) -> Origin:
     """Choose a run's directory and the checkpoint to start from; lock the directory if the run writes. Collective.
 
-        - ``"auto"`` continues the newest version that holds a checkpoint that verifies, or the newest version of all
-          if the
+    - ``"auto"`` continues the newest version that holds a checkpoint that verifies, or the newest version of all if the
       most advanced checkpoint is in a callback's own directory.
     - Any other value starts a new version.
     - A fit whose ranks were restarted after a failure continues its own version for any value.
@@ -95,7 +93,6 @@ def claim_directory(
         CheckpointError: the requested checkpoint does not exist.
         StorageError: the directory cannot be written, or another process writes to it.
     """
-
     notes = error_dir()
     before = None if notes is None or not world.is_global_zero else earlier_fit(notes, attempt())
 
