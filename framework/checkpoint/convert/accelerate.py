@@ -1,4 +1,4 @@
-"""Folders of Accelerate's ``save_state``."""
+"""Conversion of the folders that Accelerate's ``save_state`` writes."""
 
 from __future__ import annotations
 

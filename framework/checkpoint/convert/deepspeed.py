@@ -1,4 +1,4 @@
-"""DeepSpeed's folders: ZeRO's flat partitions of all ranks put together, and cut into parameters by their names."""
+"""Conversion of DeepSpeed's folders: joins ZeRO's partitions of all ranks and cuts them into named parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints: what its Trainer puts into every one of them, and the ``.ckpt`` file."""
+"""Conversion of Lightning's checkpoints: the ``.ckpt`` file, and the folders of its sharded strategies."""
 
 from __future__ import annotations
 
