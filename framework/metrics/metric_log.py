@@ -179,9 +179,11 @@ class MetricLog:
                 self._latest[key] = value._forward_cache
         else:
             self._latest[key] = value = number_of(entry.name, value)
-            if entry.on_epoch and batch_size is None:
+            if not entry.on_epoch:
+                return
+            if batch_size is None:
                 entry.add(value, self._count_items(entry))
-            elif entry.on_epoch:
+            else:
                 entry.add_weighted(value, batch_size)
 
     def _key(self, name: str, add_dataloader_idx: bool) -> str:

@@ -49,8 +49,8 @@ def convert_folder(request: Request) -> Foreign:
 def convert_sharded(request: Request) -> Foreign:
     """Read a folder that ``save_state`` wrote under FSDP, as torch.distributed.checkpoint folders."""
     source = request.source
-    model, *optimizers = _only(source, r"pytorch_model_fsdp_\d+"), *_folders(source, r"optimizer_\d+")
-    folders = [source / name for name in (model, *optimizers)]
+    model, *others = _only(source, r"pytorch_model_fsdp_\d+"), *_folders(source, r"optimizer_\d+")
+    folders = [source / name for name in (model, *others)]
     contents = request.read([*(Job(folder, sharded=True) for folder in folders), *_beside(source)])
     trees = [nested(content, folder) for content, folder in zip(contents, folders, strict=False)]
     weights = all_bare(tensors_of(trees[0].get("model"), folders[0]))
