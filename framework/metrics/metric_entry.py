@@ -35,8 +35,8 @@ Part = tuple[str, list[float], list[float]]
 class Entry:
     """A logged name: its reduction, its destinations, and its sums over the epoch so far."""
 
-    __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "has_default_flags", "loader", "metric", "name",
-                 "on_epoch", "on_step", "suffix", "values", "weights")  # fmt: skip
+    __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "has_default_flags", "index", "loader", "metric",
+                 "name", "on_epoch", "on_step", "suffix", "values", "weights")  # fmt: skip
 
     def __init__(
         self,
@@ -55,6 +55,8 @@ class Entry:
         self.on_epoch = on_epoch
         self.loader = loader
         self.suffix = suffix
+        self.index = 0
+        """The position of the newest value in the scope."""
         self.metric: Any = None
         self.values: list[float] = []
         self.weights: list[float] = []
@@ -174,13 +176,20 @@ class Scope:
     """The names that are logged in steps, or those that are logged in hooks of the epoch."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
-    latest: dict[str, Any] = field(default_factory=dict)
-    """The newest value of each name that has one. Beside the entries, so that ``log`` stores it without a call."""
+    latest: list[Any] = field(default_factory=list)
+    """The newest value of each entry, or None. Beside the entries, so that ``log`` stores a value without a call."""
+
+    def add(self, key: str, entry: Entry) -> Entry:
+        """Add an entry without a value, and return it."""
+        entry.index = len(self.latest)
+        self.entries[key] = entry
+        self.latest.append(None)
+        return entry
 
     def step_values(self) -> list[tuple[Entry, Any]]:
         """Return the newest values of the names that are logged per step, each with its entry."""
-        found = ((entry, self.latest.get(key)) for key, entry in self.entries.items() if entry.on_step)
-        return [(entry, value) for entry, value in found if value is not None]
+        pairs = zip(self.entries.values(), self.latest, strict=True)
+        return [(entry, value) for entry, value in pairs if entry.on_step and value is not None]
 
     def clear(self) -> None:
         """Remove all names."""

@@ -50,7 +50,7 @@ class MetricLog:
         self._loader: int | None = None
         self._suffix = ""
         self._scopes = {True: Scope(), False: Scope()}
-        self._entries, self._latest = self._scopes[False].entries, self._scopes[False].latest
+        self._use(self._scopes[False])
         self._training = stage == "train"
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
@@ -63,13 +63,17 @@ class MetricLog:
     @property
     def in_step(self) -> bool:
         """Whether values belong to a step rather than to an epoch hook."""
-        return self._entries is self._scopes[True].entries
+        return self._scope is self._scopes[True]
 
     @in_step.setter
     def in_step(self, value: bool) -> None:
-        self._entries, self._latest = self._scopes[value].entries, self._scopes[value].latest
+        self._use(self._scopes[value])
         # Epoch values have the same weight on every rank, so the last batch must not count; this also releases it.
         self.batch = self.items = None
+
+    def _use(self, scope: Scope) -> None:
+        # ``log`` reads the two attributes of the scope for each value.
+        self._scope, self._entries, self._latest = scope, scope.entries, scope.latest
 
     @property
     def loader(self) -> int | None:
@@ -142,7 +146,7 @@ class MetricLog:
             if type(value) is not float:
                 self._log_other(key, value, batch_size)
                 return
-        self._latest[key] = value
+        self._latest[entry.index] = value
         if entry.on_epoch:
             if batch_size is None:
                 entry.add(value, self.items or self._count_items(entry))
@@ -160,7 +164,7 @@ class MetricLog:
         if value.numel() != 1:
             raise not_one_element(entry.name, value)
         # A copy: the tensor may be a buffer, or be added to in place (`loss += penalty`) before it is read.
-        self._latest[key] = value = value.detach().clone()
+        self._latest[entry.index] = value = value.detach().clone()
         if entry.on_epoch:
             if batch_size is None:
                 batch_size = self._count_items(entry)
@@ -176,9 +180,9 @@ class MetricLog:
         elif is_metric(value):
             entry.log_metric(value)
             if entry.on_step:
-                self._latest[key] = value._forward_cache
+                self._latest[entry.index] = value._forward_cache
         else:
-            self._latest[key] = value = number_of(entry.name, value)
+            self._latest[entry.index] = value = number_of(entry.name, value)
             if not entry.on_epoch:
                 return
             if batch_size is None:
@@ -214,7 +218,7 @@ class MetricLog:
                 "pass add_dataloader_idx=False."
             )
         suffix = key[len(name) :]
-        entry = self._entries[key] = Entry(name, flags, fx, on_step, on_epoch, self._loader, suffix)
+        entry = self._scope.add(key, Entry(name, flags, fx, on_step, on_epoch, self._loader, suffix))
         self.mark = self._mark()
         return entry
 

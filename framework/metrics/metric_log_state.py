@@ -25,11 +25,11 @@ def entries_state(scopes: Scopes, module: nn.Module | None) -> dict[str, Any]:
                 "when": [entry.on_step, entry.on_epoch],
                 "local": list(entry.local()[1:]),
                 "in_step": in_step,
-                "last": None if (last := scope.latest.get(key)) is None else float(last),
+                "last": None if last is None else float(last),
                 "metric": None if entry.metric is None else places[id(entry.metric)],
             }
             for in_step, scope in scopes.items()
-            for key, entry in scope.entries.items()
+            for entry, last in zip(scope.entries.values(), scope.latest, strict=True)
             # A metric outside the module has no name by which it could be found again.
             if entry.metric is None or id(entry.metric) in places
         ],
@@ -43,10 +43,10 @@ def load_entries(scopes: Scopes, module: nn.Module | None, states: Sequence[Mapp
         flags = Flags(*item["flags"])
         scope = scopes[item.get("in_step", True)]
         name = item["name"]
-        entry = scope.entries.setdefault(name, Entry(name, flags, flags.reduce_fx, *item["when"]))
+        entry = scope.entries.get(name) or scope.add(name, Entry(name, flags, flags.reduce_fx, *item["when"]))
         entry.restore(*item["local"])
-        if item.get("last") is not None:
-            scope.latest.setdefault(name, item["last"])
+        if scope.latest[entry.index] is None:
+            scope.latest[entry.index] = item.get("last")
         if item.get("metric") is not None and module is not None:
             entry.log_metric(module.get_submodule(item["metric"]))
     if module is not None:
