@@ -1,10 +1,11 @@
-"""Records of the checkpoints that ``ModelCheckpoint`` has saved and retains, for the user and for a resumed run."""
+"""Records of the checkpoints that ``ModelCheckpoint`` has saved and retains, and the saves that change the records."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +13,36 @@ import torch
 from torch import Tensor
 
 from ..framework.api.callback import Callback
+from ..framework.checkpoint.background_deletion import BackgroundDeletion
 from ..framework.checkpoint.retention import Retention
+from ..framework.checkpoint.save_request import SaveRequest
 from ..framework.checkpoint.whole_checkpoint import hide
+from ..framework.core.errors import PhalanxError
+from ..framework.metrics.logger import Logger
 from ..framework.system.atomic_directories import delete_hidden
+from .checkpoint_plan import SavePlan
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
 
 
 class CheckpointRecords(Callback):
-    """The paths and scores of the retained checkpoints."""
+    """The paths and scores of the retained checkpoints, for the user and for a resumed run."""
 
     monitor: str | None
     mode: str
+    save_top_k: int
+    save_weights_only: bool
+    asynchronous: bool
+    verbose: bool
     dirpath: str | None
     last_model_path: str
     """The newest ``last.ckpt``; empty if there is none yet."""
     _kept: Retention
     _newest: str
     _current: float | None
+    _saved_step: int
+    """The step of the newest save that has not failed, -1 before the first."""
     _giving_way: list[str]
     """Checkpoints replaced by the one being saved, which a resumed run deletes if this run is killed before."""
 
@@ -100,6 +112,74 @@ class CheckpointRecords(Callback):
         self._newest, self.last_model_path = state["newest"], state["last_model_path"]
         self._current = state["current_score"]
         self._giving_way = list(state.get("giving_way", []))
+
+    # ---- saves ------------------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: TrainerView, plan: SavePlan) -> None:
+        """Save according to a plan; the records are updated first, as they are part of the checkpoint. Collective."""
+        before, previous, targets = self.state_dict(), {*self._kept.paths, self.last_model_path}, plan.targets
+        self._record(plan)
+        if not targets:
+            self._report(trainer, plan)
+            return
+        self._giving_way = sorted(previous - {"", *targets, *self._kept.paths, self.last_model_path})
+        self._saved_step = trainer.global_step
+        request = SaveRequest(
+            Path(targets[0]),
+            self.save_weights_only,
+            self.asynchronous,
+            also=Path(targets[1]) if len(targets) > 1 else None,
+            failure_key=self.state_key,
+            prune=partial(self._prune, set(self._giving_way)),
+            on_done=partial(self._finished, trainer, plan, before),
+        )
+        trainer.request_save(request)
+
+    def _record(self, plan: SavePlan) -> None:
+        """Add a checkpoint to the records before it is saved."""
+        if plan.score is not None:
+            self._current = plan.score
+        if plan.last:
+            self.last_model_path = plan.last
+        if plan.counts:
+            self._kept.count()
+        if plan.path:
+            self._newest = plan.path
+            self._kept.add(plan.path, plan.score)
+
+    def _finished(
+        self, trainer: TrainerView, plan: SavePlan, before: dict[str, Any], error: PhalanxError | None
+    ) -> None:
+        """Record the result of a save, on every rank."""
+        if error is not None:
+            self._restore(before)
+            self._saved_step = -1
+            return
+        if trainer.is_global_zero:
+            self._inform_loggers(trainer)
+        self._report(trainer, plan)
+
+    def _inform_loggers(self, trainer: TrainerView) -> None:
+        for logger in trainer.loggers:
+            if type(logger).after_save_checkpoint is Logger.after_save_checkpoint:
+                continue
+            try:
+                logger.after_save_checkpoint(self)
+            except Exception as error:
+                trainer.note(f"{type(logger).__name__} failed after a checkpoint ({type(error).__name__}: {error}).")
+
+    def _report(self, trainer: TrainerView, plan: SavePlan) -> None:
+        if not self.verbose:
+            return
+        score = f", {self.monitor} = {plan.score:.6g}" if plan.score is not None else ""
+        what = f"saved {os.path.basename(plan.path)}" if plan.path else f"not among the best {self.save_top_k}"
+        trainer.note(f"Epoch {trainer.current_epoch}, step {trainer.global_step}{score}: {what}.")
+
+    # ---- deletions --------------------------------------------------------------------------------------------------
+
+    def _prune(self, paths: set[str], deletion: BackgroundDeletion) -> list[str]:
+        """Delete replaced checkpoints in a thread, so that training does not wait."""
+        return self._remove(paths, deletion.add)
 
     def _forget_missing(self, trainer: TrainerView) -> None:
         """Drop records of checkpoints that no longer exist, and delete replaced checkpoints. Collective."""

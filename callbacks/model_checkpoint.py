@@ -6,17 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..framework.checkpoint.background_deletion import BackgroundDeletion
 from ..framework.checkpoint.file_names import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
-from ..framework.checkpoint.save_request import SaveRequest
 from ..framework.checkpoint.save_schedule import SaveSchedule
-from ..framework.core.errors import ConfigurationError, MetricError, PhalanxError
-from ..framework.metrics.logger import Logger
+from ..framework.core.errors import ConfigurationError, MetricError
 from ..framework.metrics.monitor import check_mode, missing_metric
 from ..framework.system.atomic_files import absolute
 from .checkpoint_plan import SavePlan
@@ -46,17 +42,19 @@ class ModelCheckpoint(CheckpointRecords):
 
     Args:
         dirpath: the directory of the checkpoints; default: ``checkpoints`` in the run's directory.
-        filename: a template for names; default ``"{epoch}-{step}"``. Fields: ``epoch``, ``step``, and any logged
-        metric. monitor: the metric that ranks checkpoints. verbose: print a line for each checkpoint.
+        filename: a template for names; default ``"{epoch}-{step}"``. Fields: ``epoch``, ``step``, any logged metric.
+        monitor: the metric that ranks checkpoints.
+        verbose: print a line for each checkpoint.
         save_last: also save ``last.ckpt``; ``"link"`` means the same as True.
         save_top_k: the number of best checkpoints to retain; 0 none, -1 all.
         save_weights_only: save only the model; no run can be resumed from such a checkpoint.
-        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. auto_insert_metric_name:
-        put ``name=`` before each value of the filename. every_n_train_steps: the number of optimizer steps between
-        saves. train_time_interval: the time between saves. every_n_epochs: the number of epochs between saves
-        (default: 1 if no other interval is given; 0: never). save_on_train_epoch_end: save at the end of training
-        epochs (True) or after validations (False); default: after
-            validations if the run does not validate exactly once per epoch.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
+        auto_insert_metric_name: put ``name=`` before each value of the filename.
+        every_n_train_steps: the number of optimizer steps between saves.
+        train_time_interval: the time between saves.
+        every_n_epochs: the number of epochs between saves (default: 1 if no other interval is given; 0: never).
+        save_on_train_epoch_end: save at the end of training epochs (True) or after validations (False); default:
+            after validations if the run does not validate exactly once per epoch.
         enable_version_counter: append ``-v1`` and so on to a name that exists; otherwise replace the checkpoint.
         asynchronous: write in the background; training waits only while the state is copied to memory. The next save
             and the end of the fit wait until it is written. Until then ``best_model_path`` and the other paths may name
@@ -213,7 +211,7 @@ class ModelCheckpoint(CheckpointRecords):
             )
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        self._finish_saves(trainer)
+        trainer.finish_saves()
         step = trainer.global_step
         if self.save_last and step not in (self._saved_step, self._first_step) and not trainer.fast_dev_run:
             self._save(trainer, replace(self._plan(trainer), path="", counts=False))
@@ -251,7 +249,8 @@ class ModelCheckpoint(CheckpointRecords):
     def _save_or_defer(self, trainer: TrainerView, last_chance: bool = False) -> None:
         if trainer.fast_dev_run or (trainer.global_step == self._saved_step and not self._deferred):
             return
-        self._finish_saves(trainer)
+        # The plan depends on the result of the previous save.
+        trainer.finish_saves()
         self._schedule.restart_clock()
         plan = self._plan(trainer)
         if plan.missing is not None and last_chance:
@@ -279,71 +278,3 @@ class ModelCheckpoint(CheckpointRecords):
         accepted = self._kept.accepts(score)
         path = names.free(self.dirpath, metrics, self._kept.gives_way) if accepted else ""
         return SavePlan(last, path, score, counts=True)
-
-    def _finish_saves(self, trainer: TrainerView) -> None:
-        """Wait for the previous save, since the next plan depends on its result. Collective."""
-        trainer.finish_saves()
-
-    def _save(self, trainer: TrainerView, plan: SavePlan) -> None:
-        """Save according to a plan; the records are updated first, as they are part of the checkpoint. Collective."""
-        before, previous, targets = self.state_dict(), {*self._kept.paths, self.last_model_path}, plan.targets
-        self._record(plan)
-        if not targets:
-            self._tell(trainer, plan)
-            return
-        self._giving_way = sorted(previous - {"", *targets, *self._kept.paths, self.last_model_path})
-        self._saved_step = trainer.global_step
-        request = SaveRequest(
-            Path(targets[0]),
-            self.save_weights_only,
-            self.asynchronous,
-            also=Path(targets[1]) if len(targets) > 1 else None,
-            failure_key=self.state_key,
-            prune=partial(self._prune, set(self._giving_way)),
-            on_done=partial(self._finished, trainer, plan, before),
-        )
-        trainer.request_save(request)
-
-    def _finished(
-        self, trainer: TrainerView, plan: SavePlan, before: dict[str, Any], error: PhalanxError | None
-    ) -> None:
-        """Record the result of a save, on every rank."""
-        if error is not None:
-            self._restore(before)
-            self._saved_step = -1
-            return
-        if trainer.is_global_zero:
-            self._tell_loggers(trainer)
-        self._tell(trainer, plan)
-
-    def _prune(self, paths: set[str], deletion: BackgroundDeletion) -> list[str]:
-        """Delete replaced checkpoints in a thread, so that training does not wait."""
-        return self._remove(paths, deletion.add)
-
-    def _record(self, plan: SavePlan) -> None:
-        """Add a checkpoint to the records before it is saved."""
-        if plan.score is not None:
-            self._current = plan.score
-        if plan.last:
-            self.last_model_path = plan.last
-        if plan.counts:
-            self._kept.count()
-        if plan.path:
-            self._newest = plan.path
-            self._kept.add(plan.path, plan.score)
-
-    def _tell_loggers(self, trainer: TrainerView) -> None:
-        for logger in trainer.loggers:
-            if type(logger).after_save_checkpoint is Logger.after_save_checkpoint:
-                continue
-            try:
-                logger.after_save_checkpoint(self)
-            except Exception as error:
-                trainer.note(f"{type(logger).__name__} failed after a checkpoint ({type(error).__name__}: {error}).")
-
-    def _tell(self, trainer: TrainerView, plan: SavePlan) -> None:
-        if not self.verbose:
-            return
-        score = f", {self.monitor} = {plan.score:.6g}" if plan.score is not None else ""
-        what = f"saved {os.path.basename(plan.path)}" if plan.path else f"not among the best {self.save_top_k}"
-        trainer.note(f"Epoch {trainer.current_epoch}, step {trainer.global_step}{score}: {what}.")

@@ -74,29 +74,28 @@ class Staging:
         """
         self.wait()
         documents = _frozen(snapshot.document), _frozen(snapshot.rank_document)
+        pieces = [
+            (section, name, shard, memory_of(shard, f"{section}/{name}"))
+            for section, shards in snapshot.sections.items()
+            for name, shard in shards.items()
+        ]
         places: dict[tuple[Any, ...], int] = {}
         size = 0
-        for section, shards in snapshot.sections.items():
-            for name, shard in shards.items():
-                key = memory_of(shard, f"{section}/{name}")
-                if key not in places:
-                    places[key] = size
-                    size += -(-shard.tensor.numel() * shard.tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        for _, _, shard, key in pieces:
+            if key not in places:
+                places[key] = size
+                size += -(-shard.tensor.numel() * shard.tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         if size > len(self._memory):
             # Free the old memory first: both may not fit.
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = self._allocate(size)
         held = self._hold.begin(optimizers)
         copied: dict[tuple[Any, ...], Tensor] = {}
-        sections: dict[str, dict[str, Shard]] = {}
-        for section, shards in snapshot.sections.items():
-            sections[section] = {}
-            for name, shard in shards.items():
-                key = memory_of(shard, f"{section}/{name}")
-                if key not in copied:
-                    later = held and section == _OPTIMIZER
-                    copied[key] = self._copy(shard.tensor.detach(), places[key], later)
-                sections[section][name] = Shard(copied[key], shard.shape, shard.offsets)
+        sections: dict[str, dict[str, Shard]] = {section: {} for section in snapshot.sections}
+        for section, name, shard, key in pieces:
+            if key not in copied:
+                copied[key] = self._copy(shard.tensor.detach(), places[key], held and section == _OPTIMIZER)
+            sections[section][name] = Shard(copied[key], shard.shape, shard.offsets)
         if self._device.type == "cuda":
             # Wait once for all copies before they are read: the next update is queued behind them on the device.
             self._copied = torch.cuda.Event()

@@ -67,14 +67,15 @@ class HyperparametersMixin:
             found = {name: value for name, value in found.items() if not args or name in args}
         skipped = {ignore} if isinstance(ignore, str) else set(ignore or ())
         kept = {name: value for name, value in found.items() if name not in skipped}
-        self.__dict__["_hparams"] = AttributeDict({**self.hparams, **kept})
-        self.__dict__["_log_hparams"] = logger
+        # Called before ``nn.Module.__init__``, and perhaps in a class with a ``__setattr__`` of its own.
+        object.__setattr__(self, "_hparams", AttributeDict({**self.hparams, **kept}))
+        object.__setattr__(self, "_log_hparams", logger)
 
     @property
     def hparams(self) -> AttributeDict:
         """The recorded hyperparameters; empty before ``save_hyperparameters``."""
         if "_hparams" not in self.__dict__:
-            self.__dict__["_hparams"] = AttributeDict()
+            object.__setattr__(self, "_hparams", AttributeDict())
         kept: AttributeDict = self.__dict__["_hparams"]
         return kept
 

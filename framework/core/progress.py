@@ -32,6 +32,11 @@ class Progress:
     hooks_started: int = 0
     """Number of hooks ``on_train_epoch_start`` that have begun in this epoch, the running one included."""
 
+    @property
+    def epochs_done(self) -> int:
+        """The number of epochs that have ended."""
+        return self.epoch + self.epoch_ended
+
     def consumed(self, batches: int) -> None:
         """Count a window of micro-batches, whether or not its update was applied."""
         self.batch_in_epoch += batches

@@ -21,8 +21,11 @@ from .combined_loader import (
     separate,
     side_by_side,
 )
+from .dataloader import check_loader, is_map_style
 from .evaluation_source import EvaluationSource, NumberedBatches, evaluation_source
-from .training_source import CONVERTED, NO_BATCH, Position, TrainingSource, training_source
+from .iterable_source import IterableSource
+from .map_source import map_source
+from .training_source import CONVERTED, NO_BATCH, Position, TrainingSource
 
 _EPOCHS_APART = 1 << 20
 
@@ -51,7 +54,7 @@ def prepare_training(
     """
     options: dict[str, Any] = {"rank": rank, "size": size, "seed": seed, "shard": shard, "sequential": sequential}
     if not isinstance(loader, CombinedLoader) and not is_collection(loader):
-        return training_source(loader, name=name, **options)
+        return _training_source(loader, name, **options)
     mode, loader = (loader.mode, loader.iterables) if isinstance(loader, CombinedLoader) else ("max_size_cycle", loader)
     if mode == "sequential":
         raise ConfigurationError(
@@ -59,8 +62,27 @@ def prepare_training(
             "'max_size' or 'max_size_cycle', or put the datasets into one ConcatDataset."
         )
     unfolded = side_by_side(loader, name)
-    parts = [training_source(part, name=path, **options) for path, part in unfolded.named()]
+    parts = [_training_source(part, path, **options) for path, part in unfolded.named()]
     return CombinedTraining(parts, unfolded.spec, mode, name)
+
+
+def _training_source(
+    loader: Any, name: str, *, rank: int, size: int, seed: int, shard: bool, sequential: bool
+) -> TrainingSource:
+    """Return the source for one training loader."""
+    check_loader(loader, name)
+    source: TrainingSource
+    if is_map_style(loader):
+        source = map_source(loader, rank=rank, size=size, seed=seed, shard=shard, sequential=sequential, name=name)
+    else:
+        source = IterableSource(loader, rank=rank, size=size, seed=seed, shard=shard, name=name)
+    if source.len_batches() == 0:
+        raise ConfigurationError(
+            f"{name} yields no batch on {size} rank(s)"
+            + (", and its drop_last drops a short global batch" if getattr(loader, "drop_last", False) else "")
+            + "; training needs at least one: check the dataset's length and the batch size."
+        )
+    return source
 
 
 def prepare_evaluation(

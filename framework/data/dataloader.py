@@ -94,25 +94,32 @@ def tell_epoch(loader: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
+def copy_with(loader: DataLoader[Any], attributes: Mapping[str, Any]) -> DataLoader[Any]:
+    """Return a shallow copy of a loader with other attributes."""
+    twin = copy.copy(loader)
+    # No ordinary way: a ``DataLoader`` refuses to be assigned a sampler or a batch size after its construction, and a
+    # subclass may have properties of these names, which must not be called, and a constructor of its own.
+    vars(twin).update(attributes)
+    return twin
+
+
 def private_copy(loader: DataLoader[Any], sampler: IndexSampler | None, name: str) -> DataLoader[Any]:
     """Return a shallow copy of a loader with a separate generator and, if given, another sampler.
 
     Raises:
         ConfigurationError: the class does not let its sampler be replaced.
     """
-    twin = copy.copy(loader)
-    fields = vars(twin)
     # A separate generator: creating an iterator draws a seed, by default from the global state.
-    fields["generator"] = torch.Generator()
-    fields["_iterator"] = None
+    attributes: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
     if loader.num_workers > 0:
-        fields["worker_init_fn"] = partial(start_worker, loader.worker_init_fn)
+        attributes["worker_init_fn"] = partial(start_worker, loader.worker_init_fn)
     if sampler is None:
-        return twin
+        return copy_with(loader, attributes)
     slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    fields[slot] = sampler
+    attributes[slot] = sampler
     if loader.num_workers > 0:
-        fields["dataset"] = SeededDataset(loader.dataset)
+        attributes["dataset"] = SeededDataset(loader.dataset)
+    twin = copy_with(loader, attributes)
     if getattr(twin, slot) is not sampler:
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__} that computes its own {slot}, which phalanx must replace to shard "
@@ -125,7 +132,7 @@ def iterate_copy(twin: DataLoader[Any], sampler: IndexSampler, seed: int, name: 
     """Return an iterator over a private copy; raise if the copy does not read its sampler."""
     if twin.generator is not None:
         twin.generator.manual_seed(seed)
-    sampler.begun = False
+    sampler.clear_begun()
     begun: Any = iter(twin)
     batches: Iterator[Any] = drain(begun) if begun is cast(Any, twin) else begun
     return batches if sampler.begun else _checked(batches, sampler, type(twin).__name__, name)

@@ -14,8 +14,9 @@ import torch
 from ..distributed.data_parallel import DataRanks
 from ..distributed.gather import rows_in, slice_rows
 from ..distributed.partition import part_of
+from .map_source import MapSource
 from .orders import length_of
-from .training_source import NO_BATCH, CountedSource, MapSource, Position, TrainingSource
+from .training_source import NO_BATCH, CountedSource, Position, TrainingSource
 
 _END = object()
 

@@ -70,6 +70,10 @@ class IndexSampler:
             raise AttributeError(name)
         return getattr(self._original, name)
 
+    def clear_begun(self) -> None:
+        """Clear ``begun`` before an iteration."""
+        self.begun = False
+
     def _pack(self, indices: Sequence[Any], first: int, epoch: int) -> Any:
         """Return the index object that the loader fetches for items beginning at position ``first`` of the order."""
         if not self._seeded:

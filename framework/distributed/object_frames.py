@@ -1,4 +1,4 @@
-"""Buffers for exchanging pickled objects between ranks: a header with the length, then the object if it fits.
+"""Exchange of pickled objects between the ranks of a CPU group, in frames: a header with the length, then the object.
 
 All ranks use the same buffer size, so one collective is enough for a small object. The header gives the length of a
 larger object, which a second collective transfers.
@@ -6,8 +6,14 @@ larger object, which a second collective transfers.
 
 from __future__ import annotations
 
+import pickle
+from typing import TypeVar
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 BUFFER_BYTES = 16 * 1024
 HEADER_BYTES = 8
@@ -60,3 +66,53 @@ def length_of(frame: bytearray | memoryview) -> int:
 def as_tensor(buffer: bytearray) -> Tensor:
     """Return a buffer as a tensor of bytes that shares its memory."""
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def broadcast_object(obj: T, src: int, group: dist.ProcessGroup) -> T:
+    """Return the object of rank ``src``. Collective."""
+    is_source = group.rank() == src
+    payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) if is_source else b""
+    buffer = framed(payload, BUFFER_BYTES)
+    dist.broadcast(as_tensor(buffer), src, group=group)
+    length = length_of(buffer)
+    data = buffer[HEADER_BYTES : HEADER_BYTES + length]
+    if length > BUFFER_BYTES - HEADER_BYTES:
+        data = bytearray(payload) if is_source else bytearray(length)
+        dist.broadcast(as_tensor(data), src, group=group)
+    return obj if is_source else pickle.loads(data)
+
+
+def all_gather_object(obj: T, group: dist.ProcessGroup, size: FrameSize | None = None) -> list[T]:
+    """Return the objects of all ranks. A repeated exchange passes its own ``size``. Collective."""
+    payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    room = frame_bytes(group.size()) if size is None else size.of(group.size())
+    frames = _gather_bytes(framed(payload, room), group)
+    lengths = [length_of(frame) for frame in frames]
+    longest = max(lengths)
+    if size is not None:
+        size.record(longest)
+    start = HEADER_BYTES
+    if longest > room - HEADER_BYTES:
+        frames, start = _gather_bytes(bytearray(payload.ljust(longest, b"\0")), group), 0
+    return [pickle.loads(frame[start : start + length]) for frame, length in zip(frames, lengths, strict=True)]
+
+
+def gather_object(obj: T, group: dist.ProcessGroup) -> list[T] | None:
+    """Return the objects of all ranks on rank 0, None on others. Two collectives."""
+    payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    longest = torch.tensor([len(payload)])
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    room = HEADER_BYTES + int(longest)
+    frames = [bytearray(room) for _ in range(group.size())] if group.rank() == 0 else []
+    into = [as_tensor(frame) for frame in frames] or None
+    dist.gather(as_tensor(framed(payload, room)), into, dst=0, group=group)
+    if into is None:
+        return None
+    return [pickle.loads(frame[HEADER_BYTES : HEADER_BYTES + length_of(frame)]) for frame in frames]
+
+
+def _gather_bytes(source: bytearray, group: dist.ProcessGroup) -> list[memoryview]:
+    """Gather buffers of the same length in one collective."""
+    gathered = [bytearray(len(source)) for _ in range(group.size())]
+    dist.all_gather([as_tensor(buffer) for buffer in gathered], as_tensor(source), group=group)
+    return [memoryview(buffer) for buffer in gathered]

@@ -10,6 +10,7 @@ rank has read a slot before it is reused. A slot that was reused too early is de
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -18,10 +19,12 @@ import zlib
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..core.errors import DesyncError, RankError
 from ..system.processes import is_running
+from .object_frames import all_gather_object, broadcast_object
 
 CAPACITY = 32
 """The largest number of elements in a reduction."""
@@ -167,6 +170,31 @@ class Board:
         """Mark this rank as having left, and release the memory."""
         self._bytes[self._left_at(self._rank)] = 1
         self._memory.close()
+
+
+def share_board(group: dist.ProcessGroup) -> Board | None:
+    """Return the board of a group whose ranks are on one node; None if a rank cannot open it. Collective."""
+    token, memory = os.urandom(TOKEN_BYTES), None
+    size = Board.size(group.size())
+    with contextlib.suppress(OSError):
+        memory = SharedMemory(size) if group.rank() == 0 else None
+    offer = broadcast_object(None if memory is None else (memory.place, token), 0, group)
+    if offer is not None and memory is None:
+        with contextlib.suppress(OSError, ValueError):
+            memory = SharedMemory(size, offer[0])
+    elif memory is not None:
+        memory.bytes[-TOKEN_BYTES:] = token
+    group.barrier().wait()
+    # In another container the same pid may belong to another process, with other memory.
+    known = memory is not None and offer is not None and memory.bytes[-TOKEN_BYTES:] == offer[1]
+    answers = all_gather_object((known, os.getpid()), group)
+    if memory is not None:
+        memory.release_name()
+    if all(good for good, _ in answers) and memory is not None:
+        return Board(memory, group.rank(), [pid for _, pid in answers])
+    if memory is not None:
+        memory.close()
+    return None
 
 
 class Posted:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,12 +26,10 @@ from ..system.environment import (
     usable_cores,
     variables_set,
 )
-from ..system.launcher_env import Launcher, Placement, check_devices
-from .object_frames import BUFFER_BYTES, HEADER_BYTES, FrameSize, as_tensor, frame_bytes, framed, length_of
+from ..system.launcher_env import Placement
+from .object_frames import FrameSize, all_gather_object, broadcast_object, gather_object
 from .rendezvous import destroy_group, is_initialized, meet
-from .shared_memory_reduce import CAPACITY, TOKEN_BYTES, Board, SharedMemory
-
-__all__ = ["Launcher", "Pending", "Placement", "World", "check_devices", "placement"]
+from .shared_memory_reduce import CAPACITY, Board, share_board
 
 T = TypeVar("T")
 ReduceName = Literal["sum", "mean", "min", "max"]
@@ -172,33 +169,9 @@ class World:
             if self.size == 1:
                 raise ConfigurationError("A world of one process has no control group: its collectives are identities.")
             self._control.append(dist.new_group(backend="gloo"))
-            if self.local_size == self.size and (board := self._shared_board()) is not None:
+            if self.local_size == self.size and (board := share_board(self._control[0])) is not None:
                 self._board.append(board)
         return self._control[0]
-
-    def _shared_board(self) -> Board | None:
-        """Return the shared memory for small reductions within one node; None if a rank cannot open it."""
-        token, memory = os.urandom(TOKEN_BYTES), None
-        size = Board.size(self.size)
-        with contextlib.suppress(OSError):
-            memory = SharedMemory(size) if self.is_global_zero else None
-        offer = self.broadcast_object(None if memory is None else (memory.place, token))
-        if offer is not None and memory is None:
-            with contextlib.suppress(OSError, ValueError):
-                memory = SharedMemory(size, offer[0])
-        elif memory is not None:
-            memory.bytes[-TOKEN_BYTES:] = token
-        self.control.barrier().wait()
-        # In another container the same pid may belong to another process, with other memory.
-        known = memory is not None and offer is not None and memory.bytes[-TOKEN_BYTES:] == offer[1]
-        answers = self.all_gather_object((known, os.getpid()))
-        if memory is not None:
-            memory.release_name()
-        if all(good for good, _ in answers) and memory is not None:
-            return Board(memory, self.rank, [pid for _, pid in answers])
-        if memory is not None:
-            memory.close()
-        return None
 
     @property
     def counts_data(self) -> bool:
@@ -269,17 +242,7 @@ class World:
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src``. Pickled; one collective up to 16 KiB, else two. Collective."""
-        if self.size == 1:
-            return obj
-        payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) if self.rank == src else b""
-        buffer = framed(payload, BUFFER_BYTES)
-        dist.broadcast(as_tensor(buffer), src, group=self.control)
-        length = length_of(buffer)
-        data = buffer[HEADER_BYTES : HEADER_BYTES + length]
-        if length > BUFFER_BYTES - HEADER_BYTES:
-            data = bytearray(payload) if self.rank == src else bytearray(length)
-            dist.broadcast(as_tensor(data), src, group=self.control)
-        return obj if self.rank == src else pickle.loads(data)
+        return obj if self.size == 1 else broadcast_object(obj, src, self.control)
 
     def all_gather_object(self, obj: T, size: FrameSize | None = None) -> list[T]:
         """Return the objects of all ranks. Pickled; one collective if all are small, else two. Collective.
@@ -287,41 +250,11 @@ class World:
         Small means 16 KiB on up to 64 ranks. On more ranks the limit falls to 512 bytes, so that all buffers together
         take about 1 MiB. A repeated exchange passes its own ``size``, which adapts to the objects.
         """
-        if self.size == 1:
-            return [obj]
-        payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-        room = frame_bytes(self.size) if size is None else size.of(self.size)
-        frames = self._gather_bytes(framed(payload, room))
-        lengths = [length_of(frame) for frame in frames]
-        longest = max(lengths)
-        if size is not None:
-            size.record(longest)
-        if longest > room - HEADER_BYTES:
-            frames = self._gather_bytes(bytearray(payload.ljust(longest, b"\0")))
-            return [pickle.loads(frame[:length]) for frame, length in zip(frames, lengths, strict=True)]
-        end = HEADER_BYTES
-        return [pickle.loads(frame[end : end + length]) for frame, length in zip(frames, lengths, strict=True)]
+        return [obj] if self.size == 1 else all_gather_object(obj, self.control, size)
 
     def gather_object(self, obj: T) -> list[T] | None:
         """Return the objects of all ranks on rank 0, None on others. Pickled; two collectives. Collective."""
-        if self.size == 1:
-            return [obj]
-        payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-        longest = torch.tensor([len(payload)])
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.control)
-        room = HEADER_BYTES + int(longest)
-        frames = [bytearray(room) for _ in range(self.size)] if self.is_global_zero else []
-        into = [as_tensor(frame) for frame in frames] or None
-        dist.gather(as_tensor(framed(payload, room)), into, dst=0, group=self.control)
-        if not self.is_global_zero:
-            return None
-        return [pickle.loads(frame[HEADER_BYTES : HEADER_BYTES + length_of(frame)]) for frame in frames]
-
-    def _gather_bytes(self, source: bytearray) -> list[memoryview]:
-        """Gather buffers of the same length in one collective."""
-        gathered = [bytearray(len(source)) for _ in range(self.size)]
-        dist.all_gather([as_tensor(buffer) for buffer in gathered], as_tensor(source), group=self.control)
-        return [memoryview(buffer) for buffer in gathered]
+        return [obj] if self.size == 1 else gather_object(obj, self.control)
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         # If the device is not the CPU, CPU tensors use the control group: a default group that the user created with

@@ -40,8 +40,6 @@ from .training import Training
 from .verbs import verb
 
 if TYPE_CHECKING:
-    from ..core.accumulation import AccumulationSchedule
-    from ..metrics.logger import Logger
     from ..parallel.strategy import Strategy
 
 

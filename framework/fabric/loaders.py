@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..data.combined_source import prepare_training
-from ..data.dataloader import distributed_samplers, is_map_style
+from ..data.dataloader import copy_with, distributed_samplers, is_map_style
+from ..data.iterable_source import IterableSource
 from ..data.rounds import (
     Rounds,
     SplitBatches,
@@ -22,7 +23,7 @@ from ..data.rounds import (
     known_rounds,
     local_rounds,
 )
-from ..data.training_source import NO_BATCH, IterableSource, Position, TrainingSource
+from ..data.training_source import NO_BATCH, Position, TrainingSource
 from ..distributed.data_parallel import DataRanks
 from ..distributed.partition import ceil_div
 from ..distributed.world import World
@@ -278,7 +279,6 @@ def _narrowed(given: Any, size: int, name: str) -> Any:
             f"{name} has batch_size={sampler.batch_size}, which split_batches shares out over {size} ranks: give a "
             "multiple of the number of ranks."
         )
-    narrow: DataLoader[Any] = copy.copy(given)
-    vars(narrow)["batch_sampler"] = BatchSampler(sampler.sampler, sampler.batch_size // size, sampler.drop_last)
-    vars(narrow)["batch_size"] = sampler.batch_size // size
-    return narrow
+    size_of_part = sampler.batch_size // size
+    part = BatchSampler(sampler.sampler, size_of_part, sampler.drop_last)
+    return copy_with(given, {"batch_sampler": part, "batch_size": size_of_part})

@@ -111,6 +111,8 @@ def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precisi
     fields = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     own = types.new_class(f"Fabric{kind.__name__}", (FabricModule, kind), exec_body=lambda space: space.update(fields))
     wrapped: Any = object.__new__(own)
+    # No ordinary way: the two objects must share all attributes, also those that are assigned to either of them later.
+    # torch and the user's methods read them from ``__dict__``, so delegation by ``__getattr__`` would not reach them.
     object.__setattr__(wrapped, "__dict__", module.__dict__)
     object.__setattr__(wrapped, "_calls", _Calls(engine, compiled, precision, device_type))
     return wrapped

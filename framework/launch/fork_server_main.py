@@ -193,12 +193,12 @@ def _run_target(given: Preparation) -> None:
     if _SEARCHES_OWN_FOLDER:
         sys.path.insert(0, own_folder)
     sys.argv[:] = [given.target, *given.arguments]
-    vars(main)["__builtins__"] = builtins
+    main.__builtins__ = builtins  # type: ignore[attr-defined]
     if given.is_module:
         _run_module_as_main(given.target)
         return
     loader = SourceFileLoader("__main__", given.target)
-    vars(main).update(__file__=given.target, __spec__=None, __package__=None, __loader__=loader)
+    main.__file__, main.__loader__ = given.target, loader
     exec(loader.source_to_code(loader.get_data(given.target), given.target), vars(main))
 
 

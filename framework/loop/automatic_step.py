@@ -250,7 +250,7 @@ class AutomaticStep(TrainingStep):
         self.phase[0] = UPDATE
         if nonfinite:
             # Do not report this to the loss scaler: the overflow is not caused by the scale.
-            self.guard.heed_loss()
+            self.guard.handle_loss()
             self.updater.forget(self.optimizer)
         elif has_loss and self.apply(index):
             self.guard.applied()

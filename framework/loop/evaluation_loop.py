@@ -79,7 +79,7 @@ def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | Non
             for index, source in enumerate(plan.sources):
                 log.loader = index if several else None
                 log.in_step = True
-                _run_loader(run, plan, source, index, _StepFigures(run, plan, log, index))
+                _run_loader(run, plan, source, index, metrics=_StepMetrics(run, plan, log, index))
                 log.in_step = False
             log.loader = None
             run.heartbeat.mark_sync_point()
@@ -105,7 +105,7 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
     with run.heartbeat.section("evaluation"), evaluating(run, plan), logging_to(run, refusal):
         _start(run, plan)
         for index, source in enumerate(plan.sources):
-            _run_loader(run, plan, source, index, outputs[index] if keep else None)
+            _run_loader(run, plan, source, index, outputs=outputs[index] if keep else None)
         run.heartbeat.mark_sync_point()
         mine = outputs if run.world.counts_data else [[] for _ in plan.sources]
         results = _in_order(run.world.all_gather_object(mine)) if keep else [[] for _ in plan.sources]
@@ -125,23 +125,28 @@ def _start(run: Run, plan: EvaluationPlan) -> None:
     run.call(f"on_{plan.prefix}_epoch_start")
 
 
-class _StepFigures:
+class _StepMetrics:
     """Values logged with ``on_step=True`` in an evaluation, for the loggers, indexed by the number of batches seen.
 
     Values are read in groups, since reading a value from a device waits for the device.
     """
 
     def __init__(self, run: Run, plan: EvaluationPlan, log: MetricLog, loader: int) -> None:
-        self.log = log
+        self._log = log
         self._run = run
         self._seen = plan.seen
         self._loader = loader
         self._waiting: list[tuple[int, dict[str, Any]]] = []
 
-    def note(self) -> None:
+    def begin(self, batch: Any) -> None:
+        """Weight the values that the step logs by this batch."""
+        self._log.begin_batch(batch)
+        self._log.fed.add(self._log.loader)
+
+    def record(self) -> None:
         """Record the step values of a batch."""
         seen = self._seen[self._loader] = self._seen.get(self._loader, 0) + 1
-        if (values := self.log.step_values("logger")) and not self._run.sanity_checking:
+        if (values := self._log.step_values("logger")) and not self._run.sanity_checking:
             self._waiting.append((seen, values))
             if len(self._waiting) >= _STEPS_WAITING:
                 self.flush()
@@ -158,9 +163,10 @@ def _run_loader(
     plan: EvaluationPlan,
     source: EvaluationSource,
     index: int,
-    sink: _StepFigures | list[tuple[int, Any]] | None,
+    metrics: _StepMetrics | None = None,
+    outputs: list[tuple[int, Any]] | None = None,
 ) -> None:
-    """Run this rank's batches of a loader; append the numbered outputs to the list, if one is given."""
+    """Run this rank's batches of a loader; record metrics and append the numbered outputs if these are given."""
     from lightning_utilities.core.apply_func import apply_to_collection
 
     names = ("batch", "batch_idx", "dataloader_idx")
@@ -169,8 +175,6 @@ def _run_loader(
     step = run.strategy.route(in_context(user_step, context), training=False)
     batch_start = [with_arity(hook, names) for hook in run.hooks(f"on_{plan.prefix}_batch_start")]
     batch_end = [with_arity(hook, ("outputs", *names)) for hook in run.hooks(f"on_{plan.prefix}_batch_end")]
-    figures = sink if isinstance(sink, _StepFigures) else None
-    outputs = sink if isinstance(sink, list) else None
     numbered = source.start(limit=plan.limits[index])
     if run.world.size > 1 and run.traits.forward_has_collectives:
         numbered = in_rounds(
@@ -182,21 +186,19 @@ def _run_loader(
         phase[0] += 1
         if plan.transfer is not None:
             batch = plan.transfer(batch, index)
-        if figures is not None:
-            log = figures.log
-            log.begin_batch(batch)
-            log.fed.add(log.loader)
+        if metrics is not None:
+            metrics.begin(batch)
         for hook in batch_start:
             hook(batch, batch_index, index)
         output = step(batch, batch_index, index)
         for hook in batch_end:
             hook(output, batch, batch_index, index)
-        if figures is not None:
-            figures.note()
+        if metrics is not None:
+            metrics.record()
         if outputs is not None:
             outputs.append((place, apply_to_collection(output, Tensor, _kept)))
-    if figures is not None:
-        figures.flush()
+    if metrics is not None:
+        metrics.flush()
 
 
 def _certain_count(source: EvaluationSource, limit: int | None) -> int | None:

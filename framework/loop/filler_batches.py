@@ -39,8 +39,7 @@ class LockstepFiller:
         transfer: moves a batch to the device; None if it is there already.
         windows: the rank's data, read ahead to find a batch with a loss.
         forward_has_collectives: whether forward passes contain collectives. If False, only backward passes do, and
-        ranks
-            may run different numbers of forward passes.
+            ranks may run different numbers of forward passes.
     """
 
     def __init__(

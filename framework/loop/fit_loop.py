@@ -49,7 +49,7 @@ class FitLoop:
         self.reload_every = 0
         self.reload: Callable[[], None] | None = None
         self.validation = FitValidation(run, plan, clock)
-        self._step_limit = plan.max_steps if plan.max_steps >= 0 else math.inf
+        self._step_limit = plan.step_limit
         self._warned_of_no_end = False
 
     def use_step(self, step: AutomaticStep | ManualStep, transfer: Callable[[Any, int], Any] | None) -> None:
@@ -65,14 +65,13 @@ class FitLoop:
     def estimated_steps(self) -> int | float:
         """Return the number of optimizer steps of the entire fit; infinite if unknown."""
         plan, windows = self.plan, self.windows
-        limit = plan.max_steps if plan.max_steps >= 0 else math.inf
-        if windows.full is None or plan.max_epochs is None or plan.max_epochs < 0:
-            return limit
+        if windows.full is None or plan.epoch_limit == math.inf:
+            return plan.step_limit
         steps = 0
-        for epoch in range(plan.max_epochs):
+        for epoch in range(int(plan.epoch_limit)):
             steps += windows.schedule.windows(windows.full, epoch, steps)
-            if steps >= limit:
-                return limit
+            if steps >= plan.step_limit:
+                return plan.step_limit
         return steps
 
     def __call__(self) -> None:
@@ -126,8 +125,8 @@ class FitLoop:
     def _warn_of_no_end(self) -> None:
         """Warn once if an epoch made no optimizer step and only ``max_steps`` limits the run."""
         plan = self.plan
-        ends = plan.max_epochs is not None and plan.max_epochs >= 0
-        if plan.max_steps >= 0 and not ends and self.windows.full != 0 and not self._warned_of_no_end:
+        only_steps = plan.epoch_limit == math.inf and plan.step_limit < math.inf
+        if only_steps and self.windows.full != 0 and not self._warned_of_no_end:
             self._warned_of_no_end = True
             self.run.note(
                 f"epoch {self.run.progress.epoch} made no optimizer step, and only max_steps={plan.max_steps} ends "
@@ -251,17 +250,11 @@ class FitLoop:
         plan, progress = self.plan, self.run.progress
         if self.run.preempted_by is not None:
             return not self.run.in_window
-        epochs = progress.epoch + (1 if progress.epoch_ended else 0)
-        return (plan.min_epochs is None or epochs >= plan.min_epochs) and (
-            plan.min_steps is None or progress.global_step >= plan.min_steps
-        )
+        return progress.epochs_done >= (plan.min_epochs or 0) and progress.global_step >= (plan.min_steps or 0)
 
     def _finished(self) -> bool:
         plan, progress = self.plan, self.run.progress
-        epochs = progress.epoch + (1 if progress.epoch_ended else 0)
-        if plan.max_epochs is not None and plan.max_epochs >= 0 and epochs >= plan.max_epochs:
-            return True
-        if plan.max_steps >= 0 and progress.global_step >= plan.max_steps:
+        if progress.epochs_done >= plan.epoch_limit or progress.global_step >= plan.step_limit:
             return True
         if self.windows.full == 0:
             # Only with limit_train_batches=0: a loader without batches has raised an error before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,3 +26,13 @@ class FitPlan:
     validate_every_seconds: float | None = None
     sanity_batches: int | None = 0
     """Batches of the sanity check of the validation loop before training; None for all."""
+
+    @property
+    def epoch_limit(self) -> int | float:
+        """The number of epochs after which the fit ends; infinite without a limit."""
+        return math.inf if self.max_epochs is None or self.max_epochs < 0 else self.max_epochs
+
+    @property
+    def step_limit(self) -> int | float:
+        """The number of optimizer steps after which the fit ends; infinite without a limit."""
+        return math.inf if self.max_steps < 0 else self.max_steps

@@ -1,4 +1,4 @@
-"""Validation of the arguments of ``log``: the reduction, and whether a value is kept for steps, the epoch or both."""
+"""Validation of the arguments of ``log``: the value, its reduction, and whether it is per step, per epoch or both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError, MetricError, did_you_mean
+from .torchmetrics_state import is_collection
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _EQUIVALENTS: dict[Any, str] = {
@@ -70,4 +71,27 @@ def not_one_element(name: str, value: Tensor) -> MetricError:
     return MetricError(
         f"log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; a value must have one element: "
         "reduce it first, with .mean() for example."
+    )
+
+
+def number_of(name: str, value: Any) -> float:
+    """Return a logged value as a float.
+
+    Raises:
+        MetricError: it is not one number.
+    """
+    if isinstance(value, Tensor):
+        try:
+            value = value.item()
+        except RuntimeError:
+            raise not_one_element(name, value) from None
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    hint = "; log a MetricCollection with log_dict" if is_collection(value) else ""
+    raise MetricError(
+        f"log({name!r}, ...) got a {type(value).__name__}; "
+        f"a value must be a number, a tensor with one element, or a torchmetrics Metric{hint}."
     )

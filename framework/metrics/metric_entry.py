@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +33,9 @@ Part = tuple[str, list[float], list[float]]
 
 
 class Entry:
-    """A logged name: its reduction, its destinations, its latest value, and its sums over the epoch so far."""
+    """A logged name: its reduction, its destinations, and its sums over the epoch so far."""
 
-    __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "has_default_flags", "last", "loader", "metric",
+    __slots__ = ("_parked", "_waiting", "extreme", "flags", "fx", "has_default_flags", "index", "loader", "metric",
                  "name", "on_epoch", "on_step", "suffix", "values", "weights")  # fmt: skip
 
     def __init__(
@@ -54,8 +55,9 @@ class Entry:
         self.on_epoch = on_epoch
         self.loader = loader
         self.suffix = suffix
+        self.index = 0
+        """The position of the newest value in the scope."""
         self.metric: Any = None
-        self.last: Any = None
         self.values: list[float] = []
         self.weights: list[float] = []
         self.extreme: float | None = None
@@ -67,6 +69,14 @@ class Entry:
         self.flags = flags
         self.has_default_flags = flags == _DEFAULT_FLAGS
         return self
+
+    def log_metric(self, metric: Any) -> None:
+        """Take the epoch value from a torchmetrics ``Metric`` instead of from the sums."""
+        self.metric = metric
+
+    def move_to_loader(self, loader: int | None) -> None:
+        """Report the name with the metrics of another evaluation loader."""
+        self.loader = loader
 
     # ---- names ----------------------------------------------------------------------------------------------------
 
@@ -152,17 +162,39 @@ class Entry:
             return self.fx, self.values, self.weights
         return self.fx, [] if self.extreme is None else [self.extreme], []
 
-    def restore(
-        self, values: list[float], weights: list[float], *, last: float | None = None, metric: Any = None
-    ) -> None:
-        """Add what ``local`` returned to what is there; take the newest value if there is none, and a given metric."""
-        self.last = last if self.last is None else self.last
-        self.metric = self.metric if metric is None else metric
+    def restore(self, values: list[float], weights: list[float]) -> None:
+        """Add the sums that ``local`` returned, on this rank or on another."""
         if self.fx in ("mean", "sum"):
             self.values, self.weights = [*self.values, *values], [*self.weights, *weights]
         else:
             for value in values:
                 self.add(value, 1.0)
+
+
+@dataclass
+class Scope:
+    """The names that are logged in steps, or those that are logged in hooks of the epoch."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    latest: list[Any] = field(default_factory=list)
+    """The newest value of each entry, or None. Beside the entries, so that ``log`` stores a value without a call."""
+
+    def add(self, key: str, entry: Entry) -> Entry:
+        """Add an entry without a value, and return it."""
+        entry.index = len(self.latest)
+        self.entries[key] = entry
+        self.latest.append(None)
+        return entry
+
+    def step_values(self) -> list[tuple[Entry, Any]]:
+        """Return the newest values of the names that are logged per step, each with its entry."""
+        pairs = zip(self.entries.values(), self.latest, strict=True)
+        return [(entry, value) for entry, value in pairs if entry.on_step and value is not None]
+
+    def clear(self) -> None:
+        """Remove all names."""
+        self.entries.clear()
+        self.latest.clear()
 
 
 def read_devices(entries: Iterable[Entry]) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ConfigurationError, MetricError
+from ..core.errors import ConfigurationError
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
 from .batch_items import batch_items
 from .epoch_reduction import exchange
-from .log_arguments import kept_for, not_one_element, reduction_of
-from .metric_entry import Entry, Flags, read_devices
+from .log_arguments import kept_for, not_one_element, number_of, reduction_of
+from .metric_entry import Entry, Flags, Scope, read_devices
 from .metric_log_state import entries_state, load_entries
-from .torchmetrics_state import is_collection, is_metric
+from .torchmetrics_state import is_metric
 
 # Takes the place of the entry of a name that was not logged yet: no arguments are the same as these.
 _NEW = Entry("", Flags(False, True, None, None, object(), False), "", False, False)
@@ -49,8 +49,8 @@ class MetricLog:
         self._module = module
         self._loader: int | None = None
         self._suffix = ""
-        self._scopes: dict[bool, dict[str, Entry]] = {True: {}, False: {}}
-        self._entries = self._scopes[False]
+        self._scopes = {True: Scope(), False: Scope()}
+        self._use(self._scopes[False])
         self._training = stage == "train"
         self._speaks = world.rank == 0
         self._used_metrics: list[Any] = []
@@ -63,13 +63,17 @@ class MetricLog:
     @property
     def in_step(self) -> bool:
         """Whether values belong to a step rather than to an epoch hook."""
-        return self._entries is self._scopes[True]
+        return self._scope is self._scopes[True]
 
     @in_step.setter
     def in_step(self, value: bool) -> None:
-        self._entries = self._scopes[value]
+        self._use(self._scopes[value])
         # Epoch values have the same weight on every rank, so the last batch must not count; this also releases it.
         self.batch = self.items = None
+
+    def _use(self, scope: Scope) -> None:
+        # ``log`` reads the two attributes of the scope for each value.
+        self._scope, self._entries, self._latest = scope, scope.entries, scope.latest
 
     @property
     def loader(self) -> int | None:
@@ -116,7 +120,10 @@ class MetricLog:
         # This runs once for each value of each step: each attribute and each call below is paid a hundred times by a
         # module that logs a hundred values. Most of what is left is ``item()``.
         key = self._key(name, add_dataloader_idx) if self._suffix else name
-        entry = self._entries.get(key, _NEW)
+        try:  # Faster than ``get``.
+            entry = self._entries[key]
+        except KeyError:
+            entry = _NEW
         # Tuples are compared only for names with other arguments than the defaults. These are spelled as constants,
         # which need no look-up. A plain tuple equals the named one, and takes a fraction of the time to make.
         if (
@@ -135,12 +142,11 @@ class MetricLog:
                 try:  # Where nothing is raised this is free; ``contextlib.suppress`` is a call.  # noqa: SIM105
                     value = value.item()
                 except RuntimeError:
-                    pass  # ``_number`` finds out why: the tensor has several elements, or no data.
+                    pass  # ``number_of`` finds out why: the tensor has several elements, or no data.
             if type(value) is not float:
-                value = self._number(entry, value, batch_size)
-                if value is None:
-                    return
-        entry.last = value
+                self._log_other(key, value, batch_size)
+                return
+        self._latest[entry.index] = value
         if entry.on_epoch:
             if batch_size is None:
                 entry.add(value, self.items or self._count_items(entry))
@@ -153,44 +159,36 @@ class MetricLog:
             self.items = batch_items(self.batch)
         return self.items or 0
 
-    def _keep_on_device(self, entry: Entry, value: Tensor, batch_size: int | float | Tensor | None) -> None:
+    def _keep_on_device(self, key: str, value: Tensor, batch_size: int | float | Tensor | None) -> None:
+        entry = self._entries[key]
         if value.numel() != 1:
             raise not_one_element(entry.name, value)
         # A copy: the tensor may be a buffer, or be added to in place (`loss += penalty`) before it is read.
-        value = value.detach().clone()
-        entry.last = value
+        self._latest[entry.index] = value = value.detach().clone()
         if entry.on_epoch:
             if batch_size is None:
-                batch_size = self.items or self._count_items(entry)
+                batch_size = self._count_items(entry)
             elif isinstance(batch_size, Tensor):
                 batch_size = float(batch_size) if batch_size.is_cpu else batch_size.detach().clone()
             entry.add_on_device(value, batch_size)
 
-    def _number(self, entry: Entry, value: Any, batch_size: int | float | Tensor | None) -> float | None:
-        """Return a value of any type as a float; None for a metric or a tensor on a device, which are kept."""
-        if isinstance(value, Tensor):
-            if not value.is_cpu:
-                self._keep_on_device(entry, value, batch_size)
-                return None
-            try:
-                value = value.item()
-            except RuntimeError:
-                raise not_one_element(entry.name, value) from None
-        if is_metric(value):
-            entry.metric = value
+    def _log_other(self, key: str, value: Any, batch_size: int | float | Tensor | None) -> None:
+        """Record a torchmetrics ``Metric``, a tensor on a device, or a number that is not a Python float."""
+        entry = self._entries[key]
+        if isinstance(value, Tensor) and not value.is_cpu:
+            self._keep_on_device(key, value, batch_size)
+        elif is_metric(value):
+            entry.log_metric(value)
             if entry.on_step:
-                entry.last = value._forward_cache
-            return None
-        try:
-            if not isinstance(value, (str, bytes)):
-                return float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-        hint = "; log a MetricCollection with log_dict" if is_collection(value) else ""
-        raise MetricError(
-            f"log({entry.name!r}, ...) got a {type(value).__name__}; "
-            f"a value must be a number, a tensor with one element, or a torchmetrics Metric{hint}."
-        )
+                self._latest[entry.index] = value._forward_cache
+        else:
+            self._latest[entry.index] = value = number_of(entry.name, value)
+            if not entry.on_epoch:
+                return
+            if batch_size is None:
+                entry.add(value, self._count_items(entry))
+            else:
+                entry.add_weighted(value, batch_size)
 
     def _key(self, name: str, add_dataloader_idx: bool) -> str:
         """Return the name with the suffix of the evaluation loader."""
@@ -220,7 +218,7 @@ class MetricLog:
                 "pass add_dataloader_idx=False."
             )
         suffix = key[len(name) :]
-        entry = self._entries[key] = Entry(name, flags, fx, on_step, on_epoch, self._loader, suffix)
+        entry = self._scope.add(key, Entry(name, flags, fx, on_step, on_epoch, self._loader, suffix))
         self.mark = self._mark()
         return entry
 
@@ -235,15 +233,12 @@ class MetricLog:
 
     def __iter__(self) -> Iterator[Entry]:
         for scope in self._scopes.values():
-            yield from scope.values()
+            yield from scope.entries.values()
 
     def step_values(self, wanted: str) -> dict[str, Any]:
         """Return the latest step values of the entries whose attribute ``wanted`` is true, as numbers or tensors."""
-        return {
-            entry.step_name: entry.last
-            for entry in self._scopes[True].values()
-            if entry.on_step and entry.last is not None and getattr(entry, wanted)
-        }
+        pairs = self._scopes[True].step_values()
+        return {entry.step_name: value for entry, value in pairs if getattr(entry, wanted)}
 
     def current(self) -> dict[str, Any]:
         """Return the latest step values for callbacks, each under its step name and its plain name.
@@ -253,7 +248,8 @@ class MetricLog:
         if not self._training:
             return {}
         values = self.step_values("on_step")
-        values.update({e.plain_name: e.last for e in self if e.on_step and e.on_epoch and e.last is not None})
+        for scope in self._scopes.values():
+            values.update({entry.plain_name: value for entry, value in scope.step_values() if entry.on_epoch})
         return values
 
     def reduce(self, more: bool = False) -> tuple[dict[Entry, Tensor], bool]:

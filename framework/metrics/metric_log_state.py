@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from .metric_entry import Entry, Flags
+from .metric_entry import Entry, Flags, Scope
 from .torchmetrics_state import load_metric_states, metric_states
 
-Scopes = Mapping[bool, dict[str, Entry]]
-"""Entries by key: under True those logged in steps, under False those logged in hooks of the epoch."""
+Scopes = Mapping[bool, Scope]
+"""Under True the names logged in steps, under False those logged in hooks of the epoch."""
 
 
 def entries_state(scopes: Scopes, module: nn.Module | None) -> dict[str, Any]:
@@ -25,11 +25,11 @@ def entries_state(scopes: Scopes, module: nn.Module | None) -> dict[str, Any]:
                 "when": [entry.on_step, entry.on_epoch],
                 "local": list(entry.local()[1:]),
                 "in_step": in_step,
-                "last": None if entry.last is None else float(entry.last),
+                "last": None if last is None else float(last),
                 "metric": None if entry.metric is None else places[id(entry.metric)],
             }
             for in_step, scope in scopes.items()
-            for entry in scope.values()
+            for entry, last in zip(scope.entries.values(), scope.latest, strict=True)
             # A metric outside the module has no name by which it could be found again.
             if entry.metric is None or id(entry.metric) in places
         ],
@@ -42,9 +42,12 @@ def load_entries(scopes: Scopes, module: nn.Module | None, states: Sequence[Mapp
     for item in (item for state in states for item in state["entries"]):
         flags = Flags(*item["flags"])
         scope = scopes[item.get("in_step", True)]
-        entry = scope.setdefault(item["name"], Entry(item["name"], flags, flags.reduce_fx, *item["when"]))
-        metric = item.get("metric")
-        found = None if metric is None or module is None else module.get_submodule(metric)
-        entry.restore(*item["local"], last=item.get("last"), metric=found)
+        name = item["name"]
+        entry = scope.entries.get(name) or scope.add(name, Entry(name, flags, flags.reduce_fx, *item["when"]))
+        entry.restore(*item["local"])
+        if scope.latest[entry.index] is None:
+            scope.latest[entry.index] = item.get("last")
+        if item.get("metric") is not None and module is not None:
+            entry.log_metric(module.get_submodule(item["metric"]))
     if module is not None:
         load_metric_states(module, *[state["metrics"] for state in states])

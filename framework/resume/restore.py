@@ -142,11 +142,11 @@ def regroup(run: Run, plan: Resumption) -> None:
 def _thawed(run: Run, index: int, described: Mapping[str, Any], match: OptimizerMatch) -> Iterator[tuple[str, bool]]:
     """Freeze and unfreeze parameters of an optimizer; yield the saved name of each that was changed."""
     frozen = {name for group in described["groups"] for name in group.get("frozen", ())}
-    told = {name for group in described["groups"] if "frozen" in group for name in group["params"]}
+    recorded = {name for group in described["groups"] if "frozen" in group for name in group["params"]}
     parameters = parameters_of(run.optimizers[index])
     for position, name in match.parameters.items():
         trains = name not in frozen
-        if name in told and parameters[position].requires_grad is not trains:
+        if name in recorded and parameters[position].requires_grad is not trains:
             parameters[position].requires_grad_(trains)
             yield name, trains
 
@@ -184,7 +184,7 @@ def restore_run(run: Run, plan: Resumption) -> None:
     run.progress.load_state_dict(checkpoint.document["progress"])
     # The user's hook runs last, so that it sees the restored state and may change it.
     run.call("on_load_checkpoint", state["user"])
-    _tell_left(run, checkpoint, left)
+    _report_not_loaded(run, checkpoint, left)
 
 
 def load_model(run: Run, checkpoint: Checkpoint) -> None:
@@ -204,10 +204,10 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
     put_model(strategy, module, stored_of(checkpoint, match))
     run.averages.load_into_module(checkpoint, match.tensors, run.note)
     extra = put_extra_state(module, saved_extra_state(checkpoint), module.checkpoint_renames)
-    _tell_left(run, checkpoint, [*match.problems, *extra])
+    _report_not_loaded(run, checkpoint, [*match.problems, *extra])
 
 
-def _tell_left(run: Run, checkpoint: Checkpoint, left: list[str]) -> None:
+def _report_not_loaded(run: Run, checkpoint: Checkpoint, left: list[str]) -> None:
     if left:
         why = "" if run.module.strict_loading else ", as strict_loading is False"
         run.note(f"Not loaded from {checkpoint.path}{why}: {listed(left)}")

@@ -146,11 +146,11 @@ def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool, section: str)
     tensors = section_tensors(checkpoint, section)
     table, own = canonical_table(module), state_tensors(module)
     shapes = {name: tuple(own[raw].shape) for name, raw in table.items()}
-    match = check_model(module, shapes, checkpoint, strict, getattr(module, "checkpoint_renames", None))
+    renames = getattr(module, "checkpoint_renames", None)
+    match = check_model(module, shapes, checkpoint, strict, renames)
     with torch.no_grad():
         for name, saved in match.tensors.items():
             own[table[name]].copy_(tensors[saved].read())
-    renames = getattr(module, "checkpoint_renames", None)
     left = [*match.problems, *put_extra_state(module, saved_extra_state(checkpoint), renames)]
     if left:
         warnings.warn(

@@ -9,47 +9,32 @@ import torch
 
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
-from ..checkpoint.save_request import SaveRequest
-from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, is_count
-from ..distributed.control import Signal
 from ..fabric.fabric import Fabric
 from ..launch import launch_script
 from ..launch.exit_hooks import install_exit_codes
-from ..resume import check_export, export_module, export_run, make_ready
 from ..resume.resume_point import checked_checkpoint_path
-from ..run.run import Run
-from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
 from ..system.run_directory import RunDirectory
 from . import plan_memory
+from .actions import TrainerActions
 from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .notebook import run_in_function
 from .plugins import resolve_callbacks, resolve_loggers
-from .properties import TrainerProperties
 from .resolved_settings import resolve_settings
 from .rules import flag
-from .run_report import say
 from .session import Session, StageRequest
 from .settings import TrainerSettings
 from .stages import run_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from ..api.data_module import DataModule
-    from ..api.train_module import TrainModule
-    from ..core.accumulation import AccumulationSchedule
     from ..memory.memory_plan import MemoryPlan
-    from ..run.run import Run
-    from ..state.average_settings import AverageSettings
-    from ..state.weight_average import Average
 
 _DEFAULT_NAME = "phalanx_logs"
 
 
-class Trainer(TrainerProperties):
+class Trainer(TrainerActions):
     """Trains, validates, tests and predicts.
 
     The arguments are keyword arguments; ``help(Trainer.__init__)`` lists them.
@@ -223,127 +208,6 @@ class Trainer(TrainerProperties):
             self.note(f"max_restarts={max_restarts} has no effect on this run, since {started}.")
         run = run_in_function if resources.must_launch else run_stage
         return run(self._session, stage, request)
-
-    # ---- actions ------------------------------------------------------------------------------
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether all ranks have agreed on a stop; set it on any rank to stop all ranks after the same step."""
-        return super().should_stop
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        if value:
-            self.request_stop("")
-        elif self.run is not None:
-            self.run.triggers.withdraw(Signal.STOP)
-            self.raise_trigger(Signal.CONTINUE)
-
-    def request_stop(self, reason: str) -> None:
-        """Stop all ranks after the same step; the first reason is printed at the end."""
-        self.raise_trigger(Signal.STOP, reason)
-
-    def raise_trigger(self, name: str, payload: Any = None) -> None:
-        """Raise a signal on this rank that all ranks receive at the next boundary. ``payload``: JSON values."""
-        if self.run is not None:
-            self.run.triggers.set(name, payload)
-
-    def set_accumulation(self, schedule: AccumulationSchedule) -> None:
-        """Replace the accumulation schedule, before training starts."""
-        self._session.use_accumulation(schedule)
-
-    def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Send metrics to all loggers at the current step, and add them to ``callback_metrics``."""
-        if self.run is not None:
-            step = max(0, self.run.progress.global_step - 1)
-            self.run.loggers.log_metrics(dict(metrics), step)
-            self.run.metrics.values["callback"].update(metrics)
-
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
-        """Save the state of the run after the last optimizer step. Collective.
-
-        Args:
-            filepath: the checkpoint's directory.
-            weights_only: save only the model; no run can be resumed from such a checkpoint.
-            asynchronous: return once the state is copied, and write it in the background. At most one save is pending:
-                the next save and the end of the fit wait for it. A failure is reported at the step after it is known,
-                and training continues; the third failure in a row ends the run.
-
-        Raises:
-            NonFiniteError: a weight is NaN or infinite; no checkpoint was written.
-            StorageError: the checkpoint could not be written; an existing one is unchanged.
-        """
-        self.request_save(SaveRequest(absolute(filepath), weights_only, asynchronous, tolerant=asynchronous))
-
-    def export(
-        self,
-        path: str | Path,
-        dtype: str | torch.dtype | None = None,
-        max_shard_size: int | str | None = None,
-    ) -> Path:
-        """Write only the weights, as plain safetensors; return the path. Collective during a run.
-
-        In a hook, the weights are those after the last optimizer step, under any strategy, in the dtype of its updates.
-        After a fit they are the weights that the module holds, and only rank 0 writes.
-
-        Args:
-            path: a file that does not exist yet, or a directory in which ``model.safetensors`` is created.
-            dtype: the dtype in which floating-point tensors are written, such as ``"bf16"``.
-            max_shard_size: make ``path`` a directory of files of at most this size (``"5GB"``) and an index.
-
-        Raises:
-            ConfigurationError: there is no module, ``path`` exists, or a number does not fit into ``dtype``.
-            StorageError: the files cannot be written.
-        """
-        target = Path(path)
-        if self.run is not None:
-            self.run.check_together("export")
-            return export_run(self.run, target, dtype, max_shard_size)
-        if self._session.module is None:
-            raise ConfigurationError("export writes the weights of a module that was fitted or evaluated: fit first.")
-        check_export(dtype, max_shard_size)
-        return export_module(self._session.module, target, dtype, max_shard_size) if self.is_global_zero else target
-
-    def note(self, text: str) -> None:
-        """Show a line on the console of rank 0."""
-        if not self.is_global_zero:
-            return
-        if not any(callback.show(text) for callback in self.callbacks):
-            say(text)
-
-    def print(self, *args: Any) -> None:
-        """Print on rank 0."""
-        self.note(" ".join(map(str, args)))
-
-    # ---- actions of callbacks that take part in the engine --------------------------------------------------------
-
-    def add_average(self, settings: AverageSettings) -> Average:
-        """Maintain an average of the weights from now on; for callbacks, in ``setup``."""
-        return self._running("add_average").add_average(settings)
-
-    def pause_lr_schedulers(self) -> None:
-        """Stop advancing schedulers for the rest of the fit; a callback sets the learning rates."""
-        self._running("pause_lr_schedulers").pause_lr_schedulers()
-
-    def prepare_saves(
-        self, directory: Path, gives: Callable[[str], bool], weights_only: bool, asynchronous: bool
-    ) -> None:
-        """Prepare a directory for checkpoints whose names ``gives`` accepts; see ``make_ready``. Collective."""
-        make_ready(self._running("prepare_saves"), directory, gives, weights_only, asynchronous)
-
-    def request_save(self, request: SaveRequest) -> None:
-        """Save according to a ``SaveRequest``; errors as for ``save_checkpoint``. Collective."""
-        self._running("save_checkpoint").saver.save(request)
-
-    def finish_saves(self) -> None:
-        """Wait for a pending asynchronous save, and handle its result. Collective."""
-        if self.run is not None:
-            self.run.saver.finish()
-
-    def _running(self, what: str) -> Run:
-        if self.run is None:
-            raise ConfigurationError(f"{what} works only during a run: call it in a hook or a callback.")
-        return self.run
 
 
 def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> None:

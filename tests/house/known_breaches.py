@@ -4,12 +4,7 @@ from __future__ import annotations
 
 # Files of more than 300 lines.
 LONG_FILES: dict[str, str] = {
-    "callbacks.model_checkpoint": "file",
-    "callbacks.progress": "file",
-    "framework.data.training_source": "file",
-    "framework.distributed.world": "file",
     "framework.parallel.strategy": "file",
-    "framework.trainer.trainer": "file",
     "strategies.deepspeed.strategy": "file",
     "strategies.fsdp.strategy": "file",
 }
@@ -27,21 +22,12 @@ LARGE_CONTRACT: dict[str, str] = {
 
 # Assignments to an attribute of an object that neither the function nor the module owns.
 FOREIGN_WRITES: dict[str, str] = {
-    "framework.checkpoint.convert.accelerate": "foreign.progress foreign.scaler foreign.schedulers",
-    "framework.checkpoint.convert.lightning": "optimizer.kind",
-    "framework.data.dataloader": "sampler.begun",
-    "framework.metrics.epoch_reduction": "entry.loader",
-    "framework.metrics.metric_log": "entry.last entry.metric",
     "framework.trainer.assembly": "strategy.routes_backward strategy.routes_losses",
     "strategies.deepspeed.swap": "swapper.buffers",
 }
 
 # Writes into ``__dict__``, and ``__class__`` replaced.
 REWIRED_OBJECTS: dict[str, str] = {
-    "framework.core.hyperparameters": "self.__dict__",
-    "framework.fabric.loaders": "vars(narrow)",
-    "framework.fabric.module": "wrapped.__dict__",
-    "framework.launch.fork_server_main": "vars(main)",
     "framework.parallel.sync_batch_norm": "layer.__class__ layer.__dict__",
     "strategies.deepspeed.attributes": "part.__dict__",
     "strategies.deepspeed.engine": "part.__dict__",

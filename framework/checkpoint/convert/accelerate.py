@@ -1,10 +1,11 @@
-"""Folders of Accelerate's ``save_state``."""
+"""Conversion of the folders that Accelerate's ``save_state`` writes."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from .dcp_state import named_optimizer, nested, tensors_of
 from .deepspeed import from_engine, read_engine
 from .detect_format import file_of, names_in
 from .foreign_state import Foreign, ForeignProgress, counted
-from .parameter_order import add_kinds, build_module, by_name, orders_of
+from .parameter_order import build_module, by_name, orders_of, with_kinds
 from .request import Request
 from .strip_prefixes import all_bare, prefix_in
 from .unpickle_client import Content, Job
@@ -42,28 +43,26 @@ def convert_folder(request: Request) -> Foreign:
     states = [_behind(prefix, content) for content in contents[len(parts) : len(parts) + len(kept)]]
     orders = orders_of(module, request.optimizers)
     foreign.optimizers = by_name(states, foreign.weights, orders, ordered, foreign.notes) if states else None
-    _add_rest(foreign, source, contents[len(parts) + len(kept) :])
-    return foreign
+    return _with_rest(foreign, source, contents[len(parts) + len(kept) :])
 
 
 def convert_sharded(request: Request) -> Foreign:
     """Read a folder that ``save_state`` wrote under FSDP, as torch.distributed.checkpoint folders."""
     source = request.source
-    model, *optimizers = _only(source, r"pytorch_model_fsdp_\d+"), *_folders(source, r"optimizer_\d+")
-    folders = [source / name for name in (model, *optimizers)]
+    model, *others = _only(source, r"pytorch_model_fsdp_\d+"), *_folders(source, r"optimizer_\d+")
+    folders = [source / name for name in (model, *others)]
     contents = request.read([*(Job(folder, sharded=True) for folder in folders), *_beside(source)])
     trees = [nested(content, folder) for content, folder in zip(contents, folders, strict=False)]
     weights = all_bare(tensors_of(trees[0].get("model"), folders[0]))
     module = build_module(request.module, {})
     prefix = prefix_in(module, weights, request.prefix)
     foreign = Foreign("accelerate-sharded", {prefix + name: tensor for name, tensor in weights.items()})
-    foreign.optimizers = [
+    optimizers = [
         named_optimizer(tree.get("optimizer", {}), folder, prefix)
         for tree, folder in zip(trees[1:], folders[1:], strict=True)
-    ] or None
-    add_kinds(foreign.optimizers, orders_of(module, request.optimizers))
-    _add_rest(foreign, source, contents[len(folders) :])
-    return foreign
+    ]
+    foreign.optimizers = with_kinds(optimizers, orders_of(module, request.optimizers)) or None
+    return _with_rest(foreign, source, contents[len(folders) :])
 
 
 def convert_deepspeed(request: Request) -> Foreign:
@@ -72,8 +71,7 @@ def convert_deepspeed(request: Request) -> Foreign:
     engine = read_engine(source / _only(source, r"pytorch_model(_\d+)?"), request)
     prefix = prefix_in(build_module(request.module, {}), engine.first["module"], request.prefix)
     foreign = from_engine(engine, "accelerate-deepspeed", request, prefix)
-    _add_rest(foreign, source, request.read(_beside(source)))
-    return foreign
+    return _with_rest(foreign, source, request.read(_beside(source)))
 
 
 def _folders(source: Path, pattern: str) -> list[str]:
@@ -93,24 +91,22 @@ def _beside(source: Path) -> list[Job]:
     return [*_numbered(source, "scheduler"), *scaler]
 
 
-def _add_rest(foreign: Foreign, source: Path, contents: Sequence[Content]) -> None:
-    """Add schedulers and loss scaler, count steps, and note what is left out."""
+def _with_rest(foreign: Foreign, source: Path, contents: Sequence[Content]) -> Foreign:
+    """Return the checkpoint with schedulers, loss scaler and the number of steps; note what is left out."""
     names, states = names_in(source), [dict(content) for content in contents]
-    if _SCALER in names.files:
-        foreign.scaler = states.pop()
-    if states:
-        foreign.schedulers = states
+    scaler = states.pop() if _SCALER in names.files else foreign.scaler
     steps = foreign.progress.global_step or _steps(foreign)
-    foreign.progress = ForeignProgress(0, steps, None, steps)
-    foreign.notes.append("left out: epoch and position in the data, which Accelerate does not save")
+    notes = [*foreign.notes, "left out: epoch and position in the data, which Accelerate does not save"]
     left = sorted(name for name in names.files if _NOT_CARRIED.fullmatch(name))
     if left:
-        foreign.notes.append(f"left out: {counted(left)} (random generators, samplers, objects of your own)")
+        notes.append(f"left out: {counted(left)} (random generators, samplers, objects of your own)")
     if states and _ranks(names.files) > 1:
-        foreign.notes.append(
+        notes.append(
             "Accelerate steps a scheduler once for each process, unless split_batches or "
             "step_scheduler_with_optimizer=False is set; from here on it steps once for each update"
         )
+    progress = ForeignProgress(0, steps, None, steps)
+    return replace(foreign, scaler=scaler, schedulers=states or foreign.schedulers, progress=progress, notes=notes)
 
 
 def _steps(foreign: Foreign) -> int:

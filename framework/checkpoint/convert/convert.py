@@ -1,4 +1,4 @@
-"""``convert``: a checkpoint of Lightning, Accelerate or DeepSpeed made into one of phalanx."""
+"""``convert``: makes a checkpoint of phalanx from one of Lightning, Accelerate or DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, read without it: the index, and each tensor put together from its pieces."""
+"""Reader of torch.distributed.checkpoint folders: parses the index, and assembles each tensor from its pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contents of torch.distributed.checkpoint folders: nested again, and optimizers in them, which carry names."""
+"""State in torch.distributed.checkpoint folders: nested again, with optimizers whose state is stored by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's folders: ZeRO's flat partitions of all ranks put together, and cut into parameters by their names."""
+"""Conversion of DeepSpeed's folders: joins ZeRO's partitions of all ranks and cuts them into named parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.errors import CheckpointError, did_you_mean
 from .detect_format import file_of, has_states, names_in
 from .foreign_state import Foreign, ForeignOptimizer, ForeignProgress, Group, counted
-from .parameter_order import Order, add_kinds, build_module, by_name, orders_of
+from .parameter_order import Order, build_module, by_name, orders_of, with_kinds
 from .request import Request
 from .strip_prefixes import bare, prefix_in
 from .unpickle_client import Job
@@ -132,8 +132,7 @@ def from_engine(engine: Engine, format: str, request: Request, prefix: str) -> F
     if optimizer is None:
         foreign.optimizers = _plain_optimizer(engine, weights, orders, foreign.notes)
     else:
-        foreign.optimizers = [optimizer]
-        add_kinds(foreign.optimizers, orders)
+        foreign.optimizers = with_kinds([optimizer], orders)
         scale = engine.partitions[0].get("loss_scaler")
         if isinstance(scale, dict) and scale.get("dynamic"):
             foreign.scaler = {"scale": float(scale["cur_scale"]), "good_updates": 0}

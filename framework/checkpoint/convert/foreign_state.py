@@ -1,4 +1,4 @@
-"""The contents of a foreign checkpoint in a form common to all formats, and the snapshot that is made of it."""
+"""``Foreign``: the contents of a foreign checkpoint in a form common to all formats, and the snapshot made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints: what its Trainer puts into every one of them, and the ``.ckpt`` file."""
+"""Conversion of Lightning's checkpoints: the ``.ckpt`` file, and the folders of its sharded strategies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .dcp_state import named_optimizer, nested, tensors_of
 from .deepspeed import OWN, from_engine, read_engine
 from .detect_format import file_of
 from .foreign_state import Foreign, ForeignAverage, ForeignProgress, counted
-from .parameter_order import build_module, by_name, orders_of
+from .parameter_order import build_module, by_name, orders_of, with_kinds
 from .request import Request
 from .strip_prefixes import all_bare, bare
 from .unpickle_client import Content, Job
@@ -69,10 +69,8 @@ def convert_sharded(request: Request) -> Foreign:
     weights = all_bare(tensors_of(tree.get("state_dict", tree.get("model")), source))
     foreign = from_trainer(meta, weights, "lightning-sharded", request)
     places = sorted((name for name in tree if name.startswith("optimizer_")), key=lambda name: int(name[10:]))
-    foreign.optimizers = [named_optimizer(tree[place], source) for place in places] or None
-    orders = orders_of(build_module(request.module, foreign.hparams), request.optimizers) or []
-    for optimizer, order in zip(foreign.optimizers or [], orders, strict=False):
-        optimizer.kind = order.kind
+    orders = orders_of(build_module(request.module, foreign.hparams), request.optimizers)
+    foreign.optimizers = with_kinds([named_optimizer(tree[place], source) for place in places], orders) or None
     return foreign
 
 

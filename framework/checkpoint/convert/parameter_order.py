@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -94,11 +94,11 @@ def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) 
     ]
 
 
-def add_kinds(optimizers: Sequence[ForeignOptimizer] | None, orders: Sequence[Order] | None) -> None:
-    """Give optimizers whose state is kept by name the classes that the user's objects tell."""
-    if optimizers is not None and orders is not None and len(optimizers) == len(orders):
-        for optimizer, order in zip(optimizers, orders, strict=True):
-            optimizer.kind = order.kind
+def with_kinds(optimizers: list[ForeignOptimizer], orders: Sequence[Order] | None) -> list[ForeignOptimizer]:
+    """Return optimizers whose state is stored by name, with the classes of the user's objects where these are known."""
+    if orders is None or len(optimizers) != len(orders):
+        return optimizers
+    return [replace(optimizer, kind=order.kind) for optimizer, order in zip(optimizers, orders, strict=True)]
 
 
 def by_name(

@@ -1,4 +1,4 @@
-"""The one kind of pickle that torch's safe unpickler does not read: ``.metadata`` of torch.distributed.checkpoint.
+"""Restricted reader of ``.metadata`` of torch.distributed.checkpoint, which torch's safe unpickler does not read.
 
 A pickle is a list of operations. Here they are taken apart by the standard library's disassembler and carried out on
 plain values alone: a name in the pickle stays a name, a call stays what was to be called with what.

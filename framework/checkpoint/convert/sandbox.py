@@ -1,4 +1,4 @@
-"""Bounds on a process that reads untrusted files: memory, time, files, and neither network nor programs."""
+"""Limits of a process that reads untrusted files: memory, time and file sizes; no network and no other programs."""
 
 from __future__ import annotations
 

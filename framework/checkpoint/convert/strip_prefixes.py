@@ -1,4 +1,4 @@
-"""Names of tensors: what wrappers put into them, taken out where a format says so."""
+"""Removal of the prefixes that wrappers add to tensor names, where a format implies them."""
 
 from __future__ import annotations
 

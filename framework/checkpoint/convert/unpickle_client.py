@@ -1,4 +1,4 @@
-"""Has foreign pickles read by a process of its own, and takes over the JSON and safetensors that it wrote."""
+"""Client of the process that reads foreign pickles: starts it, and loads the JSON and safetensors that it wrote."""
 
 from __future__ import annotations
 

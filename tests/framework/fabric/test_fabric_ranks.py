@@ -14,7 +14,8 @@ from small_fits import Tiny, loader, quiet_trainer
 from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError, DesyncError, RankError, UnknownNameError
 from phalanx.framework.distributed.rank_zero_first import first_in_turn
-from phalanx.framework.distributed.world import Placement, World
+from phalanx.framework.distributed.world import World
+from phalanx.framework.system.launcher_env import Placement
 
 
 def gather_all() -> dict[str, Any]:

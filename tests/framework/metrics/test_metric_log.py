@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from phalanx import TrainModule
 from phalanx.framework.core.errors import ConfigurationError, MetricError
+from phalanx.framework.distributed import object_frames
 from phalanx.framework.distributed.world import World
 from phalanx.framework.metrics.batch_items import batch_items
 from phalanx.framework.metrics.metric_log import MetricLog
@@ -579,14 +580,14 @@ def buffer_sizes(counts: list[int]) -> list[int]:
     module, log = log_of(world=World.from_environment("cpu"))
     log.world.barrier()  # Building the control group sends objects too.
     sent: list[int] = []
-    gather = World._gather_bytes
+    gather = object_frames._gather_bytes
 
-    def counted(world: World, source: bytearray) -> list[memoryview]:
+    def counted(source: bytearray, group: Any) -> list[memoryview]:
         sent[-1] += len(source)
-        return gather(world, source)
+        return gather(source, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "_gather_bytes", counted)
+        patch.setattr(object_frames, "_gather_bytes", counted)
         for epoch, count in enumerate(counts):
             sent.append(0)
             for index in range(count):

@@ -1,0 +1,164 @@
+"""Screens of ``ProgressBar``: lines of text, or a live bar that rich draws."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+UNKNOWN = float("inf")
+"""The total of a stage whose number of batches is not known."""
+_SMOOTHING = 0.3
+
+
+@dataclass
+class Frame:
+    """Progress of one stage: a training epoch, or an evaluation within it."""
+
+    label: str
+    total: float
+    began: float
+    counted: int
+    looked: float
+    done: int
+    first: int = 0
+    rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.first = self.counted
+
+    def count_batch(self) -> int:
+        """Count a batch; return the number of batches counted."""
+        self.counted += 1
+        return self.counted
+
+    def look(self, done: int, now: float) -> None:
+        """Update the speed with the batches since the previous call."""
+        if now > self.looked and done > self.done:
+            rate = (done - self.done) / (now - self.looked)
+            self.rate = rate if not self.rate else _SMOOTHING * rate + (1 - _SMOOTHING) * self.rate
+        self.looked, self.done = now, done
+
+    def shift(self, seconds: float) -> None:
+        """Exclude an interruption of this duration from the speed."""
+        self.began += seconds
+        self.looked += seconds
+
+    def position(self) -> str:
+        """Return the number of batches done, and their total if it is known."""
+        return f"{self.done}/{self.total:.0f}" if self.total != UNKNOWN else str(self.done)
+
+    def pace(self) -> str:
+        """Return the speed, and the remaining time if it is known."""
+        left = (self.total - self.done) / self.rate if self.rate and self.total != UNKNOWN else 0.0
+        return f"{self.rate:.3g} it/s" + (f", {_duration(left)} left" if left else "")
+
+    def ended(self, done: int, metrics_text: str, now: float) -> str:
+        """Return the line for the end of the stage, with the average speed of the entire stage."""
+        seconds = now - self.began
+        self.done = done
+        rate = f", {(done - self.first) / seconds:.3g} it/s" if seconds > 0 and done > self.first else ""
+        return f"{self.label}: {done} batches in {_duration(seconds)}{rate}{metrics_text}"
+
+
+class Screen(Protocol):
+    """Output of progress, and the time between two updates."""
+
+    seconds: float
+
+    def show(self, text: str) -> None:
+        """Print a line of text."""
+
+    def draw(self, frame: Frame, metrics_text: str) -> None:
+        """Show the progress of a stage."""
+
+    def pause(self, frame: Frame) -> float:
+        """Return the seconds until the next update."""
+
+    def end(self, line: str) -> None:
+        """Print the line for the end of a stage, unless it is empty."""
+
+    def close(self) -> None:
+        """Remove the live bar, if there is one."""
+
+
+class Lines:
+    """Lines of text: about ten in an epoch, at least ten seconds apart, and at least one per minute."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def show(self, text: str) -> None:
+        # A single write, so that the output of other ranks on the same pipe cannot split the line.
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def draw(self, frame: Frame, metrics_text: str) -> None:
+        self.show(f"{frame.label}: {frame.position()} batches, {frame.pace()}{metrics_text}")
+
+    def pause(self, frame: Frame) -> float:
+        tenth = frame.total / frame.rate / 10 if frame.rate else 0.0
+        return min(max(self.seconds, tenth), 6 * self.seconds)
+
+    def end(self, line: str) -> None:
+        if line:
+            self.show(line)
+
+    def close(self) -> None:
+        pass
+
+
+class Live:
+    """A live bar of rich. It is refreshed explicitly, without rich's refresh thread."""
+
+    def __init__(self, seconds: float, force: bool = False) -> None:
+        # Importing rich takes tens of milliseconds, so it is imported only if a live bar is displayed.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.seconds = seconds
+        self._console = Console(force_terminal=True) if force else Console()
+        self._columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24))
+        self._text = TextColumn("{task.fields[text]}", markup=False)
+        self._progress_class = Progress
+        self._bar: Any = None
+        self._task: Any = None
+
+    def show(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def draw(self, frame: Frame, metrics_text: str) -> None:
+        if self._bar is None:
+            self._bar = self._progress_class(
+                *self._columns, self._text, console=self._console, auto_refresh=False, transient=True
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", text="")
+        self._bar.update(
+            self._task,
+            description=frame.label,
+            total=None if frame.total == UNKNOWN else frame.total,
+            completed=frame.done,
+            text=f"{frame.position()} {frame.pace()}{metrics_text}",
+        )
+        self._bar.refresh()
+
+    def pause(self, frame: Frame) -> float:
+        return self.seconds
+
+    def end(self, line: str) -> None:
+        if line:
+            self.show(line)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
