@@ -11,8 +11,7 @@ from .inspect_manifest import inspection_of, monitored
 from .latest import candidates
 from .manifest import MANIFEST
 from .manifest_file import parse_at, read_manifest_bytes
-from .verify import first_incomplete
-from .verify import verify as verified
+from .verify import first_incomplete, verify as verified
 
 
 @dataclass(frozen=True)
