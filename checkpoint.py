@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from .framework.checkpoint.diff import Difference as Difference, diff as diff
     from .framework.checkpoint.finite_check import has_nonfinite as has_nonfinite
     from .framework.checkpoint.inspect_manifest import Inspection as Inspection, inspect as inspect
-    from .framework.checkpoint.latest import newest_good as newest_good
-    from .framework.checkpoint.listing import Listed as Listed, checkpoints as checkpoints
+    from .framework.checkpoint.listing import Listed as Listed, checkpoints as checkpoints, newest_good as newest_good
     from .framework.checkpoint.reader import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .framework.checkpoint.stale_files import clean_leftovers as clean_leftovers
     from .framework.checkpoint.verify import is_complete as is_complete, verify as verify
@@ -27,8 +26,7 @@ _HOMES = {
     ".framework.checkpoint.diff": "Difference diff",
     ".framework.checkpoint.finite_check": "has_nonfinite",
     ".framework.checkpoint.inspect_manifest": "Inspection inspect",
-    ".framework.checkpoint.latest": "newest_good",
-    ".framework.checkpoint.listing": "Listed checkpoints",
+    ".framework.checkpoint.listing": "Listed checkpoints newest_good",
     ".framework.checkpoint.reader": "Checkpoint open_checkpoint",
     ".framework.checkpoint.stale_files": "clean_leftovers",
     ".framework.checkpoint.verify": "is_complete verify",

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from ..framework.core.loss_scaler import LossScaler as LossScaler
-    from ..framework.core.precision import Precision as Precision
+    from ..framework.core.precision import LossScaler as LossScaler, Precision as Precision
     from .mixed import BFloat16Mixed as BFloat16Mixed, Float16Mixed as Float16Mixed
     from .true import (
         BFloat16True as BFloat16True,
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "..framework.core.loss_scaler": "LossScaler",
-    "..framework.core.precision": "Precision",
+    "..framework.core.precision": "LossScaler Precision",
     ".mixed": "BFloat16Mixed Float16Mixed",
     ".true": "BFloat16True Float16True Float32True Float64True",
 }

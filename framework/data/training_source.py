@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.position_rng import mix_seed
-from ..distributed.partition import ceil_div
+from ..distributed.data_parallel import ceil_div
 from .dataloader import (
     Passes,
     check_loader,

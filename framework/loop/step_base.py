@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.errors import NonFiniteError
-from ..diagnostics.async_loss_check import DeviceLossWatch
-from ..diagnostics.loss_spikes import LossSpikes
+from ..diagnostics.loss_spikes import DeviceLossWatch, LossSpikes
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
 from ..distributed.control import Signal
 from ..parallel.strategy import StepFunction

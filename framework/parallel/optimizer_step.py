@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, unknown
-from ..core.loss_scaler import LossScaler
+from ..core.precision import LossScaler
 from .strategy import Strategy, gradients_of, parameters_of
 
 CLIP_ALGORITHMS = ("norm", "value")

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from ..checkpoint import save
-from ..checkpoint.background_deletion import BackgroundDeletion
-from ..checkpoint.background_task import Background
+from ..checkpoint.background_deletion import Background, BackgroundDeletion
 from ..checkpoint.save_request import SaveRequest
 from ..checkpoint.staging import Staging
 from ..checkpoint.write_plan import Snapshot

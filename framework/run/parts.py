@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..core.loss_scaler import LossScaler
-    from ..core.precision import Precision
+    from ..core.precision import LossScaler, Precision
     from ..distributed.world import World
     from ..fabric.fabric import Fabric
     from ..parallel.optimizer_step import Updater

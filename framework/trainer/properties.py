@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS
-from .rank_properties import RankProperties
-from .setting_properties import SettingProperties
+from .setting_properties import RankProperties, SettingProperties
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

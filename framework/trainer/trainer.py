@@ -25,7 +25,6 @@ from ..system.run_directory import RunDirectory
 from . import plan_memory
 from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
-from .notebook import run_in_function
 from .plugins import resolve_callbacks, resolve_loggers
 from .properties import TrainerProperties
 from .resolved_settings import resolve_settings
@@ -33,7 +32,7 @@ from .rules import flag
 from .run_report import say
 from .session import Session, StageRequest
 from .settings import TrainerSettings
-from .stages import run_stage
+from .stages import run_in_function, run_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
