@@ -34,6 +34,7 @@ FILLER: Any = object()
 # The next batch may have no loss either. Batches read ahead stay in memory, so their number is limited.
 _MAX_LOOKAHEAD = 16
 _OTHER_INDICES = 4
+Numbered = tuple[int, Any]
 
 
 class LockstepFiller:
@@ -191,8 +192,6 @@ class LockstepFiller:
         for batch, place in [*known, *([] if own is None else [(own, index)])]:
             yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))
 
-
-Numbered = tuple[int, Any]
 
 
 def in_rounds(
