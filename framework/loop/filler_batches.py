@@ -193,7 +193,6 @@ class LockstepFiller:
             yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))
 
 
-
 def in_rounds(
     batches: Iterator[Numbered], count: int | None, world: World, stand_in: Callable[[Any], None]
 ) -> Iterator[Numbered]:

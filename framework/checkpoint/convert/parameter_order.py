@@ -120,30 +120,20 @@ def by_name(
         raise CheckpointError(
             f"the foreign checkpoint holds {len(states)} optimizers, module and optimizers have {len(orders)}."
         )
-    return [
-        _named(state, weights, orders[index] if orders is not None else None, ordered, len(states), notes)
-        for index, state in enumerate(states)
-    ]
-
-
-def _named(
-    state: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    order: Order | None,
-    ordered: bool,
-    num_optimizers: int,
-    notes: list[str],
-) -> ForeignOptimizer:
-    names = _names_of(state, weights, order, ordered, num_optimizers, notes)
-    found: SlotState = {names[position]: dict(slots) for position, slots in state["state"].items()}
-    _check_shapes(found, weights)
-    named = [
-        Group(
-            [names[p] for p in group["params"]], {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        )
-        for group in state["param_groups"]
-    ]
-    return ForeignOptimizer(named, found, order.kind if order is not None else "")
+    named = []
+    for state, order in zip(states, orders or [None] * len(states), strict=True):
+        names = _names_of(state, weights, order, ordered, len(states), notes)
+        found: SlotState = {names[position]: dict(slots) for position, slots in state["state"].items()}
+        _check_shapes(found, weights)
+        groups = [
+            Group(
+                [names[p] for p in group["params"]],
+                {k: v for k, v in group.items() if k not in ("params", "param_names")},
+            )
+            for group in state["param_groups"]
+        ]
+        named.append(ForeignOptimizer(groups, found, order.kind if order is not None else ""))
+    return named
 
 
 def _names_of(
