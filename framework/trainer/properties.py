@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS
-from .setting_properties import RankProperties, SettingProperties
+from .setting_properties import FabricProperties, SettingProperties
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .session import TrainerState
 
 
-class TrainerProperties(SettingProperties, RankProperties):
+class TrainerProperties(SettingProperties, FabricProperties):
     """The read-only side of ``Trainer``: its settings, and the state of its session."""
 
     # ---- the session ----------------------------------------------------------------------------------------------

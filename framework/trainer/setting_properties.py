@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..core.errors import ConfigurationError
+from ..parallel.resources import RankProperties
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..distributed.world import World
+    from ..parallel.resources import Resources
     from ..parallel.strategy import Strategy
-    from ..system.launcher_env import Placement
     from .resolved_settings import Settings
     from .session import Session
 
@@ -62,10 +63,14 @@ class SettingProperties:
     default_root_dir = Setting(lambda settings: str(settings.root))
 
 
-class RankProperties:
-    """Rank, strategy and precision of a Trainer's process."""
+class FabricProperties(RankProperties):
+    """Rank, strategy and precision of a Trainer's process, which are those of its Fabric."""
 
     _session: Session
+
+    @property
+    def _resources(self) -> Resources:
+        return self._session.resources
 
     @property
     def world(self) -> World:
@@ -83,40 +88,11 @@ class RankProperties:
         return self._session.fabric.precision.name
 
     @property
-    def _place(self) -> Placement:
-        return self._session.resources.place
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.global_rank == 0
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all."""
-        return self._place.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return self._place.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The number of this process's node."""
-        return self._place.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks over all nodes."""
-        return self._session.resources.world_size
-
-    @property
     def num_devices(self) -> int:
-        """Ranks on each node."""
+        """The number of ranks on each node."""
         return self._session.resources.devices
 
     @property
     def num_nodes(self) -> int:
-        """Nodes."""
+        """The number of nodes."""
         return self._session.resources.num_nodes

@@ -121,7 +121,8 @@ def by_name(
             f"the foreign checkpoint holds {len(states)} optimizers, module and optimizers have {len(orders)}."
         )
     named = []
-    for state, order in zip(states, orders or [None] * len(states), strict=True):
+    for index, state in enumerate(states):
+        order = orders[index] if orders is not None else None
         names = _names_of(state, weights, order, ordered, len(states), notes)
         found: SlotState = {names[position]: dict(slots) for position, slots in state["state"].items()}
         _check_shapes(found, weights)
