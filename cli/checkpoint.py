@@ -13,8 +13,7 @@ from typing import Any
 
 from .. import checkpoint as library
 from ..framework.core.errors import CheckpointError, ConfigurationError, did_you_mean
-from .checkpoint_text import show_difference, show_inspection
-from .output import age, counted, say, say_json, size, table
+from .output import age, counted, say, say_json, show_difference, show_inspection, size, table
 
 _REFUSED = CheckpointError.exit_code
 

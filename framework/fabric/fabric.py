@@ -15,9 +15,10 @@ A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -37,12 +38,22 @@ from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
 from .training import Training
-from .verbs import verb
 
 if TYPE_CHECKING:
-    from ..core.accumulation import AccumulationSchedule
-    from ..metrics.logger import Logger
     from ..parallel.strategy import Strategy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method of a Fabric that calls ``method`` of its attribute ``part``; signature and docstring are kept."""
+
+    def call(fabric: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(fabric, part), *args, **kwargs)
+
+    functools.update_wrapper(call, method)
+    return call
 
 
 class Fabric(RankProperties):

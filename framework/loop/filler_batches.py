@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LoopError
-from ..core.step_output import loss_of
 from ..data.accumulation_window import Windows
 from ..diagnostics.isolated_step import fresh, isolated
 from ..distributed.control import Agreement
@@ -28,6 +27,7 @@ from ..distributed.world import World
 from ..parallel.strategy import StepFunction
 from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
 from ..run.run import Run
+from .step_base import loss_of
 
 FILLER: Any = object()
 """A micro-batch of weight 0 without user data."""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..core.optimizer_config import SchedulerConfig
-    from ..distributed.world import World
     from ..fabric.fabric import Fabric
     from ..metrics.logger_threads import LoggerFanout
     from .context import ManualOptimizer, RunContext, RunSaver
@@ -54,14 +53,7 @@ class Run:
         self.trainer = context.view
         self.note = context.note
         self.fabric = fabric
-        self.world: World = fabric.world
-        # The parts of the Fabric, so that loops need not reach through it.
-        self.strategy = fabric.strategy
-        self.traits = fabric.strategy.traits
-        self.precision = fabric.precision
-        self.scaler = fabric.scaler
-        self.updater = fabric.updater
-        self.device_type = self.world.device.type
+        self._use_parts(fabric)
         self.module = module
         self.callbacks = in_call_order(callbacks)
         self.loggers = loggers
@@ -95,6 +87,13 @@ class Run:
         self.saver: RunSaver
         """Set by ``attach_saver`` before the first hook runs."""
         self._register_handlers()
+
+    def _use_parts(self, fabric: Fabric) -> None:
+        """Hold the parts of the Fabric, so that loops need not reach through it."""
+        self.world = fabric.world
+        self.strategy, self.traits = fabric.strategy, fabric.strategy.traits
+        self.precision, self.scaler, self.updater = fabric.precision, fabric.scaler, fabric.updater
+        self.device_type = self.world.device.type
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
 
