@@ -1,12 +1,11 @@
-"""Checkpoints of other frameworks, made into ones of phalanx.
+"""Checkpoints of other frameworks, converted to checkpoints of phalanx.
 
-conversion      what the user calls
-layout          which format lies in a file or folder, by names alone
-handover        starts the process that reads foreign pickles, and takes over what it wrote
-child           that process; confinement, stand_ins, inert_pickle and sharded_files are its parts
-lightning, accelerate, deepspeed, state_dicts
-                from what was read to model, optimizers and progress
-naming, ordering
-                which parameter is which
-foreign         what all formats come down to, and its checkpoint
+convert             the function for users
+detect_format       the format of a file or folder, by names of files alone
+unpickle_client     starts the process that reads foreign pickles, and reads its results
+unpickle_process    that process; sandbox, placeholder_objects, pickle_reader and dcp_files are its parts
+lightning, accelerate, deepspeed, zero_partitions, dcp_state
+                    model, optimizers and progress of each format
+parameter_order     the names of parameters in optimizers whose state is by position
+foreign_state       the form common to all formats, and its checkpoint
 """

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from ...core.errors import CheckpointError, ConfigurationError
 from ...core.optimizer_config import resolve_optimizers
-from .foreign_state import ForeignOptimizer, Group, SlotState
-from .strip_prefixes import bare
+from .foreign_state import ForeignOptimizer, Group, SlotState, bare
 
 _ASK = "pass module= (and where it has no configure_optimizers, optimizers=) so that names come from the optimizer"
 # Slots that hold something other than one value for each element.
