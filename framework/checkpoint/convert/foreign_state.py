@@ -175,12 +175,9 @@ V = TypeVar("V")
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def bare(name: str, prefixes: tuple[str, ...] = ()) -> str:
-    """Return a name without the parts of wrappers, and without ``prefixes`` at its beginning, in their order."""
-    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    for prefix in prefixes:
-        name = name.removeprefix(prefix)
-    return name
+def bare(name: str) -> str:
+    """Return a name without the parts of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def all_bare(tensors: Mapping[str, V], prefixes: tuple[str, ...] = ()) -> dict[str, V]:
