@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
 from ..parallel.optimizer_step import Updater
 from ..parallel.resources import RankProperties, Resources, resolve_resources
+from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import Checkpoints
 from .collectives import Collectives
@@ -38,9 +39,6 @@ from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
 from .training import Training
-
-if TYPE_CHECKING:
-    from ..parallel.strategy import Strategy
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -22,7 +22,6 @@ from .preempted_save import is_name
 
 if TYPE_CHECKING:
     from ..api.contracts import CallbackContract
-    from ..distributed.world import World
 
 T = TypeVar("T")
 

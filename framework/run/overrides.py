@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, LoopError
 from ..core.precision import Precision
 from ..fabric.collectives import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from torch.optim import Optimizer
-
-    from ..parallel.strategy import StepFunction, Strategy
+from ..parallel.strategy import StepFunction, Strategy
 
 
 class StrategyOptimizer:

@@ -20,7 +20,6 @@ from .data_sources import check_given
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ..parallel.resources import Resources
     from .resolved_settings import Settings
 
 _NOT_HOOKS = {"log", "print", "freeze", "unfreeze", "optimizers", "lr_schedulers", "all_gather"}

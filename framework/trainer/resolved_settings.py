@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
 from ..parallel.optimizer_step import check_clipping
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-    from pathlib import Path
-
-    from .rules import Limit
-    from .settings import TrainerSettings
+from .rules import Limit
+from .settings import TrainerSettings
 
 _LIMITS = {
     "train": "limit_train_batches",

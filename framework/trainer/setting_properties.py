@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from ..core.errors import ConfigurationError
-from ..parallel.resources import RankProperties
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..distributed.world import World
-    from ..parallel.resources import Resources
-    from ..parallel.strategy import Strategy
-    from .resolved_settings import Settings
-    from .session import Session
+from ..distributed.world import World
+from ..parallel.resources import RankProperties, Resources
+from ..parallel.strategy import Strategy
+from .resolved_settings import Settings
+from .session import Session
 
 T = TypeVar("T")
 
