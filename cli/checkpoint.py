@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as library
-from ..framework.core.errors import CheckpointError, ConfigurationError, did_you_mean
+from ..framework.core.errors import CheckpointError
 from .output import age, counted, say, say_json, show_difference, show_inspection, size, table
+from .user_module import find_module
 
 _REFUSED = CheckpointError.exit_code
 
@@ -163,25 +161,3 @@ def _convert(verbs: Any) -> None:
     parser.add_argument(
         "--leave-out", metavar="CLASS", action="append", default=[], help="a class whose objects are left out"
     )
-
-
-def find_module(given: str) -> Any:
-    """Import the class that ``package.module:Class`` names; the working directory is searched too.
-
-    Raises:
-        ConfigurationError: the text is not of that form, or there is no such class.
-    """
-    name, _, attribute = given.partition(":")
-    if not name or not attribute:
-        raise ConfigurationError(f"--module {given!r} must be of the form package.module:Class.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = import_module(name)
-    except ImportError as error:
-        raise ConfigurationError(f"--module {given!r} cannot be imported: {error}.") from error
-    if not hasattr(module, attribute):
-        raise ConfigurationError(
-            f"--module {given!r}: {name} has no {attribute}.{did_you_mean(attribute, dir(module))}"
-        )
-    return getattr(module, attribute)
