@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
+    from .framework.checkpoint.consolidate import consolidate as consolidate
     from .framework.checkpoint.convert.convert import convert as convert
     from .framework.checkpoint.diff import Difference as Difference, diff as diff
     from .framework.checkpoint.finite_check import has_nonfinite as has_nonfinite
@@ -15,16 +16,12 @@ if TYPE_CHECKING:
     from .framework.checkpoint.reader import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .framework.checkpoint.stale_files import clean_leftovers as clean_leftovers
     from .framework.checkpoint.verify import is_complete as is_complete, verify as verify
-    from .framework.checkpoint.whole_checkpoint import (
-        consolidate as consolidate,
-        load as load,
-        remove as remove,
-        weights as weights,
-    )
+    from .framework.checkpoint.whole_checkpoint import load as load, remove as remove, weights as weights
     from .framework.checkpoint.write_plan import Shard as Shard, Snapshot as Snapshot
     from .framework.checkpoint.writer import Save as Save, save as save
 
 _HOMES = {
+    ".framework.checkpoint.consolidate": "consolidate",
     ".framework.checkpoint.convert.convert": "convert",
     ".framework.checkpoint.diff": "Difference diff",
     ".framework.checkpoint.finite_check": "has_nonfinite",
@@ -33,7 +30,7 @@ _HOMES = {
     ".framework.checkpoint.reader": "Checkpoint open_checkpoint",
     ".framework.checkpoint.stale_files": "clean_leftovers",
     ".framework.checkpoint.verify": "is_complete verify",
-    ".framework.checkpoint.whole_checkpoint": "consolidate load remove weights",
+    ".framework.checkpoint.whole_checkpoint": "load remove weights",
     ".framework.checkpoint.write_plan": "Shard Snapshot",
     ".framework.checkpoint.writer": "Save save",
 }

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..checkpoint.consolidate import consolidate
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.whole_checkpoint import consolidate, weights
+from ..checkpoint.whole_checkpoint import weights
 from ..core.errors import CheckpointError
 from ..system.atomic_directories import remove_tree
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..checkpoint.codec import encode
+from ..checkpoint.consolidate import AVERAGES
 from ..checkpoint.manifest import JSON
-from ..checkpoint.whole_checkpoint import AVERAGES
 from ..checkpoint.write_plan import Shard, Snapshot
 from ..data.accumulation_window import Windows
 from ..parallel.parameter_names import canonical_names, names_of

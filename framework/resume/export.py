@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.consolidate import section_tensors
 from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.safetensors_export import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
 from ..checkpoint.stored_tensor import held
-from ..checkpoint.whole_checkpoint import section_tensors
 from ..checkpoint.write_plan import Snapshot
 from ..checkpoint.writer import save
 from ..core.errors import ConfigurationError, StorageError

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.codec import decode
+from ..checkpoint.consolidate import AVERAGES, section_tensors
 from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.whole_checkpoint import AVERAGES, section_tensors
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..distributed.seed import capture, restore
 from ..parallel.parameter_names import canonical_table, state_tensors

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..checkpoint.consolidate import AVERAGES as SECTION
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.stored_tensor import HeldShard, SavedTensor, StoredTensors, read_piece
-from ..checkpoint.whole_checkpoint import AVERAGES as SECTION
 from ..checkpoint.write_plan import Shard
 from ..distributed.world import World
 from ..parallel.full_tensors import whole_tensors

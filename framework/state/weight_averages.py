@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ..checkpoint.consolidate import AVERAGES as SECTION
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.whole_checkpoint import AVERAGES as SECTION
 from ..checkpoint.write_plan import Shard
 from ..core.errors import ConfigurationError
 from .weight_average import Average
