@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from . import checkpoint as checkpoint
-    from . import errors as errors
-    from . import registry as registry
+    from . import checkpoint as checkpoint, errors as errors, registry as registry
     from .framework.api.callback import Callback as Callback
     from .framework.api.contracts import TrainerView as TrainerView
     from .framework.api.data_module import DataModule as DataModule
@@ -28,21 +26,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AccumulationSchedule": ".framework.core.accumulation",
-    "Callback": ".framework.api.callback",
-    "CombinedLoader": ".framework.data.combined_loader",
-    "DataModule": ".framework.api.data_module",
-    "Fabric": ".framework.fabric.fabric",
-    "PhalanxError": ".framework.core.errors",
-    "TrainModule": ".framework.api.train_module",
-    "Trainer": ".framework.trainer.trainer",
-    "TrainerView": ".framework.api.contracts",
-    "checkpoint": ".checkpoint",
-    "errors": ".errors",
-    "read_batch": ".framework.diagnostics.batch_dump",
-    "registry": ".registry",
-    "seed_everything": ".framework.distributed.seed",
+    ".": "checkpoint errors registry",
+    ".framework.api.callback": "Callback",
+    ".framework.api.contracts": "TrainerView",
+    ".framework.api.data_module": "DataModule",
+    ".framework.api.train_module": "TrainModule",
+    ".framework.core.accumulation": "AccumulationSchedule",
+    ".framework.core.errors": "PhalanxError",
+    ".framework.data.combined_loader": "CombinedLoader",
+    ".framework.diagnostics.batch_dump": "read_batch",
+    ".framework.distributed.seed": "seed_everything",
+    ".framework.fabric.fabric": "Fabric",
+    ".framework.trainer.trainer": "Trainer",
 }
 
-__all__ = sorted(_HOMES)
-__getattr__, __dir__ = face(__name__, _HOMES, modules=("checkpoint", "errors", "registry"))
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

@@ -7,35 +7,25 @@ from typing import TYPE_CHECKING
 from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from .framework.core.errors import CheckpointError as CheckpointError
-    from .framework.core.errors import ConfigurationError as ConfigurationError
-    from .framework.core.errors import DataError as DataError
-    from .framework.core.errors import DesyncError as DesyncError
-    from .framework.core.errors import LoopError as LoopError
-    from .framework.core.errors import MetricError as MetricError
-    from .framework.core.errors import NonFiniteError as NonFiniteError
-    from .framework.core.errors import PhalanxError as PhalanxError
-    from .framework.core.errors import Preempted as Preempted
-    from .framework.core.errors import RankError as RankError
-    from .framework.core.errors import StalledError as StalledError
-    from .framework.core.errors import StorageError as StorageError
-    from .framework.core.errors import UnknownNameError as UnknownNameError
+    from .framework.core.errors import (
+        CheckpointError as CheckpointError,
+        ConfigurationError as ConfigurationError,
+        DataError as DataError,
+        DesyncError as DesyncError,
+        LoopError as LoopError,
+        MetricError as MetricError,
+        NonFiniteError as NonFiniteError,
+        PhalanxError as PhalanxError,
+        Preempted as Preempted,
+        RankError as RankError,
+        StalledError as StalledError,
+        StorageError as StorageError,
+        UnknownNameError as UnknownNameError,
+    )
 
 _HOMES = {
-    "CheckpointError": ".framework.core.errors",
-    "ConfigurationError": ".framework.core.errors",
-    "DataError": ".framework.core.errors",
-    "DesyncError": ".framework.core.errors",
-    "LoopError": ".framework.core.errors",
-    "MetricError": ".framework.core.errors",
-    "NonFiniteError": ".framework.core.errors",
-    "PhalanxError": ".framework.core.errors",
-    "Preempted": ".framework.core.errors",
-    "RankError": ".framework.core.errors",
-    "StalledError": ".framework.core.errors",
-    "StorageError": ".framework.core.errors",
-    "UnknownNameError": ".framework.core.errors",
+    ".framework.core.errors": "CheckpointError ConfigurationError DataError DesyncError LoopError MetricError "
+    "NonFiniteError PhalanxError Preempted RankError StalledError StorageError UnknownNameError"
 }
 
-__all__ = sorted(_HOMES)
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from .framework.core.registry import CALLBACKS as CALLBACKS
-    from .framework.core.registry import LOGGERS as LOGGERS
-    from .framework.core.registry import PRECISIONS as PRECISIONS
-    from .framework.core.registry import STRATEGIES as STRATEGIES
-    from .framework.core.registry import Registry as Registry
+    from .framework.core.registry import (
+        CALLBACKS as CALLBACKS,
+        LOGGERS as LOGGERS,
+        PRECISIONS as PRECISIONS,
+        STRATEGIES as STRATEGIES,
+        Registry as Registry,
+    )
 
 _HOMES = {
-    "CALLBACKS": ".framework.core.registry",
-    "LOGGERS": ".framework.core.registry",
-    "PRECISIONS": ".framework.core.registry",
-    "Registry": ".framework.core.registry",
-    "STRATEGIES": ".framework.core.registry",
+    ".framework.core.registry": "CALLBACKS LOGGERS PRECISIONS Registry STRATEGIES",
 }
 
-__all__ = sorted(_HOMES)
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

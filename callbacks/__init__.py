@@ -14,30 +14,25 @@ if TYPE_CHECKING:
     from .lambda_callback import LambdaCallback as LambdaCallback
     from .learning_rate import LearningRateMonitor as LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
-    from .progress import ProgressBar as ProgressBar
-    from .progress import RichProgressBar as RichProgressBar
+    from .progress import ProgressBar as ProgressBar, RichProgressBar as RichProgressBar
     from .stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from .summary import ModelSummary as ModelSummary
     from .timer import Timer as Timer
-    from .weight_averaging import EMAWeightAveraging as EMAWeightAveraging
-    from .weight_averaging import WeightAveraging as WeightAveraging
+    from .weight_averaging import EMAWeightAveraging as EMAWeightAveraging, WeightAveraging as WeightAveraging
 
 _HOMES = {
-    "Callback": "..framework.api.callback",
-    "EMAWeightAveraging": ".weight_averaging",
-    "EarlyStopping": ".early_stopping",
-    "GradientAccumulationScheduler": ".accumulation",
-    "GradientNormMonitor": ".gradient_norm",
-    "LambdaCallback": ".lambda_callback",
-    "LearningRateMonitor": ".learning_rate",
-    "ModelCheckpoint": ".model_checkpoint",
-    "ModelSummary": ".summary",
-    "ProgressBar": ".progress",
-    "RichProgressBar": ".progress",
-    "StochasticWeightAveraging": ".stochastic_weight_averaging",
-    "Timer": ".timer",
-    "WeightAveraging": ".weight_averaging",
+    "..framework.api.callback": "Callback",
+    ".accumulation": "GradientAccumulationScheduler",
+    ".early_stopping": "EarlyStopping",
+    ".gradient_norm": "GradientNormMonitor",
+    ".lambda_callback": "LambdaCallback",
+    ".learning_rate": "LearningRateMonitor",
+    ".model_checkpoint": "ModelCheckpoint",
+    ".progress": "ProgressBar RichProgressBar",
+    ".stochastic_weight_averaging": "StochasticWeightAveraging",
+    ".summary": "ModelSummary",
+    ".timer": "Timer",
+    ".weight_averaging": "EMAWeightAveraging WeightAveraging",
 }
 
-__all__ = sorted(_HOMES)
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

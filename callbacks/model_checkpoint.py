@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..framework.checkpoint.file_names import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
-from ..framework.checkpoint.save_schedule import SaveSchedule
 from ..framework.core.errors import ConfigurationError, MetricError
 from ..framework.metrics.monitor import check_mode, missing_metric
 from ..framework.system.atomic_files import absolute
-from .checkpoint_plan import SavePlan
+from .checkpoint_plan import SavePlan, SaveSchedule
 from .checkpoint_records import CheckpointRecords
 from .monitoring import acts_at_epoch_end
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from .. import checkpoint as library
 from ..framework.core.errors import CheckpointError
-from .checkpoint_text import show_difference, show_inspection
-from .output import age, counted, say, say_json, size, table
+from .output import age, counted, say, say_json, show_difference, show_inspection, size, table
 from .user_module import find_module
 
 _REFUSED = CheckpointError.exit_code

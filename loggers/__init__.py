@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from .tensorboard import TensorBoardLogger as TensorBoardLogger
 
 _HOMES = {
-    "CSVLogger": ".csv_file",
-    "FileLogger": "..framework.metrics.file_logger",
-    "Logger": "..framework.metrics.logger",
-    "TensorBoardLogger": ".tensorboard",
+    "..framework.metrics.file_logger": "FileLogger",
+    "..framework.metrics.logger": "Logger",
+    ".csv_file": "CSVLogger",
+    ".tensorboard": "TensorBoardLogger",
 }
 
-__all__ = sorted(_HOMES)
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

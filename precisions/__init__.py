@@ -7,25 +7,19 @@ from typing import TYPE_CHECKING
 from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from ..framework.core.loss_scaler import LossScaler as LossScaler
-    from ..framework.core.precision import Precision as Precision
-    from .mixed import BFloat16Mixed as BFloat16Mixed
-    from .mixed import Float16Mixed as Float16Mixed
-    from .true import BFloat16True as BFloat16True
-    from .true import Float16True as Float16True
-    from .true import Float32True as Float32True
-    from .true import Float64True as Float64True
+    from ..framework.core.precision import LossScaler as LossScaler, Precision as Precision
+    from .mixed import BFloat16Mixed as BFloat16Mixed, Float16Mixed as Float16Mixed
+    from .true import (
+        BFloat16True as BFloat16True,
+        Float16True as Float16True,
+        Float32True as Float32True,
+        Float64True as Float64True,
+    )
 
 _HOMES = {
-    "BFloat16Mixed": ".mixed",
-    "BFloat16True": ".true",
-    "Float16Mixed": ".mixed",
-    "Float16True": ".true",
-    "Float32True": ".true",
-    "Float64True": ".true",
-    "LossScaler": "..framework.core.loss_scaler",
-    "Precision": "..framework.core.precision",
+    "..framework.core.precision": "LossScaler Precision",
+    ".mixed": "BFloat16Mixed Float16Mixed",
+    ".true": "BFloat16True Float16True Float32True Float64True",
 }
 
-__all__ = sorted(_HOMES)
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..framework.core.loss_scaler import LossScaler
-from ..framework.core.precision import Precision
+from ..framework.core.precision import LossScaler, Precision
 
 
 class BFloat16Mixed(Precision):

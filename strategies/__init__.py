@@ -8,28 +8,24 @@ from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
     from ..framework.parallel.step_flags import StepFlags as StepFlags
-    from ..framework.parallel.strategy import StepAdapter as StepAdapter
-    from ..framework.parallel.strategy import StepFunction as StepFunction
-    from ..framework.parallel.strategy import Strategy as Strategy
-    from ..framework.parallel.strategy import Traits as Traits
+    from ..framework.parallel.strategy import (
+        StepAdapter as StepAdapter,
+        StepFunction as StepFunction,
+        Strategy as Strategy,
+        Traits as Traits,
+    )
     from .ddp import DDPStrategy as DDPStrategy
     from .deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
-    from .fsdp.strategy import FSDPStrategy as FSDPStrategy
-    from .fsdp.strategy import hsdp as hsdp
+    from .fsdp.strategy import FSDPStrategy as FSDPStrategy, hsdp as hsdp
     from .single import SingleDeviceStrategy as SingleDeviceStrategy
 
 _HOMES = {
-    "DDPStrategy": ".ddp",
-    "DeepSpeedStrategy": ".deepspeed.strategy",
-    "FSDPStrategy": ".fsdp.strategy",
-    "SingleDeviceStrategy": ".single",
-    "StepAdapter": "..framework.parallel.strategy",
-    "StepFlags": "..framework.parallel.step_flags",
-    "StepFunction": "..framework.parallel.strategy",
-    "Strategy": "..framework.parallel.strategy",
-    "Traits": "..framework.parallel.strategy",
-    "hsdp": ".fsdp.strategy",
+    "..framework.parallel.step_flags": "StepFlags",
+    "..framework.parallel.strategy": "StepAdapter StepFunction Strategy Traits",
+    ".ddp": "DDPStrategy",
+    ".deepspeed.strategy": "DeepSpeedStrategy",
+    ".fsdp.strategy": "FSDPStrategy hsdp",
+    ".single": "SingleDeviceStrategy",
 }
 
-__all__ = sorted(_HOMES)
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

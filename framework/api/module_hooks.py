@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from ..fabric.fabric import Fabric

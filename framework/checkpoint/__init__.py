@@ -14,24 +14,22 @@ from ..core.lazy_exports import on_call
 if TYPE_CHECKING:
     from .codec import decode as decode
     from .inspect_manifest import kind_of as kind_of
-    from .latest import newest_good as newest_good
+    from .listing import newest_good as newest_good
     from .manifest_file import read_manifest as read_manifest
     from .reader import open_checkpoint as open_checkpoint
-    from .stale_files import clean_own as clean_own
-    from .stale_files import clean_shared as clean_shared
+    from .stale_files import clean_own as clean_own, clean_shared as clean_shared
     from .stored_tensor import held as held
     from .writer import save as save
 
 _HOMES = {
-    "clean_own": ".stale_files",
-    "clean_shared": ".stale_files",
-    "decode": ".codec",
-    "held": ".stored_tensor",
-    "kind_of": ".inspect_manifest",
-    "newest_good": ".latest",
-    "open_checkpoint": ".reader",
-    "read_manifest": ".manifest_file",
-    "save": ".writer",
+    ".codec": "decode",
+    ".inspect_manifest": "kind_of",
+    ".listing": "newest_good",
+    ".manifest_file": "read_manifest",
+    ".reader": "open_checkpoint",
+    ".stale_files": "clean_own clean_shared",
+    ".stored_tensor": "held",
+    ".writer": "save",
 }
 
 __getattr__ = on_call(__name__, _HOMES)

@@ -14,8 +14,7 @@ from ..system.atomic_files import storage_error
 from .finite_check import is_finite
 from .manifest import MODEL
 from .safetensors_header import FileRecord, Segment
-from .safetensors_io import size_of, write_tensor_file
-from .streamed_file import StreamedFile
+from .safetensors_io import StreamedFile, size_of, write_tensor_file
 from .write_plan import Assignment, Box, Plan, Snapshot
 
 

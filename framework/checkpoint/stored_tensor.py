@@ -44,91 +44,62 @@ class SavedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the full tensor."""
         return tuple(self._checkpoint.shape(self._section, self._name))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the tensor was saved."""
         return self._checkpoint.dtype(self._section, self._name)
 
     def read(self) -> Tensor:
-        """Return the full tensor."""
         return self._checkpoint.read(self._section, self._name)
 
     def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the box of ``shape`` at ``offsets``."""
         return self._checkpoint.read_slice(self._section, self._name, offsets, shape)
 
     def read_flat(self, start: int, length: int) -> Tensor:
-        """Return a range of the flattened tensor."""
         return self._checkpoint.read_flat(self._section, self._name, start, length)
 
 
 class HeldTensor:
     """A tensor in memory."""
 
-    __slots__ = ("_tensor",)
+    __slots__ = ("_tensor", "dtype", "shape")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the full tensor."""
-        return tuple(self._tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The tensor's dtype."""
-        return self._tensor.dtype
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
     def read(self) -> Tensor:
-        """Return the tensor."""
         return self._tensor
 
     def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the box of ``shape`` at ``offsets``."""
         part = self._tensor
         for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
             part = part.narrow(dim, start, size)
         return part
 
     def read_flat(self, start: int, length: int) -> Tensor:
-        """Return a range of the flattened tensor."""
         return self._tensor.reshape(-1).narrow(0, start, length)
 
 
 class HeldShard:
-    """A tensor of which this rank has one piece in memory; only that piece can be read."""
+    """A tensor of which this rank has one piece in memory; only that piece, or a range of it, can be read."""
 
-    __slots__ = ("_shard",)
+    __slots__ = ("_shard", "dtype", "shape")
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the full tensor."""
-        return self._shard.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The tensor's dtype."""
-        return self._shard.tensor.dtype
+        self.shape, self.dtype = shard.shape, shard.tensor.dtype
 
     def read(self) -> Tensor:
-        """Return the full tensor."""
-        return self.read_slice((0,) * len(self._shard.shape), self._shard.shape)
+        return self.read_slice((0,) * len(self.shape), self.shape)
 
     def read_slice(self, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the box of ``shape`` at ``offsets``, which must be the piece."""
         piece = self._shard
         assert piece.tensor.numel() == 0 or (tuple(offsets), tuple(shape)) == (piece.offsets, tuple(piece.tensor.shape))
         return piece.tensor
 
     def read_flat(self, start: int, length: int) -> Tensor:
-        """Return a range of the flattened tensor, which must lie within the piece."""
         piece = self._shard
         # A box of several dims is not a range of the flattened tensor, unless it covers the tensor.
         assert not length or piece.tensor.dim() == 1 or tuple(piece.tensor.shape) == piece.shape

@@ -1,37 +1,42 @@
-"""Lazy imports of public names (PEP 562): a program loads only the modules that it uses."""
+"""Lazy imports of public names (PEP 562): a program loads only the modules that it uses.
+
+A table of homes maps each module, relative to the package, to the names that it defines, separated by spaces. The
+module ``"."`` is the package itself, whose names are submodules.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 
-def face(
-    module: str, homes: Mapping[str, str], modules: Collection[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a module whose names are defined in other modules.
+def face(module: str, homes: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__all__``, ``__getattr__`` and ``__dir__`` for a module whose names are defined in other modules.
 
     Args:
         module: the ``__name__`` of the public module.
-        homes: each public name and the module that defines it, relative to the public module's package.
-        modules: the names that denote the module itself rather than an attribute of it.
+        homes: the modules that define the public names, relative to the public module's package.
     """
+    table = _by_name(homes)
 
     def __getattr__(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
-        own = sys.modules[module]
-        home = import_module(homes[name], own.__package__)
-        value = home if name in modules else getattr(home, name)
+        if name not in table:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(table))}")
+        own, home = sys.modules[module], table[name]
+        value = (
+            import_module(f".{name}", own.__package__)
+            if home == "."
+            else getattr(import_module(home, own.__package__), name)
+        )
         setattr(own, name, value)
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*homes, *vars(sys.modules[module])})
+        return sorted({*table, *vars(sys.modules[module])})
 
-    return __getattr__, __dir__
+    return sorted(table), __getattr__, __dir__
 
 
 def on_call(package: str, homes: Mapping[str, str]) -> Callable[[str], Callable[..., Any]]:
@@ -43,17 +48,22 @@ def on_call(package: str, homes: Mapping[str, str]) -> Callable[[str], Callable[
 
     Args:
         package: the ``__name__`` of the package.
-        homes: each function and the module that defines it, relative to the package.
+        homes: the modules that define the functions, relative to the package.
     """
+    table = _by_name(homes)
 
     def __getattr__(name: str) -> Callable[..., Any]:
         # `from ..package import module` asks for the module here first, and imports it after this error.
-        if name not in homes:
+        if name not in table:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(import_module(homes[name], package), name)(*args, **kwargs)
+            return getattr(import_module(table[name], package), name)(*args, **kwargs)
 
         return call
 
     return __getattr__
+
+
+def _by_name(homes: Mapping[str, str]) -> dict[str, str]:
+    return {name: home for home, names in homes.items() for name in names.split()}

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ..core.position_rng import mix_seed
-from ..distributed.partition import ceil_div
+from ..distributed.data_parallel import ceil_div
 from .dataloader import Passes, private_copy, seed_of, skip, tell_epoch
 from .orders import length_of
 from .training_source import NO_BATCH, CountedSource, Position

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..core.errors import ConfigurationError
 from ..core.position_rng import mix_seed
-from ..distributed.partition import ceil_div
+from ..distributed.data_parallel import ceil_div
 from .dataloader import distributed_samplers, iterate_copy, order_of, private_copy, seed_of, tell_epoch
 from .samplers import TrainingSampler
 from .training_source import NO_BATCH, CountedSource, Position

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..distributed.data_parallel import DataRanks
+from ..distributed.data_parallel import DataRanks, part_of
 from ..distributed.gather import rows_in, slice_rows
-from ..distributed.partition import part_of
 from .map_source import MapSource
 from .orders import length_of
 from .training_source import NO_BATCH, CountedSource, Position, TrainingSource

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..core.position_rng import SeededBatch, SeededIndex, mix_seed
-from ..distributed.partition import ceil_div, part_of
+from ..distributed.data_parallel import ceil_div, part_of
 from .orders import LazyItems, Order, chunks
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 from ..core.errors import CheckpointError
-from ..distributed.partition import ceil_div
+from ..distributed.data_parallel import ceil_div
 
 Position = dict[str, Any]
 """The consumed part of an epoch, in JSON values."""

@@ -9,8 +9,4 @@ from ..core.lazy_exports import on_call
 if TYPE_CHECKING:
     from .collective_trace import comparing_collectives as comparing_collectives
 
-_HOMES = {
-    "comparing_collectives": ".collective_trace",
-}
-
-__getattr__ = on_call(__name__, _HOMES)
+__getattr__ = on_call(__name__, {".collective_trace": "comparing_collectives"})

@@ -17,18 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ..core.errors import NonFiniteError, PhalanxError
+from ..parallel.strategy import StepFunction
+from ..run.run import Run
 from .batch_dump import keep_batch
 from .nonfinite_search import first_gradient, first_module, first_weight, in_batch, local_gradient
-
-if TYPE_CHECKING:
-    from ..parallel.strategy import StepFunction
-    from ..run.run import Run
 
 FOLDER = "nonfinite"
 IN_A_ROW = 10

@@ -5,7 +5,7 @@ Each function returns a clause of the error message, such as "the weight net.wei
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from ..checkpoint.codec import encode
 from ..checkpoint.finite_check import has_nonfinite, is_finite
 from ..core.errors import ConfigurationError
+from ..parallel.strategy import StepFunction
 from ..parallel.zero_backward import tensors_in
+from ..run.run import Run
 from .isolated_step import isolated
-
-if TYPE_CHECKING:
-    from ..parallel.strategy import StepFunction
-    from ..run.run import Run
 
 
 def first_weight(run: Run) -> str:

@@ -1,4 +1,7 @@
-"""The ranks as data loaders see them: ranks that read the same data count as one."""
+"""The ranks as data loaders see them, and contiguous, balanced partitions of counted items.
+
+Ranks that read the same data count as one.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,18 @@ class DataRanks:
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the objects of all shards. Collective."""
         return self._world.all_gather_object(obj)[:: self._copies]
+
+
+def ceil_div(count: int, by: int) -> int:
+    """Return ``count / by`` rounded up."""
+    return -(-count // by)
+
+
+def part_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """Return ``(begin, end)`` of a rank's contiguous part of ``count`` items.
+
+    The parts of all ``size`` ranks differ by at most one item; a part may be empty.
+    """
+    even, rest = divmod(count, size)
+    begin = rank * even + min(rank, rest)
+    return begin, begin + even + (rank < rest)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.errors import ConfigurationError, DesyncError
-from .partition import part_of
+from .data_parallel import part_of
 from .world import World
 
 _RANKS_SHOWN = 8

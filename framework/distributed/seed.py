@@ -90,15 +90,3 @@ def _restore_numpy(saved: dict[str, Any]) -> None:
             "gauss": saved["gauss"],
         }
     )
-
-
-class RandomState:
-    """The generators of this process as one entry of a run's state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all generators; see ``capture``."""
-        return capture()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore all generators; see ``restore``."""
-        restore(state)

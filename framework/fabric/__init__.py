@@ -7,24 +7,19 @@ from typing import TYPE_CHECKING
 from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
-    from .contents import contents_of as contents_of
-    from .contents import is_stateful as is_stateful
-    from .contents import parameter_names as parameter_names
-    from .contents import snapshot_of as snapshot_of
-    from .loading import compare as compare
-    from .loading import restore as restore
-    from .weight_files import publish_weights as publish_weights
-    from .weight_files import read_weights as read_weights
+    from .contents import (
+        contents_of as contents_of,
+        is_stateful as is_stateful,
+        parameter_names as parameter_names,
+        snapshot_of as snapshot_of,
+    )
+    from .loading import compare as compare, restore as restore
+    from .weight_files import publish_weights as publish_weights, read_weights as read_weights
 
 _HOMES = {
-    "read_weights": ".weight_files",
-    "publish_weights": ".weight_files",
-    "compare": ".loading",
-    "contents_of": ".contents",
-    "is_stateful": ".contents",
-    "parameter_names": ".contents",
-    "restore": ".loading",
-    "snapshot_of": ".contents",
+    ".contents": "contents_of is_stateful parameter_names snapshot_of",
+    ".loading": "compare restore",
+    ".weight_files": "publish_weights read_weights",
 }
 
 __getattr__ = on_call(__name__, _HOMES)

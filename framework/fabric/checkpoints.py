@@ -16,8 +16,7 @@ from ..checkpoint import decode, held, save
 from ..checkpoint.open_on_all_ranks import open_on_all_ranks
 from ..core.errors import CheckpointError, ConfigurationError
 from ..distributed.collective_errors import on_all_ranks, on_rank_zero
-from ..distributed.seed import capture
-from ..distributed.seed import restore as restore_generators
+from ..distributed.seed import capture, restore as restore_generators
 from ..parallel.parameter_names import renamed
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse

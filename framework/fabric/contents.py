@@ -14,8 +14,7 @@ from ..checkpoint.write_plan import Shard, Snapshot
 from ..core.errors import ConfigurationError, unknown
 from ..parallel.parameter_names import names_of
 from ..parallel.strategy import Strategy
-from ..state.extra_state import extra_state
-from ..state.module_state import encode_known, model_state
+from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
 from .module import engine_of, unwrap
 from .objects import FabricOptimizer, FabricScheduler

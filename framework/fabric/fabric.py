@@ -15,9 +15,10 @@ A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -29,7 +30,8 @@ from ..launch import launch_function, launch_script
 from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
 from ..parallel.optimizer_step import Updater
-from ..parallel.resources import resolve_resources
+from ..parallel.resources import RankProperties, Resources, resolve_resources
+from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import Checkpoints
 from .collectives import Collectives
@@ -37,13 +39,22 @@ from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
 from .training import Training
-from .verbs import verb
 
-if TYPE_CHECKING:
-    from ..parallel.strategy import Strategy
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Fabric:
+def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method of a Fabric that calls ``method`` of its attribute ``part``; signature and docstring are kept."""
+
+    def call(fabric: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(fabric, part), *args, **kwargs)
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+class Fabric(RankProperties):
     """The verbs of training on one rank or many. Every rank must call those marked "Collective", in the same order.
 
     Args:
@@ -104,6 +115,10 @@ class Fabric:
     # ---- this rank, and starting all ranks ---------------------------------------------------------------------------
 
     @property
+    def _resources(self) -> Resources:
+        return self.resources
+
+    @property
     def world(self) -> World:
         """The process group. The first access joins it, which is collective, and fails if ranks are to be launched."""
         return self._ranks.world
@@ -112,31 +127,6 @@ class Fabric:
     def device(self) -> torch.device:
         """This rank's device."""
         return self.world.device
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks over all nodes."""
-        return self.resources.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number, from 0."""
-        return self.resources.place.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its node, from 0."""
-        return self.resources.place.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The number of this rank's node, from 0."""
-        return self.resources.place.node_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.global_rank == 0
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Start the ranks if there are to be several and none were started, and run a function in them if given.
@@ -272,10 +262,10 @@ class Fabric:
 
     # ---- Accelerate's names ---------------------------------------------------------------------------------------
 
-    num_processes = world_size
-    process_index = global_rank
-    local_process_index = local_rank
-    is_main_process = is_global_zero
+    num_processes = RankProperties.world_size
+    process_index = RankProperties.global_rank
+    local_process_index = RankProperties.local_rank
+    is_main_process = RankProperties.is_global_zero
     wait_for_everyone = barrier
     main_process_first = verb("_ranks", Collectives.main_process_first)
     local_main_process_first = verb("_ranks", Collectives.local_main_process_first)

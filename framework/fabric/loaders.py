@@ -24,8 +24,7 @@ from ..data.rounds import (
     local_rounds,
 )
 from ..data.training_source import NO_BATCH, Position, TrainingSource
-from ..distributed.data_parallel import DataRanks
-from ..distributed.partition import ceil_div
+from ..distributed.data_parallel import DataRanks, ceil_div
 from ..distributed.world import World
 
 

@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checkpoint.codec import decode
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, did_you_mean
-from ..state.extra_state import put_extra_state, saved_extra_state
-from ..state.module_state import LENIENT, put_model, shapes_of, stored_of
+from ..state.module_state import LENIENT, put_extra_state, put_model, saved_extra_state, shapes_of, stored_of
 from ..state.optimizer_state import load_optimizer
 from ..state.state_matching import (
     ModelMatch,

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.loss_scaler import LossScaler
+from ..core.precision import LossScaler
 from ..parallel.optimizer_step import Updater
 from ..parallel.strategy import Strategy, parameters_of
 from .gradient_window import GradientWindow

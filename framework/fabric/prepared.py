@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError
-from ..core.loss_scaler import LossScaler
+from ..core.precision import LossScaler
 from ..parallel.strategy import Strategy, parameters_of
 from .loaders import FabricLoader, Reading
 from .module import engine_of

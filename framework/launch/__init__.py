@@ -10,9 +10,4 @@ if TYPE_CHECKING:
     from .fork_launcher import launch_function as launch_function
     from .script_launcher import launch_script as launch_script
 
-_HOMES = {
-    "launch_function": ".fork_launcher",
-    "launch_script": ".script_launcher",
-}
-
-__getattr__ = on_call(__name__, _HOMES)
+__getattr__ = on_call(__name__, {".fork_launcher": "launch_function", ".script_launcher": "launch_script"})

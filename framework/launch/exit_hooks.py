@@ -15,10 +15,9 @@ from typing import NoReturn
 from ..core.errors import ConfigurationError, Preempted
 from ..system.entry_script import can_rerun_script
 from ..system.environment import error_dir, hiding_secrets, own_records, started_by_torchrun
-from ..system.failure_records import INTERRUPTED, Failure, exit_code_of
+from ..system.failure_records import INTERRUPTED, Failure, brief_traceback, exit_code_of
 from ..system.launcher_env import Placement
 from ..system.processes import end_with_parent
-from ..system.traceback_summary import brief_traceback
 
 
 def install_rank_hooks(placement: Placement) -> None:

@@ -8,15 +8,13 @@ from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
     from .batch_norm_statistics import statistics_pass as statistics_pass
-    from .evaluation_loop import evaluate as evaluate
-    from .evaluation_loop import predict as predict
+    from .evaluation_loop import evaluate as evaluate, predict as predict
     from .manual_step import ManualStep as ManualStep
 
 _HOMES = {
-    "ManualStep": ".manual_step",
-    "evaluate": ".evaluation_loop",
-    "predict": ".evaluation_loop",
-    "statistics_pass": ".batch_norm_statistics",
+    ".batch_norm_statistics": "statistics_pass",
+    ".evaluation_loop": "evaluate predict",
+    ".manual_step": "ManualStep",
 }
 
 __getattr__ = on_call(__name__, _HOMES)

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.step_output import check_loss, loss_of, outputs_for_hooks
 from ..data.accumulation_window import Windows
 from ..parallel.step_flags import LocalFlags, MessageFlags, StepFlags
 from ..parallel.strategy import StepFunction
@@ -39,7 +38,7 @@ from ..run.overrides import is_overridden
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD, UPDATE
 from .filler_batches import FILLER, LockstepFiller
-from .step_base import TrainingStep
+from .step_base import TrainingStep, check_loss, loss_of, outputs_for_hooks
 from .user_update import UserUpdate
 from .window_totals import LocalTotals, ReducedTotals
 

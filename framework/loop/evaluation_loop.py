@@ -29,7 +29,7 @@ from ..metrics.no_log import NoLog
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from ..run.run_metrics import as_numbers
-from .lockstep_evaluation import in_rounds
+from .filler_batches import in_rounds
 
 # Number of batches whose step values wait on the device before they are read for the loggers: each read synchronizes.
 _STEPS_WAITING = 256

@@ -4,31 +4,37 @@ Some strategies gather weights in every forward pass, or reduce gradients as bac
 exchange statistics. With these, all ranks must run the same number of passes, or the job hangs. A rank whose data has
 run out, or whose step returned None, runs a filler batch: a batch that returned a loss before, with weight 0. Hooks,
 logs, metrics, buffers and random generators do not see it.
+
+In an evaluation, a rank that has run out of batches repeats its last batch. Ranks agree batch by batch on whether to
+continue, so loaders may have any length, known or unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.errors import LoopError
-from ..core.step_output import loss_of
 from ..data.accumulation_window import Windows
 from ..diagnostics.isolated_step import fresh, isolated
 from ..distributed.control import Agreement
+from ..distributed.world import World
 from ..parallel.strategy import StepFunction
 from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
 from ..run.run import Run
+from .step_base import loss_of
 
 FILLER: Any = object()
 """A micro-batch of weight 0 without user data."""
 # The next batch may have no loss either. Batches read ahead stay in memory, so their number is limited.
 _MAX_LOOKAHEAD = 16
 _OTHER_INDICES = 4
+Numbered = tuple[int, Any]
 
 
 class LockstepFiller:
@@ -184,3 +190,42 @@ class LockstepFiller:
                 yield from islice(coming, _MAX_LOOKAHEAD)
         for batch, place in [*known, *([] if own is None else [(own, index)])]:
             yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))
+
+
+def in_rounds(
+    batches: Iterator[Numbered], count: int | None, world: World, fill: Callable[[Any], None]
+) -> Iterator[Numbered]:
+    """Yield a rank's batches, then call ``fill`` with a batch as often as others have more. Collective.
+
+    ``count`` is the number of batches of this rank, if it is certain. A rank without any batch receives one from the
+    lowest rank that has one.
+    """
+    upcoming = next(batches, None)
+    answers = world.all_gather_object((upcoming is not None, count))
+    holders = [rank for rank, (holds, _) in enumerate(answers) if holds]
+    if not holders:
+        return
+    last = upcoming[1] if upcoming is not None else None
+    if len(holders) < world.size:
+        shared = world.broadcast_object(last, holders[0])
+        last = shared if upcoming is None else last
+    counts = [count for _, count in answers if count is not None]
+    rounds = max(counts) if len(counts) == world.size else None
+    done = 0
+    while True:
+        item = upcoming
+        if item is not None:
+            # Before the step, which may modify the batch's containers.
+            upcoming, last = next(batches, None), fresh(item[1])
+        # The reduction overlaps with the model's forward pass.
+        more = torch.tensor([float(upcoming is not None)], dtype=torch.float64)
+        pending = world.control_reduce(more) if rounds is None else None
+        if item is not None:
+            yield item
+        else:
+            fill(last)
+        done += 1
+        if pending is not None:
+            pending.wait()
+        if (done == rounds) if pending is None else not more.item():
+            return

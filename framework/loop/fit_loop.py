@@ -28,10 +28,10 @@ from typing import Any
 from ..core.errors import DataError
 from ..data.accumulation_window import Windows
 from ..metrics.no_log import NoLog
+from ..resume.preempted_save import agree, leave_if_preempted
 from ..resume.rank_state import redone, rejoin
 from ..run.run import Run
 from .automatic_step import AutomaticStep
-from .boundary import agree, leave_if_preempted
 from .evaluation_loop import logging_to
 from .fit_plan import FitPlan
 from .fit_validation import FitValidation

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ..distributed.control import Signal
+from ..resume.preempted_save import agree
 from ..resume.rank_state import redone
 from ..run.run import Run
-from .boundary import agree
 from .evaluation_loop import EvaluationPlan, evaluate
 from .fit_plan import FitPlan
 

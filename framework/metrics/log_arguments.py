@@ -1,8 +1,9 @@
-"""Validation of the arguments of ``log``: the value, its reduction, and whether it is per step, per epoch or both."""
+"""The arguments of ``log``: validation of the value and its reduction, per step or per epoch, the default weight."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -95,3 +96,34 @@ def number_of(name: str, value: Any) -> float:
         f"log({name!r}, ...) got a {type(value).__name__}; "
         f"a value must be a number, a tensor with one element, or a torchmetrics Metric{hint}."
     )
+
+
+def batch_items(batch: Any) -> int:
+    """Return how many items a batch holds: the first dim of its first tensor, else the length of its first list of
+    strings, else 1."""
+    if (batch.__class__ is list or batch.__class__ is tuple) and batch and batch[0].__class__ is Tensor:
+        first: Tensor = batch[0]
+        return first.shape[0] if first.dim() else 1
+    texts: list[int] = []
+    found = next(_sizes(batch, texts), None)
+    return found if found is not None else texts[0] if texts else 1
+
+
+def _sizes(batch: Any, texts: list[int]) -> Iterator[int]:
+    """Yield the first dim of each tensor or array; note the lengths of lists of strings in ``texts``."""
+    if isinstance(batch, Tensor) or (hasattr(batch, "shape") and hasattr(batch, "dtype")):
+        yield batch.shape[0] if len(batch.shape) else 1
+    elif isinstance(batch, (str, bytes)):
+        return
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _sizes(value, texts)
+    elif isinstance(batch, Iterable) and not isinstance(batch, Iterator):
+        items = list(batch)
+        if items and isinstance(items[0], (str, bytes)):
+            texts.append(len(items))
+        for value in items:
+            yield from _sizes(value, texts)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for field in fields(batch):
+            yield from _sizes(getattr(batch, field.name), texts)

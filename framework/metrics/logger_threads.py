@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from .logger import Logger
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # How often a writer polls for new calls, in seconds. Waking a thread for each call costs more than logging.
 _PERIOD_SECONDS = 0.25

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ..core.errors import ConfigurationError
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
-from .batch_items import batch_items
 from .epoch_reduction import exchange
-from .log_arguments import kept_for, not_one_element, number_of, reduction_of
+from .log_arguments import batch_items, kept_for, not_one_element, number_of, reduction_of
 from .metric_entry import Entry, Flags, Scope, read_devices
 from .metric_log_state import entries_state, load_entries
 from .torchmetrics_state import is_metric

@@ -95,8 +95,3 @@ def share_buffers(module: nn.Module, world: World) -> None:
         flat = world.broadcast(torch.cat([buffer.detach().reshape(-1) for buffer in buffers]))
         for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(part.view_as(buffer))
-
-
-def to_meta(module: nn.Module) -> None:
-    """Free the data of all parameters; names, shapes, ties and ``requires_grad`` stay."""
-    replace_tensors(module, lambda _, tensor: tensor.detach().to("meta") if isinstance(tensor, nn.Parameter) else None)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, unknown
-from ..core.loss_scaler import LossScaler
+from ..core.precision import LossScaler
 from .strategy import Strategy, gradients_of, parameters_of
 
 CLIP_ALGORITHMS = ("norm", "value")
@@ -23,14 +23,13 @@ class Updater:
     Args:
         strategy: applies the update.
         scaler: unscales gradients and adapts the scale; None without a loss scale.
-        skip_nonfinite: skip an update whose gradients are not finite. Always the case with a scaler. The check gives
-            the same result on all ranks under every strategy.
     """
 
-    def __init__(self, strategy: Strategy, scaler: LossScaler | None, skip_nonfinite: bool = False) -> None:
+    def __init__(self, strategy: Strategy, scaler: LossScaler | None) -> None:
         self.strategy = strategy
         self.scaler = scaler
-        self.guarded = skip_nonfinite or scaler is not None
+        self.guarded = scaler is not None
+        """Whether to skip an update whose gradients are not finite. The check gives the same result on all ranks."""
         self.on_nonfinite_gradients: Callable[[Optimizer], None] | None = None
         """Called on all ranks if gradients are not finite and the loss scale is not the cause. May raise."""
         self.defers_scale = False
@@ -40,7 +39,7 @@ class Updater:
         self._outcomes: list[bool] = []
 
     def guard(self, skip_nonfinite: bool, on_nonfinite_gradients: Callable[[Optimizer], None] | None) -> None:
-        """Set the handling of non-finite gradients: see the attributes."""
+        """Set the handling of non-finite gradients: see the attributes. With a scaler updates are always guarded."""
         self.guarded = skip_nonfinite or self.scaler is not None
         self.on_nonfinite_gradients = on_nonfinite_gradients
 
@@ -68,9 +67,7 @@ class Updater:
         """Whether the gradients of an optimizer, if any, are still multiplied by the loss scale."""
         return self.scaler is not None and id(optimizer) not in self._unscaled
 
-    def clip(
-        self, optimizer: Optimizer, value: float, algorithm: str = "norm", norm_type: float = 2.0
-    ) -> Tensor | None:
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         """Clip an optimizer's gradients. Collective.
 
         Returns:
@@ -81,7 +78,7 @@ class Updater:
         if algorithm == "value":
             self.strategy.clip_by_value(parameters, value)
             return None
-        norm = self.strategy.gradient_norm(parameters, norm_type)
+        norm = self.strategy.gradient_norm(parameters)
         self.strategy.clip_by_norm(parameters, value, norm)
         return norm
 

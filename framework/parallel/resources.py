@@ -60,6 +60,39 @@ class Resources:
         return world
 
 
+class RankProperties:
+    """The place of a Trainer's or a Fabric's process among the ranks."""
+
+    @property
+    def _resources(self) -> Resources:
+        raise NotImplementedError
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks over all nodes."""
+        return self._resources.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all, from 0."""
+        return self._resources.place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node, from 0."""
+        return self._resources.place.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this process's node, from 0."""
+        return self._resources.place.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+
 def resolve_resources(
     accelerator: str,
     strategy: str | Strategy,

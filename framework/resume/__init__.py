@@ -8,25 +8,20 @@ from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
     from .capture import capture_run as capture_run
-    from .export import check_export as check_export
-    from .export import export_module as export_module
-    from .export import export_run as export_run
-    from .restore import agree_on_resumption as agree_on_resumption
-    from .restore import load_model as load_model
-    from .restore import regroup as regroup
-    from .restore import restore_run as restore_run
+    from .export import check_export as check_export, export_module as export_module, export_run as export_run
+    from .restore import (
+        agree_on_resumption as agree_on_resumption,
+        load_model as load_model,
+        regroup as regroup,
+        restore_run as restore_run,
+    )
     from .save_directory import make_ready as make_ready
 
 _HOMES = {
-    "make_ready": ".save_directory",
-    "agree_on_resumption": ".restore",
-    "capture_run": ".capture",
-    "check_export": ".export",
-    "export_module": ".export",
-    "export_run": ".export",
-    "load_model": ".restore",
-    "regroup": ".restore",
-    "restore_run": ".restore",
+    ".capture": "capture_run",
+    ".export": "check_export export_module export_run",
+    ".restore": "agree_on_resumption load_model regroup restore_run",
+    ".save_directory": "make_ready",
 }
 
 __getattr__ = on_call(__name__, _HOMES)

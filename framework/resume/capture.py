@@ -15,8 +15,7 @@ from ..checkpoint.write_plan import Shard, Snapshot
 from ..data.accumulation_window import Windows
 from ..parallel.parameter_names import canonical_names, names_of
 from ..run.run import Run
-from ..state.extra_state import extra_state
-from ..state.module_state import encode_known, model_state
+from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
 from .rank_state import capture_rank
 

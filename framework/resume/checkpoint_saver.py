@@ -15,24 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from ..checkpoint import save
-from ..checkpoint.background_deletion import BackgroundDeletion
-from ..checkpoint.background_task import Background
+from ..checkpoint.background_deletion import Background, BackgroundDeletion
 from ..checkpoint.save_request import SaveRequest
 from ..checkpoint.staging import Staging
 from ..checkpoint.write_plan import Snapshot
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..data.accumulation_window import Windows
 from ..distributed.control import Signal
+from ..distributed.world import World
+from ..run.run import Run
 from . import capture_run
-
-if TYPE_CHECKING:
-    from ..data.accumulation_window import Windows
-    from ..distributed.world import World
-    from ..run.run import Run
 
 _FAILURES_IN_A_ROW = 3
 _TOLERATED = (ConfigurationError, NonFiniteError, StorageError)

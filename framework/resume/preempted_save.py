@@ -1,4 +1,7 @@
-"""The last save of a preempted run, and its exit with the code that means "run the same command again"."""
+"""The last save of a preempted run, and its exit with the code that means "run the same command again".
+
+A run ends at the boundaries between the parts of a fit, at which ranks exchange signals.
+"""
 
 from __future__ import annotations
 
@@ -76,3 +79,16 @@ def _saved(run: Run, directory: Path | None) -> str:
     except NonFiniteError as error:
         return f"and saved nothing: {error}"
     return f"and saved {path}; the same command with ckpt_path='auto' continues from there."
+
+
+def agree(run: Run) -> None:
+    """Exchange signals that callbacks have raised at a boundary outside the batches. Collective."""
+    run.triggers.agree()
+    run.triggers.handle()
+    leave_if_preempted(run)
+
+
+def leave_if_preempted(run: Run) -> None:
+    """Save and end the run if it is preempted, which is the same on all ranks. Collective if it is."""
+    if run.preempted_by is not None:
+        leave(run, run.context.preemption_directory())

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoint.codec import decode, encode_inline
+from ..checkpoint.reader import Checkpoint
 from ..core.errors import ConfigurationError
 from ..core.position_rng import mix_seed, seed_generators
+from ..data.accumulation_window import Windows
 from ..distributed.seed import capture, restore
-
-if TYPE_CHECKING:
-    from ..checkpoint.reader import Checkpoint
-    from ..data.accumulation_window import Windows
-    from ..run.run import Run
+from ..run.run import Run
 
 
 def capture_rank(run: Run, windows: Windows | None) -> Any:

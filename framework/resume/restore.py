@@ -17,8 +17,7 @@ from ..distributed.collective_errors import on_all_ranks
 from ..parallel.parameter_names import canonical_names, names_of, renamed
 from ..parallel.strategy import parameters_of
 from ..run.run import Run
-from ..state.extra_state import put_extra_state, saved_extra_state
-from ..state.module_state import check_model, put_model, shapes_of, stored_of
+from ..state.module_state import check_model, put_extra_state, put_model, saved_extra_state, shapes_of, stored_of
 from ..state.optimizer_state import load_optimizer
 from ..state.state_matching import (
     ModelMatch,

@@ -1,20 +1,21 @@
-"""Inspection of the user's code: overridden methods, signatures, and the optimizers passed to it."""
+"""The user's code: overridden methods, signatures, the optimizers passed to it, and its transfer of batches."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
+from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, LoopError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch.optim import Optimizer
-
-    from ..parallel.strategy import StepFunction, Strategy
+from ..core.precision import Precision
+from ..fabric.collectives import to_device
+from ..parallel.strategy import StepFunction, Strategy
 
 
 class StrategyOptimizer:
@@ -98,3 +99,45 @@ def check_closure(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} needs to evaluate the loss several times for an update. Set "
             "automatic_optimization = False and call its step(closure) in training_step."
         )
+
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def batch_transfer(
+    device: torch.device, precision: Precision, module: TrainModule, datamodule: DataModule | None
+) -> Callable[[Any, int], Any] | None:
+    """Return a function from ``(batch, dataloader_idx)`` to the transferred batch; None if batches are unchanged.
+
+    A hook of the DataModule has precedence over the module's hook of the same name.
+    """
+    before, move, after = (_overridden(name, module, datamodule) for name in _HOOKS)
+    converts = precision.converts_batch
+    if move is None and device.type == "cpu":
+        if before is None and after is None and not converts:
+            return None
+    elif move is None:
+        move = _move
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        if move is not None:
+            batch = move(batch, device, dataloader_idx)
+        if converts:
+            batch = precision.convert_batch(batch)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    return transfer
+
+
+def _move(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    return to_device(batch, device)
+
+
+def _overridden(name: str, module: TrainModule, datamodule: DataModule | None) -> Callable[..., Any] | None:
+    for owner, base in ((datamodule, DataModule), (module, TrainModule)):
+        if owner is not None and getattr(type(owner), name, None) is not getattr(base, name):
+            hook: Callable[..., Any] = getattr(owner, name)
+            return hook
+    return None

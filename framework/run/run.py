@@ -16,7 +16,6 @@ from ..metrics.metric_log import MetricLog
 from ..state.average_settings import AverageSettings
 from ..state.weight_average import Average
 from ..state.weight_averages import Averages
-from .parts import RunParts
 from .run_metrics import RunMetrics
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..core.optimizer_config import SchedulerConfig
-    from ..distributed.world import World
     from ..fabric.fabric import Fabric
     from ..metrics.logger_threads import LoggerFanout
     from .context import ManualOptimizer, RunContext, RunSaver
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 Hook = Callable[..., Any]
 
 
-class Run(RunParts):
+class Run:
     """The state of one stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     seed = 0
@@ -55,7 +53,7 @@ class Run(RunParts):
         self.trainer = context.view
         self.note = context.note
         self.fabric = fabric
-        self.world: World = fabric.world
+        self._use_parts(fabric)
         self.module = module
         self.callbacks = in_call_order(callbacks)
         self.loggers = loggers
@@ -89,6 +87,13 @@ class Run(RunParts):
         self.saver: RunSaver
         """Set by ``attach_saver`` before the first hook runs."""
         self._register_handlers()
+
+    def _use_parts(self, fabric: Fabric) -> None:
+        """Hold the parts of the Fabric, so that loops need not reach through it."""
+        self.world = fabric.world
+        self.strategy, self.traits = fabric.strategy, fabric.strategy.traits
+        self.precision, self.scaler, self.updater = fabric.precision, fabric.scaler, fabric.updater
+        self.device_type = self.world.device.type
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
 
@@ -238,9 +243,8 @@ class Run(RunParts):
 
     def trainability_changed(self) -> None:
         """Report frozen parameters to a strategy whose forward passes use other tensors than its optimizers."""
-        strategy = self.fabric.strategy
-        if strategy.traits.reduces_in_backward:
-            strategy.trainability_changed(self.module)
+        if self.traits.reduces_in_backward:
+            self.strategy.trainability_changed(self.module)
 
     def add_average(self, settings: AverageSettings) -> Average:
         """Maintain an average of the weights from now on.
@@ -248,7 +252,7 @@ class Run(RunParts):
         Raises:
             ConfigurationError: it conflicts with another average of this run.
         """
-        return self.averages.add(Average(settings, self.module, self.fabric.strategy, self.world, self._toggled))
+        return self.averages.add(Average(settings, self.module, self.strategy, self.world, self._toggled))
 
     def _toggled(self) -> Sequence[Optimizer]:
         """Return the optimizers whose parameters a step may freeze temporarily."""
@@ -262,8 +266,7 @@ class Run(RunParts):
         """Advance the due schedulers of an interval; under manual optimization the user advances them."""
         if not self.module.automatic_optimization or self.schedulers_paused:
             return
-        progress = self.progress
-        count = progress.global_step if interval == "step" else progress.epoch + 1
+        count = self.progress.global_step if interval == "step" else self.progress.epoch + 1
         for config in self.schedulers:
             if config.interval == interval and count % config.frequency == 0:
                 self._advance(config)
@@ -289,7 +292,7 @@ class Run(RunParts):
             if id(optimizer) in (id(manual), id(manual.optimizer)):
                 optimizer = manual.optimizer
                 manual.reduce()
-        return self.fabric.updater.clip(optimizer, value, algorithm or "norm")
+        return self.updater.clip(optimizer, value, algorithm or "norm")
 
 
 def _no_loop(*args: Any, **kwargs: Any) -> None:

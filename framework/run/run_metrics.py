@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.errors import MetricError, did_you_mean
+from ..metrics.monitor import missing_metric
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -102,10 +102,7 @@ class RunMetrics:
         """
         known = self.view("callback")
         if name not in known:
-            raise MetricError(
-                f"{who} needs the metric {name!r}, which was not logged.{did_you_mean(name, known)} "
-                f"Logged: {', '.join(sorted(known)) or 'nothing'}."
-            )
+            raise missing_metric(who, name, known)
         return known[name]
 
     def clear(self) -> None:

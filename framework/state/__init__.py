@@ -10,9 +10,4 @@ if TYPE_CHECKING:
     from .module_loading import rebuild_module as rebuild_module
     from .module_state import encode_known as encode_known
 
-_HOMES = {
-    "encode_known": ".module_state",
-    "rebuild_module": ".module_loading",
-}
-
-__getattr__ = on_call(__name__, _HOMES)
+__getattr__ = on_call(__name__, {".module_loading": "rebuild_module", ".module_state": "encode_known"})

@@ -22,8 +22,7 @@ from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..distributed.seed import capture, restore
 from ..parallel.parameter_names import canonical_table, state_tensors
-from .extra_state import StateTensors, put_extra_state, saved_extra_state, state_of
-from .module_state import check_model
+from .module_state import StateTensors, check_model, put_extra_state, saved_extra_state, state_of
 from .state_matching import listed
 
 

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING
 from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
-    from .assembly import assemble_evaluation as assemble_evaluation
-    from .assembly import assemble_fit as assemble_fit
-    from .auto_strategy import choose_strategy as choose_strategy
-    from .auto_strategy import plan_memory as plan_memory
+    from .assembly import assemble_evaluation as assemble_evaluation, assemble_fit as assemble_fit
+    from .auto_strategy import choose_strategy as choose_strategy, plan_memory as plan_memory
 
 _HOMES = {
-    "assemble_evaluation": ".assembly",
-    "assemble_fit": ".assembly",
-    "plan_memory": ".auto_strategy",
-    "choose_strategy": ".auto_strategy",
+    ".assembly": "assemble_evaluation assemble_fit",
+    ".auto_strategy": "choose_strategy plan_memory",
 }
 
 __getattr__ = on_call(__name__, _HOMES)

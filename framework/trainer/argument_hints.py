@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ..core.errors import ConfigurationError, did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 # Names of arguments in other frameworks or their older versions, too different for a closest match.
 _OTHER_NAMES = {

@@ -22,8 +22,7 @@ from ..resume import agree_on_resumption, load_model, regroup, restore_run
 from ..resume.checkpoint_saver import Saver
 from ..resume.rank_state import restore_rank
 from ..resume.resume_point import Origin, claim_directory, find_checkpoint
-from ..run.batch_transfer import batch_transfer
-from ..run.overrides import check_closure
+from ..run.overrides import batch_transfer, check_closure
 from ..run.run import Run
 from .data_sources import Data, require_data
 from .loop_assembly import build_loop, evaluation_plan

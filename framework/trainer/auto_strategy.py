@@ -26,8 +26,7 @@ from ..memory.measure import (
     without_data,
 )
 from ..memory.memory_plan import MemoryPlan, candidates, casts_of, fits_easily, make_plan
-from ..run.batch_transfer import batch_transfer
-from ..run.overrides import is_overridden
+from ..run.overrides import batch_transfer, is_overridden
 from ..system.environment import nvme_path
 from .data_sources import Data
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS
-from .rank_properties import RankProperties
-from .setting_properties import SettingProperties
+from .setting_properties import FabricProperties, SettingProperties
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from .session import TrainerState
 
 
-class TrainerProperties(SettingProperties, RankProperties):
+class TrainerProperties(SettingProperties, FabricProperties):
     """The read-only side of ``Trainer``: its settings, and the state of its session."""
 
     # ---- the session ----------------------------------------------------------------------------------------------

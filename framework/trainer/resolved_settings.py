@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
 from ..parallel.optimizer_step import check_clipping
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-    from pathlib import Path
-
-    from .rules import Limit
-    from .settings import TrainerSettings
+from .rules import Limit
+from .settings import TrainerSettings
 
 _LIMITS = {
     "train": "limit_train_batches",
@@ -79,19 +76,10 @@ class Settings:
     def document(self) -> dict[str, Any]:
         """Return the settings as they are written into the directory of a run."""
         given = self.given
+        limits = ("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "limits", "overfit_batches")
+        intervals = ("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps")
         return {
-            "max_epochs": self.max_epochs,
-            "min_epochs": self.min_epochs,
-            "max_steps": self.max_steps,
-            "min_steps": self.min_steps,
-            "max_time": self.max_time,
-            "limits": self.limits,
-            "overfit_batches": self.overfit_batches,
-            "val_check_interval": self.val_check_interval,
-            "check_val_every_n_epoch": self.check_val_every_n_epoch,
-            "num_sanity_val_steps": self.num_sanity_val_steps,
-            "log_every_n_steps": self.log_every_n_steps,
-            "clipping": self.clipping,
+            **{name: getattr(self, name) for name in (*limits, *intervals, "clipping")},
             "nonfinite": given.nonfinite,
             "debug": given.debug,
             "fast_dev_run": self.fast_dev_run,

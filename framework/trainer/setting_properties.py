@@ -1,15 +1,16 @@
-"""The settings of a Trainer as its read-only attributes."""
+"""Read-only attributes of a Trainer: its settings and its ranks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from ..core.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .resolved_settings import Settings
+from ..distributed.world import World
+from ..parallel.resources import RankProperties, Resources
+from ..parallel.strategy import Strategy
+from .resolved_settings import Settings
+from .session import Session
 
 T = TypeVar("T")
 
@@ -56,3 +57,38 @@ class SettingProperties:
     gradient_clip_val = Setting(lambda settings: settings.clipping[0])
     gradient_clip_algorithm = Setting(lambda settings: settings.clipping[1])
     default_root_dir = Setting(lambda settings: str(settings.root))
+
+
+class FabricProperties(RankProperties):
+    """Rank, strategy and precision of a Trainer's process, which are those of its Fabric."""
+
+    _session: Session
+
+    @property
+    def _resources(self) -> Resources:
+        return self._session.resources
+
+    @property
+    def world(self) -> World:
+        """This process among the ranks."""
+        return self._session.fabric.world
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return self._session.fabric.strategy
+
+    @property
+    def precision(self) -> str:
+        """The name of the precision."""
+        return self._session.fabric.precision.name
+
+    @property
+    def num_devices(self) -> int:
+        """The number of ranks on each node."""
+        return self._session.resources.devices
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self._session.resources.num_nodes

@@ -5,12 +5,17 @@ The signature and the docstring of ``Trainer`` are made from it; ``resolve_setti
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from ..core.accumulation import AccumulationSchedule
+from ..core.precision import Precision
 from ..data.worker_process import SIGNALS
 from ..launch.signals import check_signals
+from ..parallel.strategy import Strategy
 from ..watchdog.heartbeat import StallTimeout, resolve_stall_timeout
 from .rules import (
     Limit,
@@ -27,14 +32,6 @@ from .rules import (
     optional_duration,
     unsupported,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from ..core.accumulation import AccumulationSchedule
-    from ..core.precision import Precision
-    from ..parallel.strategy import Strategy
 
 
 def _setting(default: Any, documentation: str, rule: Rule | None = None) -> Any:

@@ -9,8 +9,4 @@ from ..core.lazy_exports import on_call
 if TYPE_CHECKING:
     from .in_process_watchdog import watched as watched
 
-_HOMES = {
-    "watched": ".in_process_watchdog",
-}
-
-__getattr__ = on_call(__name__, _HOMES)
+__getattr__ = on_call(__name__, {".in_process_watchdog": "watched"})

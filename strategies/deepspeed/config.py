@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from ...framework.core.errors import ConfigurationError, did_you_mean
-from ...framework.core.loss_scaler import LossScaler
-from ...framework.core.precision import Precision
+from ...framework.core.precision import LossScaler, Precision
 from ...framework.system.environment import library_environment
 from .arguments import Offload, ZeroOptions
 

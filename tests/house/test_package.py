@@ -21,7 +21,7 @@ HEAVY = {"deepspeed", "tensorboard", "torchmetrics", "rich", "lightning", "pytor
 # Modules that start-up does not pay for: they are imported when one of their functions is first called.
 LOADED_WHEN_CALLED = {
     "checkpoint.inspect_manifest",
-    "checkpoint.latest",
+    "checkpoint.listing",
     "checkpoint.stale_files",
     "checkpoint.whole_checkpoint",
     "checkpoint.writer",

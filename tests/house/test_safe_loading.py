@@ -42,7 +42,7 @@ LOAD_PATH = (
         "framework/distributed/seed.py",
         "framework/system/atomic_files.py",
     ),
-    *("cli/main.py", "cli/checkpoint.py", "cli/checkpoint_text.py", "cli/output.py"),
+    *("cli/main.py", "cli/checkpoint.py", "cli/output.py"),
 )
 # Why each exception is none: what it names does not come from a checkpoint.
 EXCEPTIONS = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError
-from phalanx.framework.parallel.meta_device import to_meta
+from phalanx.framework.parallel.meta_device import replace_tensors
 from phalanx.strategies import FSDPStrategy
 from phalanx.strategies.fsdp.deferred import Deferred
 
@@ -169,7 +169,7 @@ def only_on_rank_zero() -> list[bool]:
     module.load_state_dict(plain.state_dict())
     strategy = connected(FSDPStrategy())
     if strategy.world.rank:
-        to_meta(module)
+        replace_tensors(module, lambda _, tensor: tensor.to("meta") if isinstance(tensor, nn.Parameter) else None)
         torch.manual_seed(99)
     strategy.to_device(module)
     strategy.setup(module, [], training=False)

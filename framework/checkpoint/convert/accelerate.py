@@ -15,11 +15,9 @@ from ...core.errors import CheckpointError
 from .dcp_state import named_optimizer, nested, tensors_of
 from .deepspeed import from_engine, read_engine
 from .detect_format import file_of, names_in
-from .foreign_state import Foreign, ForeignProgress, counted
+from .foreign_state import Foreign, ForeignProgress, all_bare, counted, prefix_in
 from .parameter_order import build_module, by_name, orders_of, with_kinds
-from .request import Request
-from .strip_prefixes import all_bare, prefix_in
-from .unpickle_client import Content, Job
+from .unpickle_client import Content, Job, Request
 
 _SAFE, _PICKLED, _FULL, _SCALER = "model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "scaler.pt"
 _MOST_INDEX_BYTES = 1 << 30

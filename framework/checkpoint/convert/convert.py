@@ -18,8 +18,7 @@ from ..writer import save
 from . import accelerate, deepspeed, lightning
 from .detect_format import detect
 from .foreign_state import Foreign, snapshot_of
-from .request import Request
-from .unpickle_client import Content, Job, read_foreign
+from .unpickle_client import Content, Job, Request, read_foreign
 
 _CONVERTERS: dict[str, Callable[[Request], Foreign]] = {
     "lightning": lightning.convert_file,

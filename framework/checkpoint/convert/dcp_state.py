@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import CheckpointError
-from .foreign_state import ForeignOptimizer, Group, SlotState
-from .strip_prefixes import bare
+from .foreign_state import ForeignOptimizer, Group, SlotState, bare
 from .unpickle_client import Content
 
 

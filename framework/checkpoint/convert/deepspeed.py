@@ -12,11 +12,9 @@ from torch import Tensor
 
 from ...core.errors import CheckpointError, did_you_mean
 from .detect_format import file_of, has_states, names_in
-from .foreign_state import Foreign, ForeignOptimizer, ForeignProgress, Group, counted
+from .foreign_state import Foreign, ForeignOptimizer, ForeignProgress, Group, bare, counted, prefix_in
 from .parameter_order import Order, build_module, by_name, orders_of, with_kinds
-from .request import Request
-from .strip_prefixes import bare, prefix_in
-from .unpickle_client import Job
+from .unpickle_client import Job, Request
 from .zero_partitions import Engine, FlatPartition, Shapes, cut, cut_stage_2, cut_stage_3
 
 LATEST = "latest"

@@ -13,11 +13,9 @@ from ..codec import encode
 from .dcp_state import named_optimizer, nested, tensors_of
 from .deepspeed import OWN, from_engine, read_engine
 from .detect_format import file_of
-from .foreign_state import Foreign, ForeignAverage, ForeignProgress, counted
+from .foreign_state import Foreign, ForeignAverage, ForeignProgress, all_bare, bare, counted
 from .parameter_order import build_module, by_name, orders_of, with_kinds
-from .request import Request
-from .strip_prefixes import all_bare, bare
-from .unpickle_client import Content, Job
+from .unpickle_client import Content, Job, Request
 
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
 _KNOWN = {

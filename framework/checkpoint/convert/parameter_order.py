@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from ...core.errors import CheckpointError, ConfigurationError
 from ...core.optimizer_config import resolve_optimizers
-from .foreign_state import ForeignOptimizer, Group, SlotState
-from .strip_prefixes import bare
+from .foreign_state import ForeignOptimizer, Group, SlotState, bare
 
 _ASK = "pass module= (and where it has no configure_optimizers, optimizers=) so that names come from the optimizer"
 # Slots that hold something other than one value for each element.
@@ -120,30 +119,21 @@ def by_name(
         raise CheckpointError(
             f"the foreign checkpoint holds {len(states)} optimizers, module and optimizers have {len(orders)}."
         )
-    return [
-        _named(state, weights, orders[index] if orders is not None else None, ordered, len(states), notes)
-        for index, state in enumerate(states)
-    ]
-
-
-def _named(
-    state: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    order: Order | None,
-    ordered: bool,
-    num_optimizers: int,
-    notes: list[str],
-) -> ForeignOptimizer:
-    names = _names_of(state, weights, order, ordered, num_optimizers, notes)
-    found: SlotState = {names[position]: dict(slots) for position, slots in state["state"].items()}
-    _check_shapes(found, weights)
-    named = [
-        Group(
-            [names[p] for p in group["params"]], {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        )
-        for group in state["param_groups"]
-    ]
-    return ForeignOptimizer(named, found, order.kind if order is not None else "")
+    named = []
+    for index, state in enumerate(states):
+        order = orders[index] if orders is not None else None
+        names = _names_of(state, weights, order, ordered, len(states), notes)
+        found: SlotState = {names[position]: dict(slots) for position, slots in state["state"].items()}
+        _check_shapes(found, weights)
+        groups = [
+            Group(
+                [names[p] for p in group["params"]],
+                {k: v for k, v in group.items() if k not in ("params", "param_names")},
+            )
+            for group in state["param_groups"]
+        ]
+        named.append(ForeignOptimizer(groups, found, order.kind if order is not None else ""))
+    return named
 
 
 def _names_of(

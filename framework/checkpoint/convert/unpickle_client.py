@@ -7,17 +7,18 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...core.errors import CheckpointError
 from ...system.processes import die_with_parent
 from ..codec import decode
-from . import unpickle_process
+from ..convert import unpickle_process
 from .unpickle_process import FAILURE, REQUEST
 
 _MODULE = unpickle_process.__name__
@@ -140,3 +141,18 @@ def _size(job: Job) -> int:
         return job.path.stat().st_size
     with os.scandir(job.path) as entries:
         return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+
+
+Reader = Callable[[Sequence[Job]], list[Content]]
+"""Reads foreign files in a process of its own."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The source, and the user's objects that tell names."""
+
+    source: Path
+    read: Reader
+    module: Any = None
+    optimizers: Sequence[Optimizer] | None = None
+    prefix: str = ""

@@ -22,9 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx import checkpoint
-from phalanx.framework.checkpoint import part_writer
-from phalanx.framework.checkpoint import safetensors_io as tensor_bytes
-from phalanx.framework.checkpoint import verify as verification
+from phalanx.framework.checkpoint import part_writer, safetensors_io as tensor_bytes, verify as verification
 from phalanx.framework.checkpoint.manifest import Manifest
 from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.checkpoint.writer import Save

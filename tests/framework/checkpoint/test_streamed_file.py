@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.framework.checkpoint import streamed_file
-from phalanx.framework.checkpoint.streamed_file import StreamedFile
+from phalanx.framework.checkpoint import safetensors_io
+from phalanx.framework.checkpoint.safetensors_io import StreamedFile
 
 STEP = 1 << 16
 
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_file, "_SYNC_BYTES", STEP)
+    monkeypatch.setattr(safetensors_io, "_SYNC_BYTES", STEP)
 
 
 def written(path: Path, size: int, announced: int | None = None) -> bytes:

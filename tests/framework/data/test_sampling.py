@@ -14,7 +14,7 @@ import torch
 from phalanx.framework.core.position_rng import RandomStream, SeededBatch, SeededDataset, SeededIndex, mix_seed
 from phalanx.framework.data.orders import NaturalOrder, Order, SamplerOrder, permutation
 from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
-from phalanx.framework.distributed.partition import part_of
+from phalanx.framework.distributed.data_parallel import part_of
 
 LENGTHS = (0, 1, 2, 5, 7, 22, 1797)
 SIZES = (1, 2, 3)

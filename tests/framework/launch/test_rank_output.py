@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from phalanx import Trainer
 from phalanx.framework.launch.rank_output import RankOutput
-from phalanx.framework.system.traceback_summary import MOST_LINES, brief_traceback
+from phalanx.framework.system.failure_records import MOST_LINES, brief_traceback
 
 SCRIPT = """
 import os, signal, sys, time

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from phalanx.framework.metrics.exact_sum import partials_of, total_of
+from phalanx.framework.metrics.metric_entry import partials_of, total_of
 
 
 def numbers(count: int, spread: int) -> list[float]:

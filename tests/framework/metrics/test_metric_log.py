@@ -23,7 +23,7 @@ from phalanx import TrainModule
 from phalanx.framework.core.errors import ConfigurationError, MetricError
 from phalanx.framework.distributed import object_frames
 from phalanx.framework.distributed.world import World
-from phalanx.framework.metrics.batch_items import batch_items
+from phalanx.framework.metrics.log_arguments import batch_items
 from phalanx.framework.metrics.metric_log import MetricLog
 
 KINDS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

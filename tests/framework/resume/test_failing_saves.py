@@ -339,7 +339,7 @@ def probe_where_rank_one_cannot_write(directory: Path) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
-            patch.setattr("phalanx.framework.checkpoint.directory_probe.write_synced", failing)
+            patch.setattr("phalanx.framework.resume.save_directory.write_synced", failing)
         trainer = quiet_trainer(directory, ModelCheckpoint(directory / "kept"), devices=2, strategy="fsdp")
         with pytest.raises(StorageError) as caught:
             trainer.fit(Tiny(), loader())

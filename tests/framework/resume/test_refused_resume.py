@@ -11,8 +11,7 @@ import torch
 from hostile import rewrite
 from models import Regressor, loader, silent_trainer, weights_of
 from ranks import run_on_ranks, run_script
-from small_fits import Tiny, quiet_trainer
-from small_fits import loader as rows
+from small_fits import Tiny, loader as rows, quiet_trainer
 
 from phalanx import Fabric
 from phalanx.callbacks import Callback, LambdaCallback, ModelCheckpoint

@@ -12,8 +12,7 @@ import pytest
 
 from phalanx.checkpoint import clean_leftovers
 from phalanx.framework.core.errors import StorageError
-from phalanx.framework.system import atomic_directories, file_lock
-from phalanx.framework.system import atomic_files as atomic
+from phalanx.framework.system import atomic_directories, atomic_files as atomic, file_lock
 
 TOKEN = "0123456789abcdef"
 

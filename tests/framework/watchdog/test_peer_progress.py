@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 
 from phalanx.framework.watchdog.heartbeat import LAST_BACKWARD, Heartbeat, resolve_stall_timeout
-from phalanx.framework.watchdog.peer_progress import PeerProgress
+from phalanx.framework.watchdog.in_process_watchdog import PeerProgress
 
 # Stage, section, phase, and whether the rank waits.
 AHEAD, BEHIND, BEHIND_AND_WAITS = (0, 7, LAST_BACKWARD, 1), (0, 7, 1, 0), (0, 7, 1, 1)
