@@ -36,7 +36,7 @@ FOREIGN_WRITES: dict[str, str] = {
     "strategies.deepspeed.swap": "swapper.buffers",
 }
 
-# Writes into ``__dict__``, and ``__class__`` replaced.
+# Writes into ``__dict__``, and ``__class__`` replaced, without a comment that gives the reason.
 REWIRED_OBJECTS: dict[str, str] = {
     "framework.core.hyperparameters": "self.__dict__",
     "framework.fabric.loaders": "vars(narrow)",
