@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
+    from ..framework.parallel.canonical_state import CanonicalState as CanonicalState
+    from ..framework.parallel.gradient_operations import GradientOperations as GradientOperations
     from ..framework.parallel.step_flags import StepFlags as StepFlags
+    from ..framework.parallel.strategy import Routed as Routed
     from ..framework.parallel.strategy import StepAdapter as StepAdapter
     from ..framework.parallel.strategy import StepFunction as StepFunction
     from ..framework.parallel.strategy import Strategy as Strategy
@@ -19,9 +22,12 @@ if TYPE_CHECKING:
     from .single import SingleDeviceStrategy as SingleDeviceStrategy
 
 _HOMES = {
+    "CanonicalState": "..framework.parallel.canonical_state",
     "DDPStrategy": ".ddp",
     "DeepSpeedStrategy": ".deepspeed.strategy",
     "FSDPStrategy": ".fsdp.strategy",
+    "GradientOperations": "..framework.parallel.gradient_operations",
+    "Routed": "..framework.parallel.strategy",
     "SingleDeviceStrategy": ".single",
     "StepAdapter": "..framework.parallel.strategy",
     "StepFlags": "..framework.parallel.step_flags",

@@ -14,8 +14,8 @@ from ..checkpoint.codec import decode
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError
 from ..distributed.collective_errors import on_all_ranks
+from ..parallel.canonical_state import parameters_of
 from ..parallel.parameter_names import canonical_names, names_of, renamed
-from ..parallel.strategy import parameters_of
 from ..run.run import Run
 from ..state.extra_state import put_extra_state, saved_extra_state
 from ..state.module_state import check_model, put_model, shapes_of, stored_of

@@ -8,10 +8,7 @@ LONG_FILES: dict[str, str] = {
     "callbacks.progress": "file",
     "framework.data.training_source": "file",
     "framework.distributed.world": "file",
-    "framework.parallel.strategy": "file",
     "framework.trainer.trainer": "file",
-    "strategies.deepspeed.strategy": "file",
-    "strategies.fsdp.strategy": "file",
 }
 
 # Functions whose body has more than 40 lines of code.
@@ -21,9 +18,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 BRANCHING_FUNCTIONS: dict[str, str] = {}
 
 # ``Strategy`` with more than 20 public methods, ``Traits`` with more than 8 fields.
-LARGE_CONTRACT: dict[str, str] = {
-    "framework.parallel.strategy": "Strategy",
-}
+LARGE_CONTRACT: dict[str, str] = {}
 
 # Assignments to an attribute of an object that neither the function nor the module owns.
 FOREIGN_WRITES: dict[str, str] = {
@@ -32,7 +27,6 @@ FOREIGN_WRITES: dict[str, str] = {
     "framework.data.dataloader": "sampler.begun",
     "framework.metrics.epoch_reduction": "entry.loader",
     "framework.metrics.metric_log": "entry.last entry.metric",
-    "framework.trainer.assembly": "strategy.routes_backward strategy.routes_losses",
     "strategies.deepspeed.swap": "swapper.buffers",
 }
 
@@ -47,7 +41,6 @@ REWIRED_OBJECTS: dict[str, str] = {
     "strategies.deepspeed.engine": "part.__dict__",
     "strategies.deepspeed.optimizer": "copied.__dict__",
     "strategies.deepspeed.setup": "layer.__class__ layer.__dict__",
-    "strategies.deepspeed.strategy": "optimizers[0].__dict__",
     "strategies.fsdp.activations": "part.__dict__",
     "strategies.fsdp.undo": "part.__class__ part.__dict__",
 }
