@@ -27,7 +27,6 @@ FOREIGN_WRITES: dict[str, str] = {
     "framework.data.dataloader": "sampler.begun",
     "framework.metrics.epoch_reduction": "entry.loader",
     "framework.metrics.metric_log": "entry.last entry.metric",
-    "strategies.deepspeed.swap": "swapper.buffers",
 }
 
 # Writes into ``__dict__``, and ``__class__`` replaced, without a comment that gives the reason.
@@ -36,13 +35,6 @@ REWIRED_OBJECTS: dict[str, str] = {
     "framework.fabric.loaders": "vars(narrow)",
     "framework.fabric.module": "wrapped.__dict__",
     "framework.launch.fork_server_main": "vars(main)",
-    "framework.parallel.sync_batch_norm": "layer.__class__ layer.__dict__",
-    "strategies.deepspeed.attributes": "part.__dict__",
-    "strategies.deepspeed.engine": "part.__dict__",
-    "strategies.deepspeed.optimizer": "copied.__dict__",
-    "strategies.deepspeed.setup": "layer.__class__ layer.__dict__",
-    "strategies.fsdp.activations": "part.__dict__",
-    "strategies.fsdp.undo": "part.__class__ part.__dict__",
 }
 
 # Three dots and more after ``run``, ``trainer`` or ``fabric``, such as ``run.x.y.z``.
