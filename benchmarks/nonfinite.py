@@ -16,31 +16,42 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from phalanx import Trainer, TrainModule
-from phalanx.strategies import SingleDeviceStrategy
+from phalanx.strategies import GradientOperations, SingleDeviceStrategy
 
 from .gpt import GPT, batches, next_token_loss
 from .table import show
 
 
-class Alternating(SingleDeviceStrategy):
+class AlternatingChecks(GradientOperations):
     """Checks the gradients of every other update; records the milliseconds of updates."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.looked: list[float] = []
         self.unseen: list[float] = []
         self._began = 0.0
 
-    def gradients_are_finite(self, parameters: Any) -> bool:
+    def are_finite(self, parameters: Any) -> bool:
         """Check the gradients in every other call."""
         self._began = time.perf_counter()
-        return len(self.looked) > len(self.unseen) or super().gradients_are_finite(parameters)
+        return len(self.looked) > len(self.unseen) or super().are_finite(parameters)
+
+    def end_update(self) -> None:
+        """Record the time since the last check."""
+        taken = self.unseen if len(self.looked) > len(self.unseen) else self.looked
+        taken.append((time.perf_counter() - self._began) * 1e3)
+
+
+class Alternating(SingleDeviceStrategy):
+    """Trains on one device with ``AlternatingChecks``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: AlternatingChecks = AlternatingChecks()
 
     def step(self, optimizer: Optimizer) -> bool:
         """Update the weights."""
         applied = super().step(optimizer)
-        taken = self.unseen if len(self.looked) > len(self.unseen) else self.looked
-        taken.append((time.perf_counter() - self._began) * 1e3)
+        self.gradients.end_update()
         return applied
 
 
@@ -66,8 +77,9 @@ def price(steps: int) -> tuple[float, float, float]:
     """Return the median milliseconds of a step, of an update without the check and of one with it."""
     module, strategy = Task(), Alternating()
     Trainer(max_epochs=1, barebones=True, accelerator="cpu", strategy=strategy).fit(module, batches(steps))
+    times = strategy.gradients
     lengths = [(end - begin) * 1e3 for begin, end in zip(module.began, module.began[1:], strict=False)]
-    return statistics.median(lengths), statistics.median(strategy.unseen), statistics.median(strategy.looked)
+    return statistics.median(lengths), statistics.median(times.unseen), statistics.median(times.looked)
 
 
 def nonfinite(rounds: int, quick: bool) -> None:

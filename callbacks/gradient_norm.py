@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError
-from ..framework.parallel.strategy import parameters_of
+from ..framework.parallel.canonical_state import parameters_of
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
@@ -52,5 +52,6 @@ class GradientNormMonitor(Callback):
             return
         for own, name, parameters in self._named:
             if own is optimizer:
-                norm = trainer.strategy.gradient_norm(parameters, self.norm_type)
+                gradients = trainer.strategy.gradients
+                norm = gradients.norm(parameters, self.norm_type)
                 module.log(name, norm, on_step=True, on_epoch=False)

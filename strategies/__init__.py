@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
+    from ..framework.parallel.canonical_state import CanonicalState as CanonicalState
+    from ..framework.parallel.gradient_operations import GradientOperations as GradientOperations
     from ..framework.parallel.step_flags import StepFlags as StepFlags
     from ..framework.parallel.strategy import (
+        Routed as Routed,
         StepAdapter as StepAdapter,
         StepFunction as StepFunction,
         Strategy as Strategy,
@@ -20,8 +23,10 @@ if TYPE_CHECKING:
     from .single import SingleDeviceStrategy as SingleDeviceStrategy
 
 _HOMES = {
+    "..framework.parallel.canonical_state": "CanonicalState",
+    "..framework.parallel.gradient_operations": "GradientOperations",
     "..framework.parallel.step_flags": "StepFlags",
-    "..framework.parallel.strategy": "StepAdapter StepFunction Strategy Traits",
+    "..framework.parallel.strategy": "Routed StepAdapter StepFunction Strategy Traits",
     ".ddp": "DDPStrategy",
     ".deepspeed.strategy": "DeepSpeedStrategy",
     ".fsdp.strategy": "FSDPStrategy hsdp",

@@ -20,7 +20,7 @@ from ..framework.core.errors import ConfigurationError
 from ..framework.parallel.meta_device import share_buffers
 from ..framework.parallel.parameter_names import state_tensors
 from ..framework.parallel.step_flags import StepFlags
-from ..framework.parallel.strategy import StepAdapter, StepFunction, Strategy
+from ..framework.parallel.strategy import Routed, StepAdapter, StepFunction, Strategy
 from ..framework.parallel.zero_backward import zero_loss
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
@@ -45,15 +45,19 @@ class DDPStrategy(Strategy):
         self._arguments = ddp_arguments
         self._ddp: _Replica | None = None
         self._trainable: list[bool] = []
+        self._routed = Routed.LOSS
         self._syncs = True
         self._awaits_backward = False
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
+    def setup(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
+    ) -> list[Optimizer]:
         """Make all ranks start from rank 0's weights; when training, wrap an adapter around the module. Collective."""
         self._trainable = [parameter.requires_grad for parameter in module.parameters()]
+        self._routed = routed
         if self.world.size > 1 and training and any(self._trainable):
             adapter = StepAdapter(module)
-            if self.routes_losses:
+            if routed is Routed.LOSS:
                 adapter = flagged = _FlaggedAdapter(module, self.world.device)
                 self.flags = _GradientFlags(flagged.participation)
             try:
@@ -90,7 +94,7 @@ class DDPStrategy(Strategy):
         self.teardown()
         # The hooks of the old wrapper are removed with its last reference, which a reference cycle holds.
         gc.collect()
-        self.setup(module, [], training=True)
+        self.setup(module, [], training=True, routed=self._routed)
         return True
 
     def backward(self, loss: Tensor, **options: Any) -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.precision import Precision
-from ..framework.parallel.strategy import StepFunction, Strategy
+from ..framework.parallel.strategy import Routed, StepFunction, Strategy
 
 
 class SingleDeviceStrategy(Strategy):
@@ -24,7 +24,9 @@ class SingleDeviceStrategy(Strategy):
                 f"strategy='single' with {world_size} ranks: it runs on one device. Use strategy='ddp', or devices=1."
             )
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
+    def setup(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
+    ) -> list[Optimizer]:
         """Return the optimizers unchanged."""
         return list(optimizers)
 

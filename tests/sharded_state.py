@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from phalanx.framework.checkpoint.stored_tensor import held
 from phalanx.framework.checkpoint.write_plan import Shard
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.parallel.strategy import parameters_of
+from phalanx.framework.parallel.canonical_state import parameters_of
 from phalanx.strategies import FSDPStrategy
 
 Canonical = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
@@ -34,8 +34,8 @@ def updated(
         strategy.zero_grad(optimizer)
         loss = forward(step * 8 % 24)
         strategy.backward(loss)
-        norm = strategy.gradient_norm(parameters_of(optimizer))
-        strategy.clip_by_norm(parameters_of(optimizer), 0.1, norm)
+        norm = strategy.gradients.norm(parameters_of(optimizer))
+        strategy.gradients.clip_by_norm(parameters_of(optimizer), 0.1, norm)
         strategy.step(optimizer)
         losses.append(loss.item())
     return losses
@@ -57,10 +57,10 @@ def assembled(strategy: FSDPStrategy, parts: dict[str, Shard]) -> dict[str, Tens
 
 def canonical(strategy: FSDPStrategy, module: nn.Module, optimizer: torch.optim.Optimizer) -> Canonical:
     """Return all state by name, whole."""
-    model = assembled(strategy, strategy.model_state(module))
+    model = assembled(strategy, strategy.state.model_state(module))
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     slots: dict[str, dict[str, Any]] = {}
-    for parameter, own in strategy.optimizer_state(optimizer):
+    for parameter, own in strategy.state.optimizer_state(optimizer):
         shards = {slot: value for slot, value in own.items() if isinstance(value, Shard)}
         numbers = {slot: value.clone() for slot, value in own.items() if not isinstance(value, Shard)}
         slots[names[id(parameter)]] = {**assembled(strategy, shards), **numbers}
@@ -89,7 +89,7 @@ def saved(strategy: FSDPStrategy) -> tuple[Canonical, dict[str, tuple[int, ...]]
     optimizer = optimizer_of(gpt)
     connected(strategy).setup(gpt, [optimizer], training=True)
     updated(strategy, gpt, optimizer)
-    shapes = strategy.shapes(gpt)
+    shapes = strategy.state.shapes(gpt)
     state = canonical(strategy, gpt, optimizer)
     strategy.restore(gpt)
     return state, shapes
@@ -103,11 +103,11 @@ def loaded(strategy: FSDPStrategy, state: Canonical, fresh: bool) -> tuple[Canon
     if not fresh:
         updated(strategy, gpt, optimizer, 1)
     model, slots = state
-    strategy.load_model_state(gpt, held(model))
+    strategy.state.load_model_state(gpt, held(model))
     names = {id(parameter): name for name, parameter in gpt.named_parameters()}
     own = [slots.get(names[id(parameter)], {}) for parameter in parameters_of(optimizer)]
     stored = [{slot: held({"": v})[""] if v.dim() else v for slot, v in each.items()} for each in own]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    strategy.load_optimizer_state(optimizer, stored, groups)
+    strategy.state.load_optimizer_state(optimizer, stored, groups)
     put_back = canonical(strategy, gpt, optimizer)
     return put_back, updated(strategy, gpt, optimizer, 3, first=2)

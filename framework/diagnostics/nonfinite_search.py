@@ -22,7 +22,8 @@ from .isolated_step import isolated
 def first_weight(run: Run) -> str:
     """Describe the first parameter that was non-finite before the update; empty if there is none. Collective."""
     parameters = {name for name, _ in run.module.named_parameters()}
-    shards = run.strategy.model_state(run.module)
+    state = run.strategy.state
+    shards = state.model_state(run.module)
     mine = has_nonfinite({name: shard.tensor for name, shard in shards.items() if name in parameters})
     found = next((name for name in run.world.all_gather_object(mine) if name is not None), None)
     return "" if found is None else f"the weight {found} was non-finite before the update"
@@ -30,8 +31,9 @@ def first_weight(run: Run) -> str:
 
 def first_gradient(run: Run) -> str:
     """Describe the first parameter whose full gradient is non-finite; empty if there is none. Collective."""
+    gradients = run.strategy.gradients
     for name, parameter in run.module.named_parameters():
-        gradient = run.strategy.full_gradient(parameter)
+        gradient = gradients.full(parameter)
         if gradient is not None and not all(run.world.all_gather_object(is_finite(gradient.detach()))):
             return f"the gradient of {name} is the first non-finite one"
     return ""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.precision import LossScaler
+from ..parallel.canonical_state import parameters_of
 from ..parallel.optimizer_step import Updater
-from ..parallel.strategy import Strategy, parameters_of
+from ..parallel.strategy import Strategy
 from .gradient_window import GradientWindow
 
 
@@ -71,7 +72,7 @@ class Engine:
         for engine in self.peers:
             for other in engine.optimizers:
                 if other.optimizer is not stepped and engine.updater.holds_scaled(other.optimizer):
-                    engine.strategy.scale_gradients(parameters_of(other.optimizer), factor)
+                    engine.strategy.gradients.scale(parameters_of(other.optimizer), factor)
 
     def begin_micro_batch(self, window: GradientWindow) -> None:
         """Enter a window, and reduce gradients over ranks only if the micro-batch ends it."""
@@ -183,7 +184,7 @@ class FabricOptimizer(Proxy):
         self.engine.join_reduction()
         factor = window.take_factor(id(self))
         if factor is not None and factor not in (0.0, 1.0):
-            self.engine.strategy.scale_gradients(parameters_of(self.optimizer), factor)
+            self.engine.strategy.gradients.scale(parameters_of(self.optimizer), factor)
         return not window.is_empty
 
 

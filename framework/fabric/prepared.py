@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError
 from ..core.precision import LossScaler
-from ..parallel.strategy import Strategy, parameters_of
+from ..parallel.canonical_state import parameters_of
+from ..parallel.strategy import Strategy
 from .loaders import FabricLoader, Reading
 from .module import engine_of
 from .objects import Engine, FabricOptimizer, FabricScheduler

@@ -15,7 +15,8 @@ from ..core.errors import ConfigurationError
 from ..core.precision import DefaultDtype, Precision
 from ..distributed.gather import gather_rows
 from ..distributed.seed import seed_everything
-from ..parallel.strategy import parameters_of
+from ..parallel.canonical_state import parameters_of
+from ..parallel.strategy import Routed
 from .collectives import Collectives
 from .loaders import FabricLoader, Sharing, SkippedBatches
 from .module import FabricModule, unwrap, wrap_module
@@ -50,12 +51,11 @@ class Setup:
         if move_to_device:
             strategy.to_device(original)
         self._precision.convert_module(original)
-        strategy.routes_losses = False
         engine = Engine(original, strategy, self._prepared.scaler, self._prepared.engines)
         # A strategy that builds its own updates cannot add an optimizer later: without one the module is for
         # evaluation.
         training = bool(optimizers) or not strategy.traits.takes_one_optimizer
-        ready = strategy.setup(original, optimizers, training=training)
+        ready = strategy.setup(original, optimizers, training=training, routed=Routed.FORWARD)
         self._prepared.engines.append(engine)
         # Forward passes call the module as given, which may be a compiled one around the original that is trained.
         wrapped = wrap_module(engine, module, self._precision, world.device.type)

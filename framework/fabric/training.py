@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, NonFiniteError
 from ..core.precision import Precision
-from ..parallel.strategy import parameters_of
+from ..parallel.canonical_state import parameters_of
 from .collectives import Collectives
 from .gradient_window import GradientWindow, check_weight
 from .loaders import FabricLoader
@@ -155,10 +155,10 @@ class Training:
         """
         if not self._prepared.engines:
             # In the Fabric of a Trainer the strategy itself holds the single module.
-            return self._prepared.strategy.full_gradient(parameter)
+            return self._prepared.strategy.gradients.full(parameter)
         for engine in self._prepared.engines:
             if engine.owns(parameter):
-                return engine.strategy.full_gradient(parameter)
+                return engine.strategy.gradients.full(parameter)
         raise ConfigurationError(
             f"full_gradient was given a tensor of shape {tuple(parameter.shape)} that is not a parameter of a module "
             "that is set up: take it from module.parameters() after setup, not before."
@@ -210,11 +210,12 @@ class Training:
             return None
         optimizer.prepare()
         engine, parameters = optimizer.engine, parameters_of(optimizer.optimizer)
+        gradients = engine.strategy.gradients
         engine.updater.unscale(optimizer.optimizer)
         if value is not None and self._scaler is None:
-            engine.strategy.clip_by_value(parameters, value)
+            gradients.clip_by_value(parameters, value)
             return None
-        norm = engine.strategy.gradient_norm(parameters, norm_type)
+        norm = gradients.norm(parameters, norm_type)
         # Clamping would hide an infinity from the loss scaler, which must skip this update.
         finite = bool(norm.isfinite()) if strict or self._scaler is not None else True
         if not finite and self._scaler is None:
@@ -224,10 +225,10 @@ class Training:
             )
         if value is not None:
             if finite:
-                engine.strategy.clip_by_value(parameters, value)
+                gradients.clip_by_value(parameters, value)
             return None
         if finite:
-            engine.strategy.clip_by_norm(parameters, float(max_norm or 0.0), norm)
+            gradients.clip_by_norm(parameters, float(max_norm or 0.0), norm)
         return norm
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor | None:

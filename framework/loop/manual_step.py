@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError
 from ..diagnostics.nonfinite_guard import NonFiniteGuard
-from ..parallel.strategy import Traits, parameters_of
+from ..parallel.canonical_state import parameters_of
+from ..parallel.strategy import Traits
 from ..parallel.zero_backward import zero_loss
 from ..run.overrides import needs_closure
 from ..run.run import Run

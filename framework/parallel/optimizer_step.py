@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, unknown
 from ..core.precision import LossScaler
-from .strategy import Strategy, gradients_of, parameters_of
+from .canonical_state import parameters_of
+from .gradient_operations import gradients_of
+from .strategy import Strategy
 
 CLIP_ALGORITHMS = ("norm", "value")
 _LEAST_SCALE = 1.0
@@ -73,13 +75,13 @@ class Updater:
         Returns:
             The norm before clipping, a 0-d tensor, when clipping by norm; else None.
         """
-        parameters = parameters_of(optimizer)
+        parameters, gradients = parameters_of(optimizer), self.strategy.gradients
         self.unscale(optimizer)
         if algorithm == "value":
-            self.strategy.clip_by_value(parameters, value)
+            gradients.clip_by_value(parameters, value)
             return None
-        norm = self.strategy.gradient_norm(parameters)
-        self.strategy.clip_by_norm(parameters, value, norm)
+        norm = gradients.norm(parameters)
+        gradients.clip_by_norm(parameters, value, norm)
         return norm
 
     def bound(
@@ -113,17 +115,18 @@ class Updater:
             step: applies the update instead of the strategy.
             blind: the gradients are computed inside ``step``, so they cannot be checked before it.
         """
+        strategy = self.strategy
         looks = self.guarded or (self.on_nonfinite_gradients is not None and not blind)
         if looks:
             if self.scaler is not None:
                 self.unscale(optimizer)
             # Before clipping, which would hide an infinity by clamping it.
-            if not self.strategy.gradients_are_finite(parameters_of(optimizer)):
+            if not strategy.gradients.are_finite(parameters_of(optimizer)):
                 self._leave_out(optimizer)
                 return False
         if before is not None:
             before()
-        applied = self.strategy.step(optimizer) if step is None else step()
+        applied = strategy.step(optimizer) if step is None else step()
         if looks and self.scaler is not None:
             self._record(optimizer, True)
         return applied

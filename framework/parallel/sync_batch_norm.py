@@ -86,14 +86,17 @@ def share_batch_statistics(module: nn.Module, device_type: str) -> Callable[[], 
     }
     for layer in kinds:
         if device_type == "cuda":
-            layer.__class__ = nn.SyncBatchNorm
-            layer.__dict__["process_group"] = None
-        else:
-            layer.__class__ = CollectiveBatchNorm
+            # `SyncBatchNorm.forward` reads it; None is the group of all ranks.
+            layer.process_group = None  # type: ignore[assignment]
+        # No ordinary way: the user may hold references to the layer and hooks on it, so it has to stay the same object;
+        # torch's convert_sync_batchnorm returns a module with new layers.
+        layer.__class__ = nn.SyncBatchNorm if device_type == "cuda" else CollectiveBatchNorm
 
     def undo() -> None:
         for layer, kind in kinds.items():
+            # No ordinary way: the layer, which is the user's object, gets its own class back.
             layer.__class__ = kind
-            layer.__dict__.pop("process_group", None)
+            if "process_group" in vars(layer):
+                del layer.process_group
 
     return undo

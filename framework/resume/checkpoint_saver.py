@@ -95,7 +95,8 @@ class Saver:
         """
         run = self._run
         trained = {name for name, parameter in run.module.named_parameters() if parameter.requires_grad}
-        sizes = {name: prod(shape) for name, shape in run.strategy.shapes(run.module).items()}
+        state = run.strategy.state
+        sizes = {name: prod(shape) for name, shape in state.shapes(run.module).items()}
         elements = sum(sizes.values())
         if not weights_only and run.optimizers:
             moments = max(_moments(optimizer) for optimizer in run.optimizers)
@@ -192,8 +193,8 @@ class Saver:
         run, apart = self._run, self._apart
         assert apart is not None
         if self.sharded or run.world.is_global_zero:
-            strategy = run.strategy
-            snapshot = self._staging.take(snapshot, [strategy.stepping_optimizer(one) for one in run.optimizers])
+            state = run.strategy.state
+            snapshot = self._staging.take(snapshot, [state.stepping_optimizer(one) for one in run.optimizers])
         else:
             # Rank 0 writes for all ranks. This rank needs no copy of its state, which training may change now.
             snapshot = self._staging.take(Snapshot({}, None, snapshot.rank_document))

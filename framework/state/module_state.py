@@ -32,19 +32,19 @@ LENIENT = "Load with strict=False to load only matching tensors."
 def shapes_of(strategy: Strategy, module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every tensor in a module's state, by canonical name."""
     canonical = canonical_names(module)
-    return {canonical(name): tuple(shape) for name, shape in strategy.shapes(module).items()}
+    return {canonical(name): tuple(shape) for name, shape in strategy.state.shapes(module).items()}
 
 
 def model_state(strategy: Strategy, module: nn.Module) -> dict[str, Shard]:
     """Return this rank's part of a module's state, by canonical name. Collective."""
     canonical = canonical_names(module)
-    return {canonical(name): shard for name, shard in strategy.model_state(module).items()}
+    return {canonical(name): shard for name, shard in strategy.state.model_state(module).items()}
 
 
 def put_model(strategy: Strategy, module: nn.Module, tensors: StoredTensors) -> None:
     """Load tensors by canonical name into a module; other tensors are unchanged. Collective."""
     own = canonical_table(module)
-    strategy.load_model_state(module, {own[name]: stored for name, stored in tensors.items()})
+    strategy.state.load_model_state(module, {own[name]: stored for name, stored in tensors.items()})
 
 
 def stored_of(checkpoint: Checkpoint, match: ModelMatch) -> dict[str, SavedTensor]:

@@ -12,7 +12,8 @@ from ..checkpoint.codec import decode, encode_inline
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.stored_tensor import SavedTensor
 from ..checkpoint.write_plan import Shard
-from ..parallel.strategy import Strategy, parameters_of
+from ..parallel.canonical_state import parameters_of
+from ..parallel.strategy import Strategy
 from .state_matching import OptimizerMatch, group_names
 
 # Options for how an update is computed, which do not affect its result: they depend on the run's device and strategy.
@@ -32,7 +33,7 @@ def optimizer_state(
     scalars: dict[str, Any] = {}
     named = group_names(optimizer, names)
     own = dict(zip(map(id, parameters_of(optimizer)), (name for group in named for name in group), strict=True))
-    for parameter, slots in strategy.optimizer_state(optimizer):
+    for parameter, slots in strategy.state.optimizer_state(optimizer):
         name = own[id(parameter)]
         for slot, value in slots.items():
             if isinstance(value, Shard):
@@ -69,4 +70,4 @@ def load_optimizer(
     if match.carries_groups:
         for group, kept in zip(groups, saved["groups"], strict=True):
             group.update({key: value for key, value in decode(kept["hyper"]).items() if key not in _OF_THE_RUN})
-    strategy.load_optimizer_state(optimizer, state, groups)
+    strategy.state.load_optimizer_state(optimizer, state, groups)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, did_you_mean
+from ..parallel.canonical_state import parameters_of
 from ..parallel.parameter_names import begins, renamed, tied_names
-from ..parallel.strategy import parameters_of
 
 Shape = tuple[int, ...]
 

@@ -19,9 +19,10 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.stored_tensor import HeldShard, SavedTensor, StoredTensors, read_piece
 from ..checkpoint.write_plan import Shard
 from ..distributed.world import World
+from ..parallel.canonical_state import parameters_of
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import canonical_names
-from ..parallel.strategy import Strategy, parameters_of
+from ..parallel.strategy import Strategy
 from .average_settings import AverageSettings
 from .module_state import buffer_locations, model_state, put_model, shapes_of
 

@@ -17,6 +17,7 @@ from ..distributed.rank_zero_first import first_in_turn
 from ..loop import ManualStep, statistics_pass
 from ..loop.automatic_step import AutomaticStep
 from ..metrics.logger_threads import LoggerFanout
+from ..parallel.strategy import Routed
 from ..parallel.sync_batch_norm import share_batch_statistics
 from ..resume import agree_on_resumption, load_model, regroup, restore_run
 from ..resume.checkpoint_saver import Saver
@@ -63,7 +64,8 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
         resumption = agree_on_resumption(run, checkpoint)
         regroup(run, resumption)
     run.heartbeat.mark_sync_point()
-    run.use_optimizers(run.strategy.setup(module, run.optimizers, training=True), run.schedulers)
+    routed = Routed.LOSS if module.automatic_optimization else Routed.STEP
+    run.use_optimizers(run.strategy.setup(module, run.optimizers, training=True, routed=routed), run.schedulers)
     transfer = batch_transfer(run.world.device, run.precision, module, request.datamodule)
     _attach_step(run, loop, data, settings, transfer)
     if resumption is not None:
@@ -86,7 +88,7 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
     sources = data.evaluation(stage)
     require_data(sources, stage)
     _place_model(session, run)
-    run.strategy.setup(request.module, [], training=False)
+    run.strategy.setup(request.module, [], training=False, routed=Routed.FORWARD)
     if request.ckpt_path is not None:
         found = on_rank_zero(
             run.world,
@@ -194,8 +196,6 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
             f"configure_optimizers returned {len(run.optimizers)} optimizers, but strategy={strategy.name!r} takes "
             "one: return one with several parameter groups, or use strategy='fsdp', which takes several."
         )
-    automatic = run.module.automatic_optimization
-    strategy.routes_losses, strategy.routes_backward = automatic, not automatic
     if not run.module.automatic_optimization:
         if run.accumulation.constant != 1:
             raise ConfigurationError(

@@ -23,9 +23,10 @@ class OriginalAttributes:
             original = part.__dict__.get("_original_parameters")
             if original is not None:
                 # DeepSpeed replaces the dict by one that gathers a parameter, collectively, when it is looked up.
-                part.__dict__["_parameters"] = type(original)(part._parameters.items())
-            for name in _ON_MODULES & set(part.__dict__):
-                del part.__dict__[name]
+                # Not through nn.Module.__setattr__, which looks names up in the dict that is replaced.
+                object.__setattr__(part, "_parameters", type(original)(part._parameters.items()))
+            for name in _ON_MODULES & set(vars(part)):
+                delattr(part, name)
         for parameter in module.parameters():
             for name in list(parameter.__dict__):
                 if name in _ON_PARAMETERS or name.startswith(_PREFIXES):

@@ -151,8 +151,9 @@ def stop_engine(engine: Any) -> None:
     optimizer = engine.optimizer
     # Reference cycles through the engine's hooks keep the flat buffers and all other tensors alive.
     for part in (optimizer, getattr(optimizer, "optimizer", None), engine):
-        if part is not None:
-            part.__dict__.clear()
+        for name in list(vars(part)) if part is not None else ():
+            # Not delattr, which classes of DeepSpeed and torch.nn override.
+            object.__delattr__(part, name)
     release_globals()
     gc.collect()
 

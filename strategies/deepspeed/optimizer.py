@@ -175,9 +175,10 @@ def _processor_unasked() -> Iterator[None]:
 def _copy_of(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> Optimizer:
     """Return an optimizer of the same class and settings, without state, over the given parameters."""
     copied = object.__new__(type(optimizer))
-    copied.__dict__.update(optimizer.__dict__)
-    # A scheduler has replaced the step method of the user's object, which counts calls; the copy must not have it.
-    copied.__dict__.pop("step", None)
+    for name, value in vars(optimizer).items():
+        # A scheduler has replaced the step method of the user's object, which counts calls; the copy must not have it.
+        if name != "step":
+            setattr(copied, name, value)
     copied.state = defaultdict(dict)
     copied.param_groups = [{**group, "params": list(params)} for group, params in groups]
     return copied

@@ -158,7 +158,7 @@ class _ExactStatistics:
         statistics = self.running_mean
         # A shallow copy, so that hooks and buffers are shared: the statistics are updated in place.
         layer = copy.copy(self)
-        layer.__dict__["_parameters"] = {
+        layer._parameters = {
             name: one if one is None or statistics is None else one.to(statistics.dtype)
             for name, one in ((name, getattr(self, name)) for name in self._parameters)
         }
@@ -172,6 +172,8 @@ def allow_exact_statistics(module: nn.Module) -> dict[nn.Module, type[nn.Module]
         part: type(part) for part in module.modules() if isinstance(part, _NormBase) and part.affine
     }
     for layer, own in classes.items():
+        # No ordinary way: the user's module refers to the layer, so it has to stay the same object, and in a copy of
+        # the module a `forward` set on the instance would use the statistics of the original.
         # A subclass with the same name: neither isinstance checks nor what users print of the module change.
         layer.__class__ = type(own.__name__, (_ExactStatistics, own), {"__module__": own.__module__})
     return classes
@@ -181,6 +183,7 @@ def restore_classes(classes: Mapping[nn.Module, type[nn.Module]]) -> None:
     """Undo ``allow_exact_statistics``. A layer whose class has been changed since keeps that class."""
     for layer, own in classes.items():
         if issubclass(type(layer), _ExactStatistics):
+            # No ordinary way: the layer, which is the user's object, gets its own class back.
             layer.__class__ = own
 
 

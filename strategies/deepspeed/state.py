@@ -22,12 +22,20 @@ from torch.optim import Optimizer
 from ...framework.checkpoint.stored_tensor import HeldTensor, StoredTensor, StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.distributed.world import World
+from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, parameters_of
 from ...framework.parallel.parameter_names import state_tensors
-from ...framework.parallel.strategy import Slots, is_stored, parameters_of
 from .pieces import FlatGroups, Piece, even_piece, full_shape, is_split, local_piece
 
 
-class EngineState:
+class PartitionedState(CanonicalState):
+    """State of modules whose parameters may be partitioned, without an engine."""
+
+    def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
+        """Return the full shape of every tensor in a module's canonical state, by name."""
+        return {name: full_shape(tensor) for name, tensor in state_tensors(module).items()}
+
+
+class EngineState(PartitionedState):
     """The state that an engine holds of a module.
 
     Args:
@@ -87,7 +95,7 @@ class EngineState:
                 state[name] = Shard.whole(tensor.detach())
         return state
 
-    def optimizer_state(self) -> Iterator[tuple[Tensor, Slots]]:
+    def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
         """Yield each parameter that has state, and this rank's pieces of its slots."""
         for number, pieces in enumerate(self.groups.groups):
             with self.groups.opened(number) as (flat, slots):
@@ -99,6 +107,10 @@ class EngineState:
                         piece.parameter,
                         {slot: _saved_slot(slot, value, flat, piece, swapped) for slot, value in slots.items()},
                     )
+
+    def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
+        """Return DeepSpeed's optimizer if it steps in this thread, else None."""
+        return self.groups.stepping
 
     # ---- loading --------------------------------------------------------------------------------------------------
 

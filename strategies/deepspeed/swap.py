@@ -65,31 +65,36 @@ def growing_buffers() -> Iterator[None]:
     guess would either waste memory or fail on a larger layer. While a model is being built one parameter at a time is
     split, so all buffers are free before the next one, and can be replaced.
     """
-    # Checked with DeepSpeed 0.19.8: get_buffer is the only place where a parameter is compared with the buffers.
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
+    # Checked with DeepSpeed 0.19.8: `zero.Init` creates its swapper by this name, and get_buffer is the only place
+    # where a parameter is compared with the buffers.
+    from deepspeed.runtime.zero import partition_parameters
 
-    original = Swapper.get_buffer
+    original = partition_parameters.AsyncPartitionedParameterSwapper
 
-    def get_buffer(swapper: Any, parameter: Any, elements: int) -> Tensor:
-        # A parameter in a buffer would lose its data: then DeepSpeed's own error about the size is the right answer.
-        if elements > swapper.elements_per_buffer and not swapper.param_id_to_buffer_id:
-            _grow(swapper, elements)
-        buffer: Tensor = original(swapper, parameter, elements)
-        return buffer
+    class GrowingSwapper(original):  # type: ignore[misc, valid-type]
+        elements_per_buffer: int
+        buffers: Tensor
 
-    Swapper.get_buffer = get_buffer
+        def get_buffer(self, parameter: Any, elements: int) -> Tensor:
+            # A parameter in a buffer would lose its data: then DeepSpeed's own error about the size is the right
+            # answer.
+            if elements > self.elements_per_buffer and not self.param_id_to_buffer_id:
+                self._grow(elements)
+            buffer: Tensor = super().get_buffer(parameter, elements)
+            return buffer
+
+        def _grow(self, elements: int) -> None:
+            """Replace the buffers by larger ones, as the constructor makes them."""
+            # Writes in flight read from the old buffers.
+            self.synchronize_writes()
+            self.aio_read_handle.free_cpu_locked_tensor(self.buffers)
+            self.elements_per_buffer = elements
+            self.aligned_elements_per_buffer = self._io_aligned_numel(elements)
+            count = self.aligned_elements_per_buffer * self.param_buffer_count
+            self.buffers = self.aio_read_handle.new_cpu_locked_tensor(count, torch.empty(0, dtype=self.dtype))
+
+    partition_parameters.AsyncPartitionedParameterSwapper = GrowingSwapper
     try:
         yield
     finally:
-        Swapper.get_buffer = original
-
-
-def _grow(swapper: Any, elements: int) -> None:
-    """Replace a swapper's buffers by larger ones, as its constructor makes them in DeepSpeed 0.19.8."""
-    # Writes in flight read from the old buffers.
-    swapper.synchronize_writes()
-    swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
-    swapper.elements_per_buffer = elements
-    swapper.aligned_elements_per_buffer = swapper._io_aligned_numel(elements)
-    count = swapper.aligned_elements_per_buffer * swapper.param_buffer_count
-    swapper.buffers = swapper.aio_read_handle.new_cpu_locked_tensor(count, torch.empty(0, dtype=swapper.dtype))
+        partition_parameters.AsyncPartitionedParameterSwapper = original

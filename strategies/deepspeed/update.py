@@ -24,6 +24,8 @@ class EngineUpdate:
         self.follow = following
         self.holds_gradients = False
         """Whether a backward pass has run since the last update."""
+        self.ends_window = True
+        """Whether the next backward pass, or the last one, ends its window."""
         self._raw: Tensor | None = None
         self._factor = 1.0
         self._first = True
@@ -34,13 +36,21 @@ class EngineUpdate:
             return "bf16"
         return "parameters" if hasattr(self.zero, "fp16_partitioned_groups_flat") else "gradients"
 
-    def after_backward(self, ends_window: bool) -> None:
-        """Record that gradients were added, and correct those of parameters unused in a micro-batch."""
+    def sync(self, enabled: bool) -> None:
+        """Set whether the next backward pass ends its window. Only then does the engine complete its reductions."""
+        if enabled is not self.ends_window:
+            self.ends_window = enabled
+            self.engine.set_gradient_accumulation_boundary(enabled)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute gradients, which the engine scales in fp16 and reduces. Collective."""
+        self.engine.backward(loss, scale_wrt_gas=False, **options)
         self.holds_gradients = True
+        # Parameters unused in a micro-batch have stale or missing gradients, which the update would apply.
         if self._first:
             self._first = False
             self._use.clear_unused()
-        if ends_window:
+        if self.ends_window:
             self._use.complete()
 
     def norm(self) -> Tensor:

@@ -72,9 +72,10 @@ def checkpoint_forward(part: nn.Module) -> None:
             return forward(*args, **kwargs)
         return checkpoint(compute, torch.get_default_dtype(), args, kwargs, use_reentrant=False)
 
-    part.__dict__["forward"] = checkpointed
+    object.__setattr__(part, "forward", checkpointed)
 
 
 def plain_forward(part: nn.Module) -> None:
     """Undo ``checkpoint_forward``."""
-    part.__dict__.pop("forward", None)
+    if "forward" in vars(part):
+        object.__delattr__(part, "forward")

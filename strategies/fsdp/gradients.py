@@ -1,4 +1,4 @@
-"""Norm and clipping of sharded gradients: local computation and one reduction."""
+"""Operations on sharded gradients: local computation, and one reduction for the norm."""
 
 from __future__ import annotations
 
@@ -9,8 +9,56 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...framework.checkpoint.finite_check import all_finite
 from ...framework.distributed.world import World
+from ...framework.parallel.gradient_operations import GradientOperations, no_clipping_by_value
 from .state import local_of
+
+
+class ShardedGradients(GradientOperations):
+    """Operations on gradients of which each rank holds shards.
+
+    Args:
+        world: the ranks.
+        name: the name of the strategy, for errors.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world = world
+        self._name = name
+
+    def scale(self, parameters: Iterable[Tensor], factor: float) -> None:
+        """Multiply this rank's shards of the gradients."""
+        gradients = local_gradients(parameters)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def full(self, parameter: Tensor) -> Tensor | None:
+        """Gather the gradient of a parameter. Collective."""
+        gradient = parameter.grad
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+    def are_finite(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether this rank's and all other ranks' shards are finite, in one small reduction. Collective."""
+        others = torch.tensor([float(not all_finite(local_gradients(parameters)))], dtype=torch.float64)
+        self._world.control_reduce(others).wait()
+        return others.item() == 0.0
+
+    def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all gradients, from the ranks' shards in one reduction. Collective."""
+        return whole_norm(parameters, norm_type, self._world)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+        """Scale this rank's shards of the gradients."""
+        scale_to_norm(local_gradients(parameters), max_norm, norm)
+
+    def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
+        """Raise, as no rank holds full gradients.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise no_clipping_by_value(self._name)
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -20,8 +20,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ...framework.distributed.world import World
+from ...framework.parallel.canonical_state import parameters_of
 from ...framework.parallel.meta_device import Owner, owners_of, replace_tensors
-from ...framework.parallel.strategy import StepAdapter, parameters_of
+from ...framework.parallel.strategy import StepAdapter
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts, plain_forward
 from .deferred import Deferred
 from .initial import Origins, allocate_buffers, check_buffers

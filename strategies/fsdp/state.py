@@ -1,18 +1,78 @@
-"""Conversion between sharded tensors and canonical state. A box is the part of a full tensor that this rank holds."""
+"""Canonical state of sharded modules and optimizers, and the conversion of single tensors.
+
+A box is the part of a full tensor that this rank holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from ...framework.checkpoint.stored_tensor import StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
-from ...framework.parallel.strategy import is_stored
+from ...framework.distributed.world import World
+from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, numbered, parameters_of
+from ...framework.parallel.parameter_names import state_tensors
+
+
+class ShardedState(CanonicalState):
+    """Saves and loads this rank's shards.
+
+    Args:
+        world: the ranks.
+        reshard: frees gathered parameters, so that the module holds its shards; None if it holds them always.
+    """
+
+    def __init__(self, world: World, reshard: Callable[[], None] | None = None) -> None:
+        self._world = world
+        self._reshard = reshard
+
+    def model_state(self, module: nn.Module) -> dict[str, Shard]:
+        """Return this rank's shards of the parameters, and on rank 0 the buffers."""
+        if self._reshard is not None:
+            self._reshard()
+        return {
+            name: shard_of(tensor)
+            for name, tensor in state_tensors(module).items()
+            # Buffers may differ between ranks; those of one rank are consistent with each other.
+            if isinstance(tensor, DTensor) or self._world.rank == 0
+        }
+
+    @torch.no_grad()
+    def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
+        """Read this rank's shard of each parameter, and the buffers."""
+        if self._reshard is not None:
+            self._reshard()
+        own = state_tensors(module)
+        for name, stored in tensors.items():
+            tensor = own[name]
+            if isinstance(tensor, DTensor):
+                shape, offsets = box_of(tensor)
+                local_of(tensor).copy_(stored.read_slice(offsets, shape))
+            else:
+                tensor.copy_(stored.read())
+
+    def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
+        """Yield each parameter that has state, and this rank's shards of it."""
+        for parameter in parameters_of(optimizer):
+            slots = optimizer.state.get(parameter)
+            if slots:
+                yield parameter, slots_as_shards(slots)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
+        """Read this rank's shard of every slot. Collective."""
+        own = [
+            {slot: slot_from_store(parameter, value) for slot, value in slots.items()}
+            for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
+        ]
+        optimizer.load_state_dict(numbered(optimizer, own, groups))
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Parallel"). ``hsdp`` shards within groups of ranks and replicates across groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
@@ -16,40 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...framework.checkpoint.finite_check import all_finite
-from ...framework.checkpoint.stored_tensor import StoredTensors
-from ...framework.checkpoint.write_plan import Shard
-from ...framework.core.errors import ConfigurationError, LoopError, is_count, unknown
+from ...framework.core.errors import LoopError, unknown
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import share_buffers
-from ...framework.parallel.parameter_names import state_tensors
-from ...framework.parallel.strategy import Slots, StepFunction, Strategy, Traits, numbered, parameters_of
+from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..limits import check_dense, check_elementwise
 from .activations import Checkpointed, check_checkpointing
+from .arguments import GATHERS, check_count, check_flags, check_names, check_reduce_dtype
 from .deferred import Deferred
-from .gradients import local_gradients, scale_to_norm, whole_norm
+from .gradients import ShardedGradients
 from .mesh import Layout, Replicas, lay_out
 from .model import ShardedModel, Sharding
-from .state import box_of, local_of, shard_of, slot_from_store, slots_as_shards
+from .state import ShardedState
 from .tensor import check_plan
 from .units import Units, check_units
-
-_GATHERS = ("rank_zero", "all", "none")
-# Arguments of other frameworks, and their equivalents.
-_ELSEWHERE = {
-    "auto_wrap_policy": "use units=..., a class, a size or a function",
-    "sharding_strategy": "use strategy='fsdp', 'hsdp' or 'ddp', and reshard_after_forward",
-    "mixed_precision": "use Trainer(precision=...), and reduce_dtype",
-    "activation_checkpointing_policy": "use activation_checkpointing=True, classes or a function",
-    "state_dict_type": "leave it out, checkpoints are sharded files with the names of one process",
-    "use_orig_params": "leave it out, parameters keep their names",
-    "sync_module_states": "leave it out, all ranks start from rank 0's weights",
-    "device_mesh": "use replicas and tensor_parallel",
-}
 
 
 class FSDPStrategy(Strategy):
@@ -90,18 +73,16 @@ class FSDPStrategy(Strategy):
         gather_weights: Literal["rank_zero", "all", "none"] = "rank_zero",
         **others: Any,
     ) -> None:
-        _check_names(others)
+        check_names(others, [name for name in signature(FSDPStrategy).parameters if name != "others"])
         check_units(units)
         check_checkpointing(activation_checkpointing)
-        _check_count("replicas", replicas, 1, "node" if replicas == "node" else None)
-        _check_count("tensor_parallel", tensor_parallel, 1)
-        _check_count("prefetch", prefetch, 0)
-        _check_reduce_dtype(reduce_dtype)
-        for flag, value in (("reshard_after_forward", reshard_after_forward), ("cpu_offload", cpu_offload)):
-            if not isinstance(value, bool):
-                raise ConfigurationError(f"FSDPStrategy({flag}={value!r}): it must be True or False.")
-        if gather_weights not in _GATHERS:
-            raise unknown("gather_weights", str(gather_weights), _GATHERS)
+        check_count("replicas", replicas, 1, "node" if replicas == "node" else None)
+        check_count("tensor_parallel", tensor_parallel, 1)
+        check_count("prefetch", prefetch, 0)
+        check_reduce_dtype(reduce_dtype)
+        check_flags(reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload)
+        if gather_weights not in GATHERS:
+            raise unknown("gather_weights", str(gather_weights), GATHERS)
         self.units = units
         self.reshard_after_forward = reshard_after_forward
         self.replicas = replicas
@@ -121,6 +102,7 @@ class FSDPStrategy(Strategy):
         self._mesh: DeviceMesh
         self._deferred: Deferred
         self._sharded: ShardedModel | None = None
+        self._routed = Routed.LOSS
         self._stop_hooks: list[Any] = []
 
     # ---- before the process group exists --------------------------------------------------------------------------
@@ -146,6 +128,8 @@ class FSDPStrategy(Strategy):
         self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
         self._mesh = self._layout.build(world)
         self._deferred = Deferred()
+        self.gradients = ShardedGradients(world, self.name)
+        self.state = ShardedState(world)
         # The ranks of a tensor-parallel group share one computation, so they must see the same data.
         world.data_rank, world.data_size = world.rank // self.tensor_parallel, world.size // self.tensor_parallel
         return world
@@ -164,7 +148,9 @@ class FSDPStrategy(Strategy):
                     part._buffers[name] = buffer.to(self.world.device)
         self._deferred.keep(module)
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
+    def setup(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
+    ) -> list[Optimizer]:
         """Shard a module in place, with rank 0's weights, and bind the optimizers to the shards. Collective.
 
         Raises:
@@ -182,12 +168,14 @@ class FSDPStrategy(Strategy):
             self.cpu_offload,
             self.prefetch,
             self.activation_checkpointing if training else False,
-            self.routes_backward and training,
+            training and routed is Routed.STEP,
         )
+        self._routed = routed
         self._sharded = ShardedModel(module, optimizers, self.world, sharding, self._deferred)
+        self.state = ShardedState(self.world, self._sharded.reshard)
         self.sync_buffers(module)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
-        if self.routes_backward:
+        if routed is Routed.STEP:
             self._stop_hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
         return list(optimizers)
 
@@ -218,7 +206,7 @@ class FSDPStrategy(Strategy):
             return step
         # With manual optimization no backward pass follows the step, so its gathered parameters are freed after it, as
         # in an evaluation.
-        direct = training and not self.routes_backward
+        direct = training and self._routed is not Routed.STEP
         return partial(self._sharded.root if direct else self._sharded.evaluate, step)
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -238,7 +226,7 @@ class FSDPStrategy(Strategy):
         if self._sharded is not None:
             self._sharded.reshard()
             self._sharded.refresh()
-            if self.routes_backward:
+            if self._routed is Routed.STEP:
                 # The root stays gathered within a step that toggles parameters.
                 self._sharded.root.unshard()
         return False
@@ -253,31 +241,6 @@ class FSDPStrategy(Strategy):
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Do nothing: the backward pass has averaged the gradients."""
 
-    def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
-        """Multiply this rank's shards of the gradients."""
-        gradients = local_gradients(parameters)
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-
-    def full_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Gather the gradient of a parameter. Collective."""
-        gradient = parameter.grad
-        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-    def gradients_are_finite(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether this rank's and all other ranks' shards are finite, in one small reduction. Collective."""
-        others = torch.tensor([float(not all_finite(local_gradients(parameters)))], dtype=torch.float64)
-        self.world.control_reduce(others).wait()
-        return others.item() == 0.0
-
-    def gradient_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all gradients, from the ranks' shards in one reduction. Collective."""
-        return whole_norm(parameters, norm_type, self.world)
-
-    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-        """Scale this rank's shards of the gradients."""
-        scale_to_norm(local_gradients(parameters), max_norm, norm)
-
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop gradients, also those that no backward pass has reduced yet."""
         optimizer.zero_grad()
@@ -287,46 +250,6 @@ class FSDPStrategy(Strategy):
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers. Collective."""
         share_buffers(module, self.world)
-
-    # ---- canonical state ------------------------------------------------------------------------------------------
-
-    def model_state(self, module: nn.Module) -> dict[str, Shard]:
-        """Return this rank's shards of the parameters, and on rank 0 the buffers."""
-        self._before_update()
-        tensors = state_tensors(module)
-        return {
-            name: shard_of(tensor)
-            for name, tensor in tensors.items()
-            if isinstance(tensor, DTensor) or self.world.rank == 0
-        }
-
-    @torch.no_grad()
-    def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
-        """Read this rank's shard of each parameter, and the buffers."""
-        self._before_update()
-        own = state_tensors(module)
-        for name, stored in tensors.items():
-            tensor = own[name]
-            if isinstance(tensor, DTensor):
-                shape, offsets = box_of(tensor)
-                local_of(tensor).copy_(stored.read_slice(offsets, shape))
-            else:
-                tensor.copy_(stored.read())
-
-    def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
-        """Yield each parameter that has state, and this rank's shards of it."""
-        for parameter in parameters_of(optimizer):
-            slots = optimizer.state.get(parameter)
-            if slots:
-                yield parameter, slots_as_shards(slots)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
-        """Read this rank's shard of every slot. Collective."""
-        own = [
-            {slot: slot_from_store(parameter, value) for slot, value in slots.items()}
-            for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
-        ]
-        optimizer.load_state_dict(numbered(optimizer, own, groups))
 
     # ---- restoring the module -------------------------------------------------------------------------------------
 
@@ -346,29 +269,10 @@ class FSDPStrategy(Strategy):
             hook.remove()
         self._stop_hooks = []
         if sharded is not None:
+            self.state = ShardedState(self.world)
             sharded.take_off()
             if self.world.size == 1:
                 sharded.gather(everywhere=True)
-
-
-def _check_names(others: Iterable[str]) -> None:
-    known = [name for name in signature(FSDPStrategy).parameters if name != "others"]
-    for name in others:
-        if name in _ELSEWHERE:
-            raise ConfigurationError(f"FSDPStrategy({name}=...) is not known here: {_ELSEWHERE[name]}.")
-        raise unknown("FSDPStrategy argument", name, known)
-
-
-def _check_count(name: str, given: Any, least: int, known: str | None = None) -> None:
-    if known is None and not is_count(given, least):
-        raise ConfigurationError(f"FSDPStrategy({name}={given!r}): it must be a whole number of at least {least}.")
-
-
-def _check_reduce_dtype(given: Any) -> None:
-    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
-        raise ConfigurationError(
-            f"FSDPStrategy(reduce_dtype={given!r}): it must be a floating-point dtype such as torch.float32, or None."
-        )
 
 
 def hsdp(units: Units = None, *, replicas: Replicas = "node", **arguments: Any) -> FSDPStrategy:

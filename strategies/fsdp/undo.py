@@ -58,11 +58,13 @@ class Footprint:
         for table, key in self._added:
             table.pop(key, None)
         for part, kind in self._classes:
+            # No ordinary way: `fully_shard` has replaced the class of the user's module, which stays the same object.
             part.__class__ = kind
         for part in self._parts:
             _composable_state._module_state_mapping.pop(part, None)
             for name in _ADDED_ATTRIBUTES:
-                part.__dict__.pop(name, None)
+                if name in vars(part):
+                    delattr(part, name)
             _forget(part, STATE_KEY)
             _forget(part, REGISTRY_KEY)
         self._added, self._classes, self._parts = [], [], []
@@ -81,4 +83,4 @@ def _forget(part: nn.Module, key: str) -> None:
         if getattr(entry, "__name__", entry) == "fully_shard":
             del table[entry]
     if not table:
-        del part.__dict__[key]
+        delattr(part, key)

@@ -81,7 +81,8 @@ class Watcher(Callback):
         self.by_hand: dict[str, Tensor] = {}
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        live = {n: t.float().clone() for n, t in whole_tensors(trainer.strategy.model_state(module), trainer.world)}
+        state = trainer.strategy.state.model_state(module)
+        live = {n: t.float().clone() for n, t in whole_tensors(state, trainer.world)}
         for name, tensor in live.items():
             own = self.by_hand.setdefault(name, tensor)
             own += (1 - DECAY) * (tensor - own)

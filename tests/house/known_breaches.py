@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 # Files of more than 300 lines.
-LONG_FILES: dict[str, str] = {
-    "framework.parallel.strategy": "file",
-    "strategies.deepspeed.strategy": "file",
-    "strategies.fsdp.strategy": "file",
-}
+LONG_FILES: dict[str, str] = {}
 
 # Functions whose body has more than 40 lines of code.
 LONG_FUNCTIONS: dict[str, str] = {}
@@ -16,27 +12,13 @@ LONG_FUNCTIONS: dict[str, str] = {}
 BRANCHING_FUNCTIONS: dict[str, str] = {}
 
 # ``Strategy`` with more than 20 public methods, ``Traits`` with more than 8 fields.
-LARGE_CONTRACT: dict[str, str] = {
-    "framework.parallel.strategy": "Strategy",
-}
+LARGE_CONTRACT: dict[str, str] = {}
 
 # Assignments to an attribute of an object that neither the function nor the module owns.
-FOREIGN_WRITES: dict[str, str] = {
-    "framework.trainer.assembly": "strategy.routes_backward strategy.routes_losses",
-    "strategies.deepspeed.swap": "swapper.buffers",
-}
+FOREIGN_WRITES: dict[str, str] = {}
 
-# Writes into ``__dict__``, and ``__class__`` replaced.
-REWIRED_OBJECTS: dict[str, str] = {
-    "framework.parallel.sync_batch_norm": "layer.__class__ layer.__dict__",
-    "strategies.deepspeed.attributes": "part.__dict__",
-    "strategies.deepspeed.engine": "part.__dict__",
-    "strategies.deepspeed.optimizer": "copied.__dict__",
-    "strategies.deepspeed.setup": "layer.__class__ layer.__dict__",
-    "strategies.deepspeed.strategy": "optimizers[0].__dict__",
-    "strategies.fsdp.activations": "part.__dict__",
-    "strategies.fsdp.undo": "part.__class__ part.__dict__",
-}
+# Writes into ``__dict__``, and ``__class__`` replaced, without a comment that gives the reason.
+REWIRED_OBJECTS: dict[str, str] = {}
 
 # Three dots and more after ``run``, ``trainer`` or ``fabric``, such as ``run.x.y.z``.
 LONG_CHAINS: dict[str, str] = {}

@@ -42,6 +42,7 @@ _BRANCHING = (
 # What a function may write to; the last is the context of an autograd function.
 _OWN = {"self", "cls", "ctx"}
 _DICT_WRITES = {"update", "pop", "popitem", "setdefault", "clear", "__setitem__", "__delitem__"}
+NO_ORDINARY_WAY = "# No ordinary way:"
 
 
 @cache
@@ -172,22 +173,43 @@ def _made_here(function: Function) -> Iterator[ast.Attribute]:
 
 
 def rewired_objects(sources: Mapping[str, str]) -> Breaches:
-    """Writes into ``__dict__``, and ``__class__`` replaced."""
+    """Writes into ``__dict__``, and ``__class__`` replaced, without a comment that begins with "No ordinary way:".
 
-    def writes(source: str) -> Iterator[str]:
-        for node in ast.walk(parse(source)):
-            stored = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
-            if isinstance(node, ast.Attribute):
-                if stored and node.attr in ("__dict__", "__class__"):
-                    yield ast.unparse(node)
-                elif node.attr in _DICT_WRITES and _is_dict(node.value):
-                    yield ast.unparse(node.value)
-            elif isinstance(node, ast.Subscript) and stored and _is_dict(node.value):
-                yield ast.unparse(node.value)
-            elif isinstance(node, ast.Call) and len(node.args) > 1 and _is_dunder(node.args[1]):
-                yield f"{ast.unparse(node.args[0])}.{ast.unparse(node.args[1])[1:-1]}"
+    The comment gives the reason why neither ``setattr`` nor a subclass does. It is directly above the write or on its
+    line.
+    """
 
-    return _by_module(sources, writes)
+    def unexplained(source: str) -> Iterator[str]:
+        lines = source.splitlines()
+        return (ast.unparse(part) for node, part in _rewired(parse(source)) if not _is_explained(node, lines))
+
+    return _by_module(sources, unexplained)
+
+
+def _rewired(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield each expression that writes, and the expression for the ``__dict__`` or ``__class__`` that it writes to."""
+    for node in ast.walk(tree):
+        stored = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+        if isinstance(node, ast.Attribute):
+            if stored and node.attr in ("__dict__", "__class__"):
+                yield node, node
+            elif node.attr in _DICT_WRITES and _is_dict(node.value):
+                yield node, node.value
+        elif isinstance(node, ast.Subscript) and stored and _is_dict(node.value):
+            yield node, node.value
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and _is_dunder(node.args[1]):
+            name = node.args[1]
+            assert isinstance(name, ast.Constant)
+            yield node, ast.Attribute(node.args[0], str(name.value), ast.Load())
+
+
+def _is_explained(node: ast.expr, lines: list[str]) -> bool:
+    """Whether the line of an expression, or the comment directly above it, gives the reason for a write."""
+    last = node.lineno - 1
+    first = last
+    while first > 0 and lines[first - 1].strip().startswith("#"):
+        first -= 1
+    return any(line.partition(NO_ORDINARY_WAY)[2].strip() for line in (lines[first], lines[last]))
 
 
 def _is_dunder(node: ast.AST) -> bool:
@@ -332,6 +354,32 @@ def test_writes_of_an_owner_are_not_reported(source: str) -> None:
     ],
 )
 def test_a_planted_rewired_object_is_found(source: str) -> None:
+    assert rewired_objects({"framework.a": source})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "# No ordinary way: why\na.__dict__['b'] = 1",
+        "# No ordinary way: a long\n# reason\na.__class__ = B",
+        "if a:\n    # No ordinary way: why\n    del vars(a)['b']",
+        "a.__class__ = B  # No ordinary way: why",
+    ],
+)
+def test_an_explained_write_is_not_reported(source: str) -> None:
+    assert not rewired_objects({"framework.a": source})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "# No ordinary way:\na.__class__ = B",
+        "# Why\na.__class__ = B",
+        "# No ordinary way: why\n\na.__class__ = B",
+        "# No ordinary way: why\na.__class__ = B\na.__dict__.clear()",
+    ],
+)
+def test_a_write_without_a_reason_directly_above_is_found(source: str) -> None:
     assert rewired_objects({"framework.a": source})
 
 

@@ -18,7 +18,7 @@ from phalanx.callbacks import LambdaCallback
 from phalanx.framework.checkpoint.stored_tensor import held
 from phalanx.framework.checkpoint.write_plan import Shard
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.parallel.strategy import parameters_of
+from phalanx.framework.parallel.canonical_state import parameters_of
 from phalanx.strategies import DeepSpeedStrategy
 
 NVME = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
@@ -66,14 +66,14 @@ def taken(place: dict[str, Any], kind: str, path: str) -> None:
     """Train four steps; save the full state, and the losses of four more."""
     net = mixture()
     strategy, optimizer = started(place, net, kind)
-    assert list(strategy.optimizer_state(optimizer)) == []
-    assert strategy.shapes(net) == {name: tuple(one.shape) for name, one in mixture().state_dict().items()}
+    assert list(strategy.state.optimizer_state(optimizer)) == []
+    assert strategy.state.shapes(net) == {name: tuple(one.shape) for name, one in mixture().state_dict().items()}
     updated(strategy, optimizer, net, range(4))
     names = {id(one): name for name, one in net.named_parameters()}
-    model = joined(strategy.model_state(net), strategy.world)
+    model = joined(strategy.state.model_state(net), strategy.world)
     assert model.keys() == net.state_dict().keys()
     slots: dict[str, dict[str, Any]] = {}
-    for parameter, found in strategy.optimizer_state(optimizer):
+    for parameter, found in strategy.state.optimizer_state(optimizer):
         shards = {slot: value for slot, value in found.items() if isinstance(value, Shard)}
         others = {slot: value for slot, value in found.items() if not isinstance(value, Shard)}
         slots[names[id(parameter)]] = {**joined(shards, strategy.world), **others}
@@ -101,8 +101,8 @@ def put_back(place: dict[str, Any], kind: str, path: str) -> list[float]:
         found = slots.get(names[id(one)], {})
         tensors = held({slot: value for slot, value in found.items() if slot != "step"})
         state.append({**found, **tensors})
-    strategy.load_model_state(net, held(model))
-    strategy.load_optimizer_state(optimizer, state, groups)
+    strategy.state.load_model_state(net, held(model))
+    strategy.state.load_optimizer_state(optimizer, state, groups)
     losses = updated(strategy, optimizer, net, range(4, 8))
     strategy.restore(net)
     strategy.teardown()

@@ -13,7 +13,7 @@ from small_gpt import SmallGPT, loss_of, optimizer_of, small_gpt, token_data
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from phalanx.framework.parallel.strategy import parameters_of
+from phalanx.framework.parallel.canonical_state import parameters_of
 from phalanx.strategies import FSDPStrategy
 
 NORMS = [2.0, 1.0, 3.0, 0.0, math.inf, -math.inf, 0.5]
@@ -50,11 +50,11 @@ def norms(arguments: dict[str, Any]) -> tuple[list[Tensor], Tensor, dict[str, Te
     strategy, optimizer = ready(gpt, **arguments)
     passed(strategy, gpt)
     parameters = parameters_of(optimizer)
-    found = [strategy.gradient_norm(parameters, each) for each in NORMS]
-    strategy.clip_by_norm(parameters, 0.05, found[0])
-    clipped = strategy.gradient_norm(parameters)
-    strategy.scale_gradients(parameters, 20.0)
-    return found, clipped, {name: strategy.full_gradient(each) for name, each in gpt.named_parameters()}
+    found = [strategy.gradients.norm(parameters, each) for each in NORMS]
+    strategy.gradients.clip_by_norm(parameters, 0.05, found[0])
+    clipped = strategy.gradients.norm(parameters)
+    strategy.gradients.scale(parameters, 20.0)
+    return found, clipped, {name: strategy.gradients.full(each) for name, each in gpt.named_parameters()}
 
 
 @pytest.mark.parametrize(("ranks", "arguments"), [(1, {}), (2, {}), (3, {}), (2, {"replicas": 2})])
@@ -90,7 +90,7 @@ def windowed() -> tuple[list[int], dict[str, Tensor | None], float]:
             passed(strategy, gpt, sync, first=12 * window)
         names = {str(name): count for name, count in communication.get_comm_counts().items()}
         counts.append(sum(count for name, count in names.items() if "reduce" in name))
-    gradients = {name: strategy.full_gradient(each) for name, each in gpt.named_parameters()}
+    gradients = {name: strategy.gradients.full(each) for name, each in gpt.named_parameters()}
     x, y = token_data(24).tensors
     forward = strategy.route(lambda: loss_of(gpt(x[:12]), y[:12]), training=True)
     forward()

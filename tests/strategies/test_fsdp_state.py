@@ -52,7 +52,7 @@ def shares_memory() -> bool:
     module = Language()
     strategy.setup(module, [], training=False)
     held_here: dict[str, Any] = dict(module.named_parameters())
-    shards = strategy.model_state(module)
+    shards = strategy.state.model_state(module)
     return all(
         shards[name].tensor.data_ptr() == parameter._local_tensor.data_ptr() for name, parameter in held_here.items()
     )

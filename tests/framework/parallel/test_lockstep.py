@@ -21,7 +21,7 @@ from phalanx import Callback, TrainModule
 from phalanx.framework.core.errors import LoopError
 from phalanx.framework.core.precision import Precision
 from phalanx.framework.distributed.world import World
-from phalanx.framework.parallel.strategy import StepFunction, Traits
+from phalanx.framework.parallel.strategy import Routed, StepFunction, Traits
 from phalanx.framework.parallel.zero_backward import CallWatch
 from phalanx.strategies.ddp import DDPStrategy
 
@@ -55,8 +55,10 @@ class Lockstep(DDPStrategy):
     name = "lockstep"
     traits = Traits(forward_has_collectives=True, backward_has_collectives=True)
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool) -> list[Optimizer]:
-        ready = super().setup(module, optimizers, training)
+    def setup(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
+    ) -> list[Optimizer]:
+        ready = super().setup(module, optimizers, training, routed)
         # As under strategies whose own reduction carries nothing but gradients.
         self.flags = None
         layers = [part for part in module.modules() if isinstance(part, nn.Linear)]

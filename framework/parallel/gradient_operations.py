@@ -1,0 +1,68 @@
+"""Operations on gradients between the last backward pass of a window and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.finite_check import all_finite
+from ..core.errors import ConfigurationError
+
+
+class GradientOperations:
+    """Scales, checks and clips gradients where ``parameter.grad`` is the full gradient; base class for other layouts.
+
+    Methods marked "Collective" must be called by all ranks in the same order.
+    """
+
+    def scale(self, parameters: Iterable[Tensor], factor: float) -> None:
+        """Multiply gradients in place."""
+        gradients = gradients_of(parameters)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def full(self, parameter: Tensor) -> Tensor | None:
+        """Return the full gradient of a parameter that was passed to ``Strategy.setup``. Collective.
+
+        Available between the last backward pass of a window and the update, which will apply it. None if no loss
+        depends on the parameter; zeros if a strategy cannot exclude a parameter from its update (DeepSpeed).
+        """
+        return parameter.grad
+
+    def are_finite(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether no gradient of the coming update is NaN or infinite, the same on all ranks. Collective.
+
+        Waits for the device.
+        """
+        return all_finite(gradients_of(parameters))
+
+    def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the full gradient, a 0-d tensor, the same on all ranks. Collective."""
+        return nn.utils.get_total_norm(gradients_of(parameters), norm_type)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+        """Scale gradients so that their norm, given as ``norm``, is at most ``max_norm``."""
+        nn.utils.clip_grads_with_norm_(list(parameters), max_norm, norm)
+
+    def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
+        """Clamp every gradient's elements to ``[-limit, limit]``.
+
+        Raises:
+            ConfigurationError: gradients are sharded, so a rank does not hold all elements.
+        """
+        nn.utils.clip_grad_value_(list(parameters), limit)
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that exist."""
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+
+
+def no_clipping_by_value(strategy: str) -> ConfigurationError:
+    """Return the error for clipping by value under a strategy that shards gradients."""
+    return ConfigurationError(
+        f"gradient_clip_algorithm='value' needs full gradients, and strategy={strategy!r} shards them: use "
+        "'norm', which in a Fabric is clip_gradients(..., max_norm=...)."
+    )

@@ -1,0 +1,227 @@
+"""``EngineSession``: one module in DeepSpeed's engine, from set-up to release."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...framework.core.errors import ConfigurationError
+from ...framework.core.precision import Precision
+from ...framework.distributed.world import World
+from ...framework.parallel.canonical_state import parameters_of
+from ...framework.parallel.strategy import StepFunction
+from .arguments import ZeroOptions
+from .attributes import OriginalAttributes
+from .config import engine_config
+from .engine import backend, converter, start_engine, stop_engine
+from .ops import needed_ops
+from .optimizer import Following, engine_optimizer, engine_size
+from .pieces import FlatGroups
+from .setup import (
+    TensorsOnlyAdapter,
+    allow_exact_statistics,
+    broadcast_module,
+    expand_missing,
+    full_precision_weights,
+    gather_weights,
+    load_full_precision,
+    restore_classes,
+    split_parameters,
+)
+from .state import EngineState
+from .update import EngineUpdate
+
+
+class EngineSession:
+    """Holds a module, its optimizer and the engine, and the means to restore them.
+
+    Everything is stored as soon as it exists, so that ``stop`` also releases a session whose start has failed.
+
+    Args:
+        options: the strategy's arguments.
+        world: the ranks.
+        precision: the precision of training.
+    """
+
+    update: EngineUpdate | None = None
+    """Applies updates; None without training."""
+    state: EngineState | None = None
+    """The state that the engine holds; None without an engine."""
+
+    def __init__(self, options: ZeroOptions, world: World, precision: Precision) -> None:
+        self._options = options
+        self._world = world
+        self._precision = precision
+        self._engine: Any = None
+        self._adapter: TensorsOnlyAdapter | None = None
+        self._original: OriginalAttributes | None = None
+        self._classes: dict[nn.Module, type[nn.Module]] = {}
+        self._trainable: list[bool] = []
+        self._swap_folder: Path | None = None
+        self._unset: Callable[[], None] | None = None
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    def start(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Prepare a module, and start the engine where there is something for it to do. Collective.
+
+        Without optimizers, stages 1 and 2 hold full models, which need no engine, and stage 3 has an engine without
+        updates.
+        """
+        low = self._compute_dtype if optimizers else None
+        if self._options.stage == 3:
+            expand_missing(module, optimizers, self._world)
+        self._set_aside(module, optimizers)
+        if self._options.stage == 3:
+            config = self._sized_config(module, bool(optimizers))
+            with backend(self._world, self._ops):
+                exact = split_parameters(module, converter(self._world, config), self._world, low)
+            self._start_engine(module, optimizers, exact, config)
+        else:
+            broadcast_module(module, self._world)
+            if optimizers:
+                exact = full_precision_weights(module, low)
+                self._start_engine(module, optimizers, exact, self._sized_config(module, True))
+
+    @property
+    def _ops(self) -> list[str]:
+        """The ops built for this rank, loaded before DeepSpeed can try to compile them."""
+        return needed_ops(self._options, self._world.device.type)
+
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        """The compute dtype of the engine, or None for fp32."""
+        return None if self._precision.compute_dtype == torch.float32 else self._precision.compute_dtype
+
+    def _set_aside(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Freeze parameters without an optimizer during the fit: the engine would store their gradients."""
+        self._original = OriginalAttributes(module)
+        for parameter in module.parameters():
+            # The engine would add a gradient left by an earlier fit to its first one.
+            parameter.grad = None
+        if optimizers:
+            trained = {id(one) for one in parameters_of(optimizers[0])}
+            for parameter in module.parameters():
+                if id(parameter) not in trained:
+                    parameter.requires_grad_(False)
+        self._trainable = [parameter.requires_grad for parameter in module.parameters()]
+
+    def _start_engine(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], exact: dict[int, Tensor], config: dict[str, Any]
+    ) -> None:
+        self._adapter = TensorsOnlyAdapter(module)
+        # Stage 3 reads LOCAL_RANK in forward passes.
+        self._unset = self._world.set_variables()
+        with backend(self._world, self._ops):
+            inner = engine_optimizer(optimizers[0], self._options, self._world.device.type) if optimizers else None
+            self._engine = start_engine(self._adapter, inner, config)
+        groups = FlatGroups(self._engine, self._world)
+        self.state = EngineState(groups, load_full_precision(groups, module, exact, self._world), self._world)
+        if optimizers:
+            self._classes = allow_exact_statistics(module) if self._compute_dtype is not None else {}
+            self.update = EngineUpdate(self._engine, Following(optimizers[0], groups.inner))
+
+    def _sized_config(self, module: nn.Module, training: bool) -> dict[str, Any]:
+        sizes = [engine_size(parameter) for parameter in module.parameters()]
+        return self._config(sum(sizes), max(sizes, default=0), self._precision if training else None)
+
+    def building_config(self) -> dict[str, Any]:
+        """Return the engine's config for layers that are sharded as they are built."""
+        # Parameters stay fp32 until `start` has read their exact values. Those offloaded to a disk are built in the
+        # compute dtype, as their files cannot change the dtype.
+        return self._config(0, 0, self._precision if self._options.offload_parameters == "nvme" else None)
+
+    def _config(self, elements: int, largest: int, precision: Precision | None) -> dict[str, Any]:
+        """Return the engine's config, with a separate folder for this rank's files on a disk."""
+        if self._options.uses_nvme and self._swap_folder is None:
+            path = self._options.nvme_path
+            assert path is not None
+            path.mkdir(parents=True, exist_ok=True)
+            self._swap_folder = Path(tempfile.mkdtemp(prefix=f"phalanx-rank{self._world.rank}-", dir=path))
+        folder = self._swap_folder
+        if folder is not None:
+            # Sharding starts by emptying the folder, so it must not be the folder of layers that were sharded as they
+            # were built.
+            folder /= "split" if elements else "built"
+        return engine_config(self._options, precision, self._world.size, elements, largest or None, swap_folder=folder)
+
+    # ---- in use ---------------------------------------------------------------------------------------------------
+
+    def route(self, step: StepFunction, training: bool) -> StepFunction:
+        """Return a call of ``step`` through the engine when training, and under stage 3 always."""
+        if self._engine is None or self._adapter is None or (not training and self._options.stage < 3):
+            return step
+        routed = partial(self._engine, step)
+        if self._options.stage < 3:
+            return routed
+        unpack = self._adapter.unpack
+        if training:
+            return lambda *args, **kwargs: unpack(routed(*args, **kwargs))
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            # Parameters may stay gathered until the next training step, where autograd does not accept inference
+            # tensors.
+            grad = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                return unpack(routed(*args, **kwargs))
+
+        return evaluate
+
+    def check_trainable(self, module: nn.Module, name: str) -> None:
+        """Refuse parameters that were frozen or unfrozen since the start: the engine's flat tensors cannot change.
+
+        Args:
+            module: the module that was started with.
+            name: the name of the strategy, for the error.
+
+        Raises:
+            ConfigurationError: on all ranks.
+        """
+        for trained, (parameter_name, parameter) in zip(self._trainable, module.named_parameters(), strict=True):
+            if trained != parameter.requires_grad:
+                raise ConfigurationError(
+                    f"{parameter_name} was {'frozen' if trained else 'unfrozen'} during a fit under "
+                    f"strategy={name!r}, whose flat tensors are fixed when the fit starts: set requires_grad before "
+                    "the fit, or use strategy='ddp' or 'fsdp'."
+                )
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def gather(self, module: nn.Module) -> bool:
+        """Give the module full weights in its original dtype; return whether it has them, on any rank. Collective.
+
+        Stages 1 and 2 hold full weights on every rank. Stage 3 gathers them parameter by parameter according to
+        ``gather_weights``: on rank 0, with those of the other ranks on the meta device, on all ranks, or not at all.
+        """
+        gathers = self._options.gather_weights if self._options.stage == 3 else "all"
+        if self.state is None or self._original is None or gathers == "none":
+            return False
+        gather_weights(module, self.state, self._original.dtypes, gathers == "all" or self._world.is_global_zero)
+        return True
+
+    def stop(self, module: nn.Module | None) -> None:
+        """Release the engine, and DeepSpeed's references to the tensors. Not collective.
+
+        Args:
+            module: the module if it has full weights, which then also loses DeepSpeed's attributes.
+        """
+        restore_classes(self._classes)
+        # `stop_engine` collects garbage, which frees the flat tensors only if nothing refers to them any more.
+        engine, self._engine = self._engine, None
+        self.update = self.state = self._adapter = None
+        if engine is not None:
+            stop_engine(engine)
+        if module is not None and self._original is not None:
+            self._original.restore(module)
+        if self._unset is not None:
+            self._unset()
+        if self._swap_folder is not None:
+            shutil.rmtree(self._swap_folder, ignore_errors=True)

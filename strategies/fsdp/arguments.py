@@ -1,0 +1,68 @@
+"""Checks of the arguments of ``FSDPStrategy``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ...framework.core.errors import ConfigurationError, is_count, unknown
+
+GATHERS = ("rank_zero", "all", "none")
+# Arguments of other frameworks, and their equivalents.
+_ELSEWHERE = {
+    "auto_wrap_policy": "use units=..., a class, a size or a function",
+    "sharding_strategy": "use strategy='fsdp', 'hsdp' or 'ddp', and reshard_after_forward",
+    "mixed_precision": "use Trainer(precision=...), and reduce_dtype",
+    "activation_checkpointing_policy": "use activation_checkpointing=True, classes or a function",
+    "state_dict_type": "leave it out, checkpoints are sharded files with the names of one process",
+    "use_orig_params": "leave it out, parameters keep their names",
+    "sync_module_states": "leave it out, all ranks start from rank 0's weights",
+    "device_mesh": "use replicas and tensor_parallel",
+}
+
+
+def check_names(others: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse arguments that ``FSDPStrategy`` does not have.
+
+    Raises:
+        ConfigurationError: an argument is not known; the message names the equivalent of those of other frameworks.
+    """
+    for name in others:
+        if name in _ELSEWHERE:
+            raise ConfigurationError(f"FSDPStrategy({name}=...) is not known here: {_ELSEWHERE[name]}.")
+        raise unknown("FSDPStrategy argument", name, known)
+
+
+def check_count(name: str, given: Any, least: int, known: str | None = None) -> None:
+    """Check a number of ranks or units; ``known`` is a word that is allowed too.
+
+    Raises:
+        ConfigurationError: it is not a whole number of at least ``least``.
+    """
+    if known is None and not is_count(given, least):
+        raise ConfigurationError(f"FSDPStrategy({name}={given!r}): it must be a whole number of at least {least}.")
+
+
+def check_flags(**flags: Any) -> None:
+    """Check arguments that must be bools.
+
+    Raises:
+        ConfigurationError: one is not a bool.
+    """
+    for name, given in flags.items():
+        if not isinstance(given, bool):
+            raise ConfigurationError(f"FSDPStrategy({name}={given!r}): it must be True or False.")
+
+
+def check_reduce_dtype(given: Any) -> None:
+    """Check the dtype in which gradients are averaged.
+
+    Raises:
+        ConfigurationError: it is neither None nor a floating-point dtype.
+    """
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise ConfigurationError(
+            f"FSDPStrategy(reduce_dtype={given!r}): it must be a floating-point dtype such as torch.float32, or None."
+        )
