@@ -90,14 +90,14 @@ class NonFiniteGuard:
         self.sees_losses = policy != "ignore" and on_host
         sees_gradients = not owned and (policy == "skip" or (policy == "raise" and on_host))
         updater = run.updater
-        updater.guard(policy == "skip" and not owned, self.heed_gradients if sees_gradients else None)
+        updater.guard(policy == "skip" and not owned, self.apply_policy_to_gradients if sees_gradients else None)
 
     def see(self, loss: float, batch: Any, index: int) -> None:
         """Record a non-finite loss of this rank. In one process, ``raise`` raises immediately."""
         if self.bad is None:
             self.bad = Seen(loss, batch, index)
         if self.policy == "raise" and self.run.world.size == 1:
-            self.heed_loss()
+            self.apply_policy_to_loss()
 
     def applied(self) -> None:
         """Record that an update was applied."""
@@ -111,19 +111,19 @@ class NonFiniteGuard:
         self.run.world.control_reduce(bad).wait()
         return bad.item() > 0
 
-    def heed_loss(self) -> None:
+    def apply_policy_to_loss(self) -> None:
         """Apply the policy to a non-finite loss on some rank: raise, or count a skipped update. Collective.
 
         Raises:
             NonFiniteError: On all ranks, if the policy is ``raise`` or too many updates have been skipped.
         """
-        self._heed(None)
+        self._apply_policy(None)
 
-    def heed_gradients(self, optimizer: Optimizer) -> None:
-        """Apply the policy to non-finite gradients of finite losses, like ``heed_loss``. Collective."""
-        self._heed(optimizer)
+    def apply_policy_to_gradients(self, optimizer: Optimizer) -> None:
+        """Apply the policy to non-finite gradients of finite losses, like ``apply_policy_to_loss``. Collective."""
+        self._apply_policy(optimizer)
 
-    def _heed(self, optimizer: Optimizer | None) -> None:
+    def _apply_policy(self, optimizer: Optimizer | None) -> None:
         what = self._describe(self._findings(optimizer), of_loss=optimizer is None)
         self.bad = None
         if self.policy == "raise":
@@ -174,8 +174,8 @@ class NonFiniteGuard:
         Return False where the ranks' gradients cannot be distinguished, or the step cannot be run again.
         """
         traits = self.run.traits
-        tells = traits.replicates and not traits.forward_has_collectives and not traits.backward_has_collectives
-        ready = tells and self.rerun is not None and seen.batch is not None
+        distinguishes = traits.replicates and not traits.forward_has_collectives and not traits.backward_has_collectives
+        ready = distinguishes and self.rerun is not None and seen.batch is not None
         if not all(self.run.world.all_gather_object(ready)):
             return False
         assert self.rerun is not None

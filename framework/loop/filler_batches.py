@@ -21,6 +21,7 @@ from ..data.accumulation_window import Windows
 from ..diagnostics.isolated_step import fresh, isolated
 from ..distributed.control import Agreement
 from ..parallel.strategy import StepFunction
+from ..parallel.sync_batch_norm import is_collective
 from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
 from ..run.run import Run
 
@@ -39,8 +40,7 @@ class LockstepFiller:
         transfer: moves a batch to the device; None if it is there already.
         windows: the rank's data, read ahead to find a batch with a loss.
         forward_has_collectives: whether forward passes contain collectives. If False, only backward passes do, and
-        ranks
-            may run different numbers of forward passes.
+            ranks may run different numbers of forward passes.
     """
 
     def __init__(
@@ -185,3 +185,15 @@ class LockstepFiller:
                 yield from islice(coming, _MAX_LOOKAHEAD)
         for batch, place in [*known, *([] if own is None else [(own, index)])]:
             yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))
+
+
+def lockstep_filler(run: Run, transfer: Callable[[Any], Any] | None, windows: Windows | None) -> LockstepFiller | None:
+    """Return the source of filler batches if passes through the model contain collectives, else None.
+
+    The arguments are those of ``LockstepFiller``.
+    """
+    traits = run.strategy.traits
+    forward = traits.forward_has_collectives or any(is_collective(part) for part in run.module.modules())
+    if run.world.size == 1 or not (forward or traits.backward_has_collectives):
+        return None
+    return LockstepFiller(run, transfer, windows, forward)

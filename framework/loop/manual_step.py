@@ -75,7 +75,7 @@ class ManualOptimizer:
         hooks = partial(self._call_hooks, optimizer) if self._hooks else None
         # Collective, also on ranks with finite losses: a rank that decided alone would diverge from the others.
         if self._guard.agree():
-            self._guard.heed_loss()
+            self._guard.apply_policy_to_loss()
             fabric.updater.forget(optimizer)
         elif fabric.updater(optimizer, hooks, apply, blind=closure is not None):
             self._guard.applied()
@@ -187,11 +187,11 @@ class ManualStep(TrainingStep):
     def __call__(self, batches: list[Any], consumed: int) -> bool:
         """Run a batch; return False if no rank had one. Collective."""
         index = self.progress.batch_in_epoch
-        self.refused = False
+        self.epoch_skipped = False
         if batches:
             batches = [self.start_batch(batches[0], index)]
-        if self.several:
-            used = 0 if self.refused else len(batches)
+        if self.is_distributed:
+            used = 0 if self.epoch_skipped else len(batches)
             self.triggers.launch(self.progress.attempts, float(used), used)
             agreement = self.triggers.read()
             if self.triggers.fired:
@@ -200,7 +200,7 @@ class ManualStep(TrainingStep):
             # have are dropped.
             if agreement.ranks_with_data < self.run.world.size:
                 return False
-        elif self.refused:
+        elif self.epoch_skipped:
             return False
         for batch in batches:
             self.stepped = False

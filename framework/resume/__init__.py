@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .export import export_run as export_run
     from .restore import agree_on_resumption as agree_on_resumption
     from .restore import load_model as load_model
-    from .restore import regroup as regroup
+    from .restore import restore_groups_and_freezing as restore_groups_and_freezing
     from .restore import restore_run as restore_run
     from .save_directory import make_ready as make_ready
 
@@ -25,7 +25,7 @@ _HOMES = {
     "export_module": ".export",
     "export_run": ".export",
     "load_model": ".restore",
-    "regroup": ".restore",
+    "restore_groups_and_freezing": ".restore",
     "restore_run": ".restore",
 }
 
