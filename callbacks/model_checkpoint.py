@@ -46,17 +46,19 @@ class ModelCheckpoint(CheckpointRecords):
 
     Args:
         dirpath: the directory of the checkpoints; default: ``checkpoints`` in the run's directory.
-        filename: a template for names; default ``"{epoch}-{step}"``. Fields: ``epoch``, ``step``, and any logged
-        metric. monitor: the metric that ranks checkpoints. verbose: print a line for each checkpoint.
+        filename: a template for names; default ``"{epoch}-{step}"``. Fields: ``epoch``, ``step``, any logged metric.
+        monitor: the metric that ranks checkpoints.
+        verbose: print a line for each checkpoint.
         save_last: also save ``last.ckpt``; ``"link"`` means the same as True.
         save_top_k: the number of best checkpoints to retain; 0 none, -1 all.
         save_weights_only: save only the model; no run can be resumed from such a checkpoint.
-        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. auto_insert_metric_name:
-        put ``name=`` before each value of the filename. every_n_train_steps: the number of optimizer steps between
-        saves. train_time_interval: the time between saves. every_n_epochs: the number of epochs between saves
-        (default: 1 if no other interval is given; 0: never). save_on_train_epoch_end: save at the end of training
-        epochs (True) or after validations (False); default: after
-            validations if the run does not validate exactly once per epoch.
+        mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better.
+        auto_insert_metric_name: put ``name=`` before each value of the filename.
+        every_n_train_steps: the number of optimizer steps between saves.
+        train_time_interval: the time between saves.
+        every_n_epochs: the number of epochs between saves (default: 1 if no other interval is given; 0: never).
+        save_on_train_epoch_end: save at the end of training epochs (True) or after validations (False); default:
+            after validations if the run does not validate exactly once per epoch.
         enable_version_counter: append ``-v1`` and so on to a name that exists; otherwise replace the checkpoint.
         asynchronous: write in the background; training waits only while the state is copied to memory. The next save
             and the end of the fit wait until it is written. Until then ``best_model_path`` and the other paths may name

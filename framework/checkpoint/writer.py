@@ -1,10 +1,10 @@
-"""Atomic and durable writing of a checkpoint: it is either complete or does not exist.
+"""Atomic and durable writing of a checkpoint: after a crash at any time it is complete under its name, or not there.
 
-A save has three steps on every rank. Their order ensures durability:
+"Complete" means a valid manifest, and every file that it names with its full size. A save has three steps on every
+rank, whose order ensures durability:
 
     begin    Collective. Ranks agree on the rank that writes each box. Rank 0 makes a hidden directory beside the
-    target, on the same
-             file system, so that a rename can publish it; no reader ever looks into a hidden directory.
+             target, on the same file system, so that a rename can publish it; readers ignore hidden directories.
     write    No collective. Every rank writes its tensor files into the hidden directory and syncs them.
     finish   Collective. Rank 0 gathers the outcomes. If all ranks succeeded it
              1. writes the manifest, with a checksum of every file, last: without it nothing counts as a checkpoint;

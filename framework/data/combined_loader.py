@@ -23,7 +23,7 @@ class CombinedLoader:
     Modes, with ``n`` loaders:
 
     - ``min_size``: a batch consists of one batch from each loader, in the structure of ``iterables``, until the
-    shortest ends.
+      shortest ends.
     - ``max_size``: until the longest ends; the batch of a loader that has ended is ``None``.
     - ``max_size_cycle``: until the longest ends; loaders that end earlier start again.
     - ``sequential``: the batches of the first loader, then those of the second; for evaluation only.

@@ -4,11 +4,11 @@ Sequence of events when one rank dies:
 
 1. ``watch`` polls every 20 ms and sees a bad exit code, or an error that a rank recorded (system/failure_records.py).
 2. ``_wait_for_cause`` gives exiting ranks 0.4 s to run their exit handlers, and 0.05 s more for a crash to show, so
-that
-   the cause is known before the supervisor sends signals.
+   that the cause is known before the supervisor sends signals.
 3. ``stop`` sends SIGTERM to the others, and SIGKILL 0.8 s later. The sum of all steps stays below 2 s.
 4. ``judge`` (verdict.py) names the rank at fault. Processes that ranks left running, such as loader workers, are
-killed. 5. The launcher shows the message and ends with its exit code, or restarts the ranks (script_launcher.py).
+   killed.
+5. The launcher shows the message and ends with its exit code, or restarts the ranks (script_launcher.py).
 
 No rank outlives the supervisor: the kernel kills the ranks when it ends, even by SIGKILL.
 """

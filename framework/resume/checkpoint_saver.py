@@ -112,8 +112,7 @@ class Saver:
         Raises:
             NonFiniteError: on all ranks; a weight is NaN or infinite, and the request is not tolerant.
             StorageError: on all ranks; the checkpoint could not be written, and the request is not tolerant, or it is
-            the
-                third failure in a row. Existing checkpoints are unchanged.
+                the third failure in a row. Existing checkpoints are unchanged.
             ConfigurationError: the call is in the middle of an accumulation window.
         """
         run = self._run

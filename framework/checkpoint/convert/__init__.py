@@ -1,12 +1,12 @@
 """Checkpoints of other frameworks, made into ones of phalanx.
 
-conversion      what the user calls
-layout          which format lies in a file or folder, by names alone
-handover        starts the process that reads foreign pickles, and takes over what it wrote
-child           that process; confinement, stand_ins, inert_pickle and sharded_files are its parts
-lightning, accelerate, deepspeed, state_dicts
-                from what was read to model, optimizers and progress
-naming, ordering
-                which parameter is which
-foreign         what all formats come down to, and its checkpoint
+convert             the public function
+detect_format       the format of a file or folder, by its names
+unpickle_client     starts the process that reads foreign pickles, and reads its results
+unpickle_process    that process; pickle_reader, placeholder_objects and sandbox are its parts
+lightning, accelerate, deepspeed, zero_partitions, dcp_files, dcp_state
+                    from the contents of one format to model, optimizers and progress
+parameter_order, strip_prefixes
+                    the names and the order of parameters
+foreign_state       the common form of all formats, and its checkpoint
 """
