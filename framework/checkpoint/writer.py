@@ -4,7 +4,7 @@
 rank, whose order ensures durability:
 
     begin    Collective. Ranks agree on the rank that writes each box. Rank 0 makes a hidden directory beside the
-             target, on the same file system, so that a rename can publish it; readers ignore hidden directories.
+             target, on the same file system, so that a rename can publish it; no reader looks into hidden directories.
     write    No collective. Every rank writes its tensor files into the hidden directory and syncs them.
     finish   Collective. Rank 0 gathers the outcomes. If all ranks succeeded it
              1. writes the manifest, with a checksum of every file, last: without it nothing counts as a checkpoint;

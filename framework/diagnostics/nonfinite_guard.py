@@ -90,14 +90,14 @@ class NonFiniteGuard:
         self.sees_losses = policy != "ignore" and on_host
         sees_gradients = not owned and (policy == "skip" or (policy == "raise" and on_host))
         updater = run.updater
-        updater.guard(policy == "skip" and not owned, self.apply_policy_to_gradients if sees_gradients else None)
+        updater.guard(policy == "skip" and not owned, self.handle_gradients if sees_gradients else None)
 
     def see(self, loss: float, batch: Any, index: int) -> None:
         """Record a non-finite loss of this rank. In one process, ``raise`` raises immediately."""
         if self.bad is None:
             self.bad = Seen(loss, batch, index)
         if self.policy == "raise" and self.run.world.size == 1:
-            self.apply_policy_to_loss()
+            self.handle_loss()
 
     def applied(self) -> None:
         """Record that an update was applied."""
@@ -111,19 +111,19 @@ class NonFiniteGuard:
         self.run.world.control_reduce(bad).wait()
         return bad.item() > 0
 
-    def apply_policy_to_loss(self) -> None:
+    def handle_loss(self) -> None:
         """Apply the policy to a non-finite loss on some rank: raise, or count a skipped update. Collective.
 
         Raises:
             NonFiniteError: On all ranks, if the policy is ``raise`` or too many updates have been skipped.
         """
-        self._apply_policy(None)
+        self._handle(None)
 
-    def apply_policy_to_gradients(self, optimizer: Optimizer) -> None:
-        """Apply the policy to non-finite gradients of finite losses, like ``apply_policy_to_loss``. Collective."""
-        self._apply_policy(optimizer)
+    def handle_gradients(self, optimizer: Optimizer) -> None:
+        """Apply the policy to non-finite gradients of finite losses, like ``handle_loss``. Collective."""
+        self._handle(optimizer)
 
-    def _apply_policy(self, optimizer: Optimizer | None) -> None:
+    def _handle(self, optimizer: Optimizer | None) -> None:
         what = self._describe(self._findings(optimizer), of_loss=optimizer is None)
         self.bad = None
         if self.policy == "raise":

@@ -259,7 +259,7 @@ class AutomaticStep(TrainingStep):
         self.phase[0] = UPDATE
         if nonfinite:
             # Do not report this to the loss scaler: the overflow is not caused by the scale.
-            self.guard.apply_policy_to_loss()
+            self.guard.handle_loss()
             self.updater.forget(self.optimizer)
         elif has_loss and self.apply(index):
             self.guard.applied()

@@ -75,7 +75,7 @@ class ManualOptimizer:
         hooks = partial(self._call_hooks, optimizer) if self._hooks else None
         # Collective, also on ranks with finite losses: a rank that decided alone would diverge from the others.
         if self._guard.agree():
-            self._guard.apply_policy_to_loss()
+            self._guard.handle_loss()
             fabric.updater.forget(optimizer)
         elif fabric.updater(optimizer, hooks, apply, blind=closure is not None):
             self._guard.applied()

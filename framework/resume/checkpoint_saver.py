@@ -136,7 +136,7 @@ class Saver:
                 self._write(request, snapshot, run.world, notes, lambda: False)
             except PhalanxError as met:
                 error = met
-        self._heed(request, error, notes)
+        self._handle_result(request, error, notes)
 
     def finish(self, number: int | None = None) -> None:
         """Wait for the asynchronous save, if one is pending, and handle its result. Collective.
@@ -149,7 +149,7 @@ class Saver:
         with self._run.heartbeat.section("save"):
             pending.work.wait()
         self._pending = None
-        self._heed(pending.request, pending.work.error, pending.notes)
+        self._handle_result(pending.request, pending.work.error, pending.notes)
 
     def end(self) -> None:
         """Wait for pending saves and deletions; raise if the most recent save of any failure key failed. Collective.
@@ -239,7 +239,7 @@ class Saver:
         if world.is_global_zero:
             notes += request.prune(self._deletion)
 
-    def _heed(self, request: SaveRequest, error: BaseException | None, notes: list[str]) -> None:
+    def _handle_result(self, request: SaveRequest, error: BaseException | None, notes: list[str]) -> None:
         """Handle the result of a save, the same on all ranks."""
         note = self._run.note
         for text in [*notes, *self._deletion.problems()]:

@@ -85,8 +85,8 @@ def claim_directory(
 ) -> Origin:
     """Choose a run's directory and the checkpoint to start from; lock the directory if the run writes. Collective.
 
-    - ``"auto"`` continues the newest version that holds a checkpoint that verifies, or the newest version of all if
-      the most advanced checkpoint is in a callback's own directory.
+    - ``"auto"`` continues the newest version that holds a checkpoint that verifies, or the newest version of all if the
+      most advanced checkpoint is in a callback's own directory.
     - Any other value starts a new version.
     - A fit whose ranks were restarted after a failure continues its own version for any value.
 
