@@ -18,23 +18,23 @@ Numbered = tuple[int, Any]
 
 
 def in_rounds(
-    batches: Iterator[Numbered], count: int | None, world: World, stand_in: Callable[[Any], None]
+    batches: Iterator[Numbered], count: int | None, world: World, fill: Callable[[Any], None]
 ) -> Iterator[Numbered]:
-    """Yield a rank's batches, then call ``stand_in`` with a batch as often as others have more. Collective.
+    """Yield a rank's batches, then call ``fill`` with a batch as often as others have more. Collective.
 
     ``count`` is the number of batches of this rank, if it is certain. A rank without any batch receives one from the
     lowest rank that has one.
     """
     upcoming = next(batches, None)
-    told = world.all_gather_object((upcoming is not None, count))
-    holders = [rank for rank, (holds, _) in enumerate(told) if holds]
+    answers = world.all_gather_object((upcoming is not None, count))
+    holders = [rank for rank, (holds, _) in enumerate(answers) if holds]
     if not holders:
         return
     last = upcoming[1] if upcoming is not None else None
     if len(holders) < world.size:
         shared = world.broadcast_object(last, holders[0])
         last = shared if upcoming is None else last
-    counts = [count for _, count in told if count is not None]
+    counts = [count for _, count in answers if count is not None]
     rounds = max(counts) if len(counts) == world.size else None
     done = 0
     while True:
@@ -48,7 +48,7 @@ def in_rounds(
         if item is not None:
             yield item
         else:
-            stand_in(last)
+            fill(last)
         done += 1
         if pending is not None:
             pending.wait()

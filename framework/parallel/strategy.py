@@ -2,7 +2,7 @@
 
 A strategy is a class in ``strategies/``, exported there and named in the registry (see CONTRIBUTING.md). The rest of
 phalanx reads its properties as data (``Traits``) and never checks a strategy's class. The user's module is never
-replaced: a strategy that needs a wrapper wraps a ``StepAdapter``, whose ``forward`` calls the step that is passed to it.
+replaced: a strategy that needs a wrapper wraps a ``StepAdapter``, whose ``forward`` calls the step passed to it.
 """
 
 from __future__ import annotations
