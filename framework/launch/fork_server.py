@@ -66,8 +66,8 @@ class ForkServer:
         mask = [int(signum) for signum in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
         run = script.target, script.is_module, [*script.arguments], script.command
         self._is_ready = False
-        # If the server has ended already, the pipe is closed. This is not an error here: ``fork`` raises ``ServerGone``,
-        # and ranks are started as new interpreters.
+        # If the server has ended already, the pipe is closed. ``fork`` then raises ``ServerGone``, and
+        # the caller starts ranks as new interpreters.
         with contextlib.suppress(OSError):
             self._connection.send(tuple(Preparation(os.getpid(), sys.path[:], [*modules, *libraries], *run, mask)))
 

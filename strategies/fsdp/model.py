@@ -223,10 +223,7 @@ class ShardedModel:
                 part.set_requires_gradient_sync(enabled, recurse=False)
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
-        """Compute gradients, also within the outermost call, which then continues with its gathered parameters.
-
-        Collective: parameters are gathered, and gradients reduced if ``syncs`` is set.
-        """
+        """Compute gradients, also within the outermost call, whose parameters then stay gathered. Collective."""
         inside = self.sharding.backward_inside
         if inside and loss.requires_grad:
             # Otherwise gradients of the root are reduced only if a unit takes part.
