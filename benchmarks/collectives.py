@@ -44,10 +44,10 @@ def collectives(rounds: int, quick: bool) -> None:
 
 
 def _count(name: str, jobs: list[Job]) -> list[Counts] | None:
-    told = json.dumps([{**asdict(job), "directory": "."} for job in jobs])
+    request = json.dumps([{**asdict(job), "directory": "."} for job in jobs])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     done = subprocess.run(
-        [*command, "-m", "benchmarks.ranks", name, told],
+        [*command, "-m", "benchmarks.ranks", name, request],
         capture_output=True,
         text=True,
         timeout=300,

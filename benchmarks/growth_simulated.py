@@ -141,7 +141,7 @@ def checkpoint(size: int, layers: int) -> Found:
     sections = sharded_sections(layers)
     plans = [plan_of_rank(sections, rank, size) for rank in range(size)]
     document = encode_inline({"random": capture()})
-    told = len(pickle.dumps(plans[1], pickle.HIGHEST_PROTOCOL))
+    plan_bytes = len(pickle.dumps(plans[1], pickle.HIGHEST_PROTOCOL))
     assigning, agreed = timed(lambda: assign(plans))
     manifest = manifest_of(plans, agreed, document)
     writing, data = timed(lambda: dump(manifest))
@@ -155,7 +155,7 @@ def checkpoint(size: int, layers: int) -> Found:
         "parts": sum(1 for _ in _writers(agreed)),
         "files": len(found.files),
         "documents": len(pickle.dumps(document)) * size,
-        "plans": told * size,
+        "plans": plan_bytes * size,
         "assign seconds": assigning,
         "manifest": len(data),
         "dump seconds": writing,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """Reasons for stopping."""
+    """The reasons for which ``EarlyStopping`` stops training. The numbers are stored in checkpoints."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -36,7 +36,7 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: Name of the metric.
-        min_delta: Minimum change that counts as an improvement; the change must be larger.
+        min_delta: Improvements by this value or less do not count. At least 0, in both modes.
         patience: Number of consecutive checks without improvement after which training stops. On resume, this value
             takes precedence over that of the checkpoint, so that a stopped run can continue with more patience.
         verbose: Report each improvement.
@@ -45,11 +45,13 @@ class EarlyStopping(Callback):
         check_finite: Stop when the metric is NaN or infinite.
         stopping_threshold: Stop when the metric is better than this value.
         divergence_threshold: Stop when the metric is worse than this value.
-        check_on_train_epoch_end: Check at the end of training epochs (True) or after validations (False).
+        check_on_train_epoch_end: Check at the end of training epochs (True) or after validations (False). Default: at
+            the end of training epochs if the run validates at most once per epoch.
         log_rank_zero_only: Accepted for compatibility with Lightning; messages are always printed by rank 0 only.
 
     Raises:
-        ConfigurationError: An argument is invalid.
+        ConfigurationError: ``monitor`` is not a name, ``mode`` is unknown, or a number is negative.
+        MetricError: During the fit: the metric was not logged, and ``strict`` is True.
     """
 
     monitors = True
@@ -125,12 +127,12 @@ class EarlyStopping(Callback):
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         if trainer.global_step == 0:
             self._reset()
-        # Resuming a run that has exhausted its patience must not train for another `patience` checks.
+        # A resumed run whose patience was exhausted stops at once. It would otherwise train until the next check.
         elif self.wait_count and self.wait_count >= self.patience:
             trainer.request_stop(self.stopping_reason_message or self._out_of_patience())
 
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        # After a stop within the epoch there was no validation, so there is no new value to judge.
+        # An epoch that a stop has cut short has no validation, so the metric would be that of an earlier check.
         if trainer.progress.epoch_ended and acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
@@ -152,7 +154,7 @@ class EarlyStopping(Callback):
                 trainer.note(f"{error} This check is skipped.")
             return
         before = self._best
-        reason, message = self._judge(float(metrics[self.monitor]))
+        reason, message = self._evaluate(float(metrics[self.monitor]))
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
@@ -161,8 +163,12 @@ class EarlyStopping(Callback):
             by = f" by {abs(before - self._best):.4g}" if math.isfinite(before) else ""
             trainer.note(f"{self.monitor} improved{by} to {self._best:.6g}.")
 
-    def _judge(self, value: float) -> tuple[EarlyStoppingReason, str]:
-        """Update the state with a value; return the reason for stopping, if any, and its message."""
+    def _evaluate(self, value: float) -> tuple[EarlyStoppingReason, str]:
+        """Update the state with a value of the metric.
+
+        Returns:
+            The reason for stopping and its message; ``NOT_STOPPED`` and an empty message if training continues.
+        """
         name, opposite = self.monitor, "max" if self.mode == "min" else "min"
         if self.check_finite and not math.isfinite(value):
             return EarlyStoppingReason.NON_FINITE_METRIC, f"{name} is {value}; its best value was {self._best:.6g}."
@@ -182,4 +188,5 @@ class EarlyStopping(Callback):
         return EarlyStoppingReason.NOT_STOPPED, ""
 
     def _out_of_patience(self) -> str:
+        """Return the message of a stop after ``patience`` checks without improvement."""
         return f"{self.monitor} did not improve in the last {self.wait_count} checks; best value {self._best:.6g}."

@@ -59,8 +59,8 @@ def _verify(verbs: Any) -> None:
                 if not given.json:
                     say(f"{path} is damaged: {problems[0]}{more}")
             elif not given.json:
-                told = library.inspect(path)
-                say(f"{path} is good: {counted(len(told.files), 'tensor file')}, {size(told.bytes)}, all read.")
+                manifest = library.inspect(path)
+                say(f"{path} is good: {counted(len(manifest.files), 'tensor file')}, {size(manifest.bytes)}, all read.")
         return _REFUSED if any(found.values()) else 0
 
     text = "read every byte of checkpoints and compare it with the checksums"

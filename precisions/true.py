@@ -8,7 +8,7 @@ from ..framework.core.precision import Precision
 
 
 class Float32True(Precision):
-    """``"32-true"``, the default: torch's own dtypes everywhere."""
+    """``"32-true"``, the default: parameters in fp32, or in the dtype that the user gave them; nothing is converted."""
 
     name = "32-true"
 
@@ -28,7 +28,7 @@ class BFloat16True(Precision):
 
 
 class Float16True(Precision):
-    """``"16-true"``: parameters, batches and computation in fp16, without a loss scale."""
+    """``"16-true"``: parameters, batches and computation in fp16. Losses are not scaled, except by ZeRO's engines."""
 
     name = "16-true"
     parameter_dtype = torch.float16

@@ -133,15 +133,15 @@ def _listed(path: Path, verify: bool) -> Listed:
         return Listed(path, "damaged", str(error))
     problem = next(iter(verified(path)), None) if verify else first_incomplete(path, manifest)
     status = "damaged" if problem else "good" if verify else "complete"
-    told = inspection_of(path, manifest)
+    inspection = inspection_of(path, manifest)
     return Listed(
         path=path,
         status=status,
         problem=problem,
-        kind=told.kind,
-        step=told.step,
-        epoch=told.epoch,
+        kind=inspection.kind,
+        step=inspection.step,
+        epoch=inspection.epoch,
         metric=monitored(manifest),
-        bytes=told.bytes + len(data),
-        saved_at=told.saved_at,
+        bytes=inspection.bytes + len(data),
+        saved_at=inspection.saved_at,
     )

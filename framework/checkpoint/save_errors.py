@@ -1,4 +1,7 @@
-"""Exchange of each rank's outcome of a save, so that all ranks raise the same error or none raises."""
+"""Exchange of each rank's outcome of a save, so that all ranks raise the same error or none raises.
+
+Failures are sent as a kind and a message, not as exceptions, since an exception of any library may not be picklable.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ _KINDS: dict[str, type[PhalanxError]] = {
 }
 
 
-def tell(failure: Exception | None, path: Path) -> Outcome:
-    """Describe a failure that occurred while ``path`` was written."""
+def outcome_of(failure: Exception | None, path: Path) -> Outcome:
+    """Describe a failure that occurred while ``path`` was written; None for None."""
     if failure is None:
         return None
     if isinstance(failure, OSError) and not isinstance(failure, PhalanxError):
@@ -30,9 +33,15 @@ def tell(failure: Exception | None, path: Path) -> Outcome:
     return StorageError.__name__, f"{type(failure).__name__}: {failure}"
 
 
-def error_of(told: Sequence[Outcome], what: str, size: int) -> PhalanxError | None:
-    """Return the error that all ``size`` ranks raise, from the first rank that failed; ``what`` begins its message."""
-    for rank, outcome in enumerate(told):
+def error_of(outcomes: Sequence[Outcome], what: str, size: int) -> PhalanxError | None:
+    """Return the error that all ranks raise, that of the first rank that failed; None if no rank failed.
+
+    Args:
+        outcomes: the outcome of each rank, in order.
+        what: the beginning of the message.
+        size: the number of ranks; the message names the rank if there are several.
+    """
+    for rank, outcome in enumerate(outcomes):
         if outcome is not None:
             kind, message = outcome
             if kind == NonFiniteError.__name__:
@@ -42,14 +51,24 @@ def error_of(told: Sequence[Outcome], what: str, size: int) -> PhalanxError | No
     return None
 
 
-def agree(world: World, failure: Exception | None, path: Path, what: str, payload: Any = None) -> list[Any]:
+def gather_or_raise(world: World, failure: Exception | None, path: Path, what: str, payload: Any = None) -> list[Any]:
     """Gather each rank's payload; raise on all ranks if one failed. Collective.
+
+    Args:
+        world: the ranks.
+        failure: the failure of this rank, if any.
+        path: the file or directory that was being written.
+        what: the beginning of the message.
+        payload: the object of this rank, which must be picklable.
+
+    Returns:
+        The payloads of all ranks, in order.
 
     Raises:
         PhalanxError: the error of the first rank that failed.
     """
-    gathered = world.all_gather_object((tell(failure, path), payload))
-    error = error_of([told for told, _ in gathered], what, world.size)
+    gathered = world.all_gather_object((outcome_of(failure, path), payload))
+    error = error_of([outcome for outcome, _ in gathered], what, world.size)
     if error is not None:
         raise error from failure
     return [payload for _, payload in gathered]

@@ -1,6 +1,7 @@
-"""Atomic and durable writing of a checkpoint: it is either complete or does not exist.
+"""Atomic and durable writing of a checkpoint: after a crash at any time it is complete under its name, or not there.
 
-A save has three steps on every rank. Their order ensures durability:
+"Complete" means a valid manifest, and every file that it names with its full size. A save has three steps on every
+rank, whose order ensures durability:
 
     begin    Collective. Ranks agree on the rank that writes each box. Rank 0 makes a hidden directory beside the
              target, on the same file system, so that a rename can publish it; no reader looks into hidden directories.
@@ -38,7 +39,7 @@ from .manifest_file import is_ours
 from .part_writer import PartWriter, WrittenPart, file_name, total_bytes
 from .retention import link_files
 from .safetensors_io import code_of
-from .save_errors import agree, error_of, tell
+from .save_errors import error_of, gather_or_raise, outcome_of
 from .write_plan import Assignment, Box, Plan, Snapshot, assign, plan_of
 
 
@@ -144,7 +145,7 @@ class Save:
             failure = error
         payload = (self._temporary, plan if self._sharded else None)
         with self._discarding():
-            gathered = agree(self._world, failure, self.path, self._what, payload)
+            gathered = gather_or_raise(self._world, failure, self.path, self._what, payload)
         self._temporary = gathered[0][0]
         if self._sharded:
             self._plans = [plan for _, plan in gathered]
@@ -177,18 +178,18 @@ class Save:
     def finish(self) -> Path:
         """Gather the outcomes, write the manifest and publish. Collective. Raises as ``save``."""
         failure = self._failure
-        outcome = (tell(failure, self.path), self._written, self._snapshot.rank_document)
+        outcome = (outcome_of(failure, self.path), self._written, self._snapshot.rank_document)
         with self._discarding():
             gathered = self._world.gather_object(outcome)
         refusal: PhalanxError | None = None
         if gathered is not None:
-            refusal = error_of([told for told, _, _ in gathered], self._what, self._world.size)
+            refusal = error_of([outcome for outcome, _, _ in gathered], self._what, self._world.size)
             if refusal is None:
                 try:
                     self._publish([written for _, written, _ in gathered], [document for _, _, document in gathered])
                 except Exception as error:
                     failure = error
-                    refusal = error_of([tell(error, self.path)], self._what, self._world.size)
+                    refusal = error_of([outcome_of(error, self.path)], self._what, self._world.size)
         # The broadcast is also the barrier: no rank returns before the checkpoint is published.
         refusal = self._world.broadcast_object(refusal)
         if refusal is not None:

@@ -1,7 +1,8 @@
 """The ``Precision`` contract: the dtypes of parameters, computation and reduction, and the loss scale.
 
-A precision is a class in ``precisions/`` and one line in the registry. The rest of phalanx reads its attributes and
-never asks for its name or class, so a precision that a user wrote works wherever a built-in one does.
+A precision is a class in ``precisions/``, exported there and named in the registry (see CONTRIBUTING.md). The rest of
+phalanx reads its attributes and never asks for its name or class, so a precision that a user wrote works wherever a
+built-in one does.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class LossScaler:
 class Precision:
     """The dtypes of a run, and the four operations in which they take effect.
 
-    The defaults follow from the dtypes: a subclass that only sets them is complete. Every method is called at set-up
+    The operations are the context of forward passes, the loss scale, and the conversions of modules and of batches. The
+    defaults follow from the dtypes: a subclass that only sets them is complete. Every method is called at set-up
     except ``convert_batch``, which is called for each batch if ``converts_batch`` is true.
 
     Attributes:

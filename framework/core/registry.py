@@ -1,4 +1,7 @@
-"""Registries of plug-ins: tables ``name -> "module:attribute"``, where a module is imported when first used.
+"""Registries of plug-ins: the names of strategies, precisions, loggers and callbacks, and the code they refer to.
+
+A target is written ``"module:attribute"``. Its module is imported when the name is first used, so that naming a plug-in
+here costs no import. Built-in targets begin with a dot and are relative to the package.
 
 Third-party packages add names through entry points of the groups ``phalanx.strategies``, ``phalanx.precisions``,
 ``phalanx.loggers`` and ``phalanx.callbacks``. A package cannot replace a built-in name.
@@ -17,7 +20,14 @@ _PACKAGE = __name__.rpartition(".framework")[0]
 
 
 class Registry:
-    """A table of names. ``what`` describes an entry in messages; ``group`` is the entry-point group that extends it."""
+    """The names of one kind of plug-in.
+
+    Args:
+        what: describes an entry in messages, such as ``"strategy"``.
+        group: the group of entry points that adds names.
+        table: the target of each built-in name.
+        aliases: other names for the names in ``table``.
+    """
 
     def __init__(self, what: str, group: str, table: dict[str, str], aliases: dict[str, str] | None = None) -> None:
         self.what = what

@@ -23,7 +23,7 @@ class CombinedLoader:
     Modes, with ``n`` loaders:
 
     - ``min_size``: a batch consists of one batch from each loader, in the structure of ``iterables``, until the
-    shortest ends.
+      shortest ends.
     - ``max_size``: until the longest ends; the batch of a loader that has ended is ``None``.
     - ``max_size_cycle``: until the longest ends; loaders that end earlier start again.
     - ``sequential``: the batches of the first loader, then those of the second; for evaluation only.
@@ -145,11 +145,11 @@ def cycle_parts(parts: list[Iterator[Any]], reopen: Callable[[int, int], Iterato
         # The parts that decide whether there is another row are read first: the others then yield exactly one item per
         # row.
         row = [end if ended[part] else next(iterator, end) for part, iterator in enumerate(parts)]
-        began_anew = [part for part, done in enumerate(ended) if done]
+        restarted = [part for part, done in enumerate(ended) if done]
         ended = [item is end for item in row]
         if all(ended):
             return
-        for part in began_anew:
+        for part in restarted:
             row[part] = next(parts[part], end)
         for part in [part for part, item in enumerate(row) if item is end]:
             cycles[part] += 1

@@ -86,11 +86,11 @@ def drain(batches: Iterator[Any]) -> Iterator[Any]:
 def tell_epoch(loader: Any, epoch: int) -> None:
     """Call ``set_epoch`` on the loader, its dataset and its samplers, if they have that method."""
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
-    told: list[Any] = []
+    informed: list[Any] = []
     for each in (loader, getattr(loader, "dataset", None), *samplers_of(batch_sampler), *samplers_of(sampler)):
         set_epoch = getattr(each, "set_epoch", None)
-        if callable(set_epoch) and not any(each is known for known in told):
-            told.append(each)
+        if callable(set_epoch) and not any(each is known for known in informed):
+            informed.append(each)
             set_epoch(epoch)
 
 

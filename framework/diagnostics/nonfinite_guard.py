@@ -172,8 +172,8 @@ class NonFiniteGuard:
         Return False where the ranks' gradients cannot be distinguished, or the step cannot be run again.
         """
         traits = self.run.traits
-        tells = traits.replicates and not traits.forward_has_collectives and not traits.backward_has_collectives
-        ready = tells and self.rerun is not None and seen.batch is not None
+        distinguishes = traits.replicates and not traits.forward_has_collectives and not traits.backward_has_collectives
+        ready = distinguishes and self.rerun is not None and seen.batch is not None
         if not all(self.run.world.all_gather_object(ready)):
             return False
         assert self.rerun is not None

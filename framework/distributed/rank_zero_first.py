@@ -53,9 +53,9 @@ def first_in_turn(world: World, local: bool = False, seconds: float | None = Non
         return
     leads = (world.local_rank if local else world.rank) == 0
     machine = _machine()
-    told = world.all_gather_object((leads, secrets.token_hex(8), machine, os.getpid()))
-    keys = {rank: f"phalanx/turn/{told[0][1]}/{rank}" for rank, (first, *_) in enumerate(told) if first}
-    near = {rank: told[rank][3] for rank in keys if told[rank][2] == machine is not None}
+    ranks = world.all_gather_object((leads, secrets.token_hex(8), machine, os.getpid()))
+    keys = {rank: f"phalanx/turn/{ranks[0][1]}/{rank}" for rank, (first, *_) in enumerate(ranks) if first}
+    near = {rank: ranks[rank][3] for rank in keys if ranks[rank][2] == machine is not None}
     store = shared_store()
     if not leads:
         _wait(store, keys, near, limit)

@@ -141,10 +141,10 @@ def pauses(first: float, longest: float, ranks: int) -> Iterator[float]:
 
 def _all_came(store: Any, word: str, size: int) -> str | None:
     """Repeat the nonces of the other ranks once all have published theirs; return the session id, or None before."""
-    told = [f"{word}/come/{rank}" for rank in range(1, size)]
-    if not store.check(told):
+    arrivals = [f"{word}/come/{rank}" for rank in range(1, size)]
+    if not store.check(arrivals):
         return None
-    store.multi_set([f"{word}/go/{rank}" for rank in range(1, size)], store.multi_get(told))
+    store.multi_set([f"{word}/go/{rank}" for rank in range(1, size)], store.multi_get(arrivals))
     return word
 
 
@@ -206,13 +206,13 @@ def _listen(host: str, port: int, size: int, alone: bool) -> int:
     (some systems resolve their own name to one), or is forwarded to this host.
     """
     try:
-        told = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigurationError(
             f"MASTER_ADDR={host!r} is not a host that rank 0 can resolve ({error}): set it to the address of rank 0's "
             "host."
         ) from None
-    found = dict.fromkeys((family, str(place[0])) for family, *_, place in told)
+    found = dict.fromkeys((family, str(place[0])) for family, *_, place in addresses)
     reachable = [(family, address) for family, address in found if alone or not _is_loopback(address)]
     # Of several addresses, other hosts may connect to any; ranks on this host try all in this order.
     for family, address in reachable if alone or len(reachable) == 1 else []:

@@ -72,7 +72,7 @@ class Fabric(RankProperties):
         strategy: The strategy. Each module that is set up gets a clone of it.
         precision: The precision.
         scaler: The loss scaler; None if losses are not scaled, or if the strategy scales them.
-        strategy_scales_losses: Whether the strategy scales losses itself.
+        strategy_scales_losses: Whether the strategy scales losses itself, which some strategies do in fp16.
         updater: Applies the updates of a Trainer.
 
     Raises:
@@ -97,8 +97,10 @@ class Fabric(RankProperties):
 
     def _compose(self) -> None:
         self.strategy, self.precision = self.resources.strategy, self.resources.precision
-        scaler, by_strategy = self.precision.loss_scaler(), self.strategy.traits.owns_loss_scale
-        self.scaler, self.strategy_scales_losses = (None, scaler is not None) if by_strategy else (scaler, False)
+        scales = self.strategy.traits.owns_loss_scale
+        self.scaler = None if scales else self.precision.loss_scaler()
+        # Also without a loss scaler, as in 16-true. The strategy must see each overflow to halve its scale.
+        self.strategy_scales_losses = scales and self.precision.compute_dtype == torch.float16
         self.updater = Updater(self.strategy, self.scaler)
         self._ranks = Collectives(self.resources)
         self._prepared = Prepared(self.strategy, self.scaler, self.strategy_scales_losses)

@@ -1,4 +1,4 @@
-"""Exit codes and tracebacks of ranks and scripts that end with an error."""
+"""Exit hooks of ranks and scripts that end with an error: the exit code, and a traceback that is shown once."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..system.processes import end_with_parent
 
 
 def install_rank_hooks(placement: Placement) -> None:
-    """Make this rank exit with its error's exit code and show its traceback once. Does nothing outside a launch.
+    """Make this process exit with the exit code of its error if it is a rank of a launch; otherwise do nothing.
 
-    A rank that phalanx started records the traceback, and the supervisor shows only that of the rank at fault. Under
-    another launcher the rank prints it, each line prefixed with the rank. The rank ends with the process that started
-    it, also under torchrun, whose ranks would otherwise continue without their agent.
+    - A rank that phalanx has started records its traceback. The supervisor shows only that of the rank at fault.
+    - Under another launcher the rank prints its traceback, each line prefixed with the rank.
+    - Under torchrun the rank is also made to end with its agent. Without this it would continue after the agent's end.
     """
     if placement.launcher is not None:
         sys.excepthook = partial(_end_rank, placement)
@@ -52,7 +52,10 @@ def write_error(text: str) -> None:
 
 
 def report_failure(rank: int, error: BaseException) -> None:
-    """Record the error that ends this rank for the supervisor; print it if there is none or the disk is full."""
+    """Record the error that ends this rank in a file for the supervisor.
+
+    It is printed instead if there is no supervisor, or if the file cannot be written, as on a full disk.
+    """
     failure = Failure.of(rank, error, hiding_secrets())
     if error_dir() is None:
         text = failure.message if isinstance(error, Preempted) else failure.traceback
@@ -66,6 +69,7 @@ def report_failure(rank: int, error: BaseException) -> None:
 
 
 def _end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error of a script that is not a rank, and exit with its code. Replaces ``sys.excepthook``."""
     if isinstance(error, ConfigurationError):
         write_error(hiding_secrets()(brief_traceback(error)))
     else:
@@ -88,7 +92,10 @@ def _end_rank(
 
 
 def _kill_workers() -> None:
-    """Kill the DataLoader workers that the traceback keeps alive: the exit would wait seconds for each of them."""
+    """Kill this process's DataLoader workers, which the traceback keeps alive.
+
+    Each of them would otherwise delay the exit by seconds.
+    """
     with contextlib.suppress(BaseException):
         # torch's handler raises when a worker dies.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -98,6 +105,7 @@ def _kill_workers() -> None:
 
 
 def _exit(code: int) -> NoReturn:
+    """Run exit functions and flush the output, then end the process without waiting for its threads."""
     for last in (atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(BaseException):
             last()

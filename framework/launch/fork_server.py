@@ -29,7 +29,10 @@ _ANSWER_SECONDS = 60.0
 
 
 class ServerGone(Exception):
-    """Raised when no rank can be forked: the server has ended, or has imported a module that prevents forking."""
+    """Raised when no rank can be forked. The caller starts the rank as a new interpreter instead.
+
+    The server has ended, has imported a module that prevents forking, or has not answered within 60 s.
+    """
 
 
 class ForkServer:
@@ -39,29 +42,32 @@ class ForkServer:
 
     Args:
         script: the script that the ranks run.
-        environment: the environment variables for loading libraries: those of any of the ranks.
+        environment: the environment variables with which libraries are loaded. Those of any rank will do, as the
+            variables that differ between ranks are set after the fork.
         libraries: modules to import besides those of torch, numpy and phalanx that this process has imported.
     """
 
     def __init__(self, script: Script, environment: Mapping[str, str], libraries: Iterable[str] = ()) -> None:
         # Not socket.socketpair: a script may have set a default timeout for sockets.
-        self._connection, theirs = multiprocessing.Pipe()
+        self._connection, server_end = multiprocessing.Pipe()
         try:
             self._process = subprocess.Popen(
                 [*script.interpreter, str(Path(fork_server_main.__file__)), script.target, *script.arguments],
                 env=environment,
-                stdin=theirs.fileno(),
-                preexec_fn=_prepared(),
+                stdin=server_end.fileno(),
+                preexec_fn=_child_setup(),
             )
         except BaseException:
             self._connection.close()
             raise
         finally:
-            theirs.close()
+            server_end.close()
         modules = [name for name in sys.modules if name.partition(".")[0] in _SHARED]
         mask = [int(signum) for signum in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
         run = script.target, script.is_module, [*script.arguments], script.command
         self._is_ready = False
+        # If the server has ended already, the pipe is closed. ``fork`` then raises ``ServerGone``, and
+        # the caller starts ranks as new interpreters.
         with contextlib.suppress(OSError):
             self._connection.send(tuple(Preparation(os.getpid(), sys.path[:], [*modules, *libraries], *run, mask)))
 
@@ -75,8 +81,8 @@ class ForkServer:
         """Whether the process is running."""
         return self._process.poll() is None
 
-    def has_settled(self) -> bool:
-        """Whether it has imported everything, or ended during an import."""
+    def is_ready_or_ended(self) -> bool:
+        """Whether the server has imported everything, or has ended."""
         if not self._is_ready:
             with contextlib.suppress(EOFError, OSError):
                 self._is_ready = self._connection.poll() and self._connection.recv() == READY
@@ -85,7 +91,17 @@ class ForkServer:
     def fork(
         self, environment: Mapping[str, str], stdout: int, stderr: int, inherited: Mapping[str, int]
     ) -> ForkedProcess:
-        """Start a rank, and return it. ``inherited`` names the environment variables for the numbers of descriptors.
+        """Start a rank.
+
+        Args:
+            environment: the environment variables of the rank.
+            stdout: the file descriptor of its standard output.
+            stderr: the file descriptor of its standard error.
+            inherited: maps the name of an environment variable to a file descriptor. The rank gets a duplicate of the
+                descriptor, and its number as the value of the variable.
+
+        Returns:
+            The rank, a child of this process.
 
         Raises:
             OSError: the system cannot create another process.
@@ -93,9 +109,9 @@ class ForkServer:
         """
         try:
             self._connection.send(tuple(RankRequest({**environment}, [*inherited])))
-            with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
-                line.settimeout(None)
-                sendfds(line, [stdout, stderr, *inherited.values()])
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as rank_socket:
+                rank_socket.settimeout(None)
+                sendfds(rank_socket, [stdout, stderr, *inherited.values()])
             if not self._connection.poll(_ANSWER_SECONDS):
                 raise ServerGone
             answer: int | OSError = self._connection.recv()
@@ -114,12 +130,16 @@ class ForkServer:
         self._process.wait()
 
 
-def _prepared() -> Callable[[], None]:
-    """Return the function that the server's process calls first: it blocks signals that are meant for ranks."""
+def _child_setup() -> Callable[[], None]:
+    """Return the function that the new process calls before it runs the server.
+
+    The server then dies with this process, and never handles the signals of ranks: Ctrl-C reaches all processes of the
+    terminal. The ranks unblock these signals after the fork.
+    """
     arm = die_with_parent()
 
-    def prepare() -> None:
+    def set_up() -> None:
         arm()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    return prepare
+    return set_up

@@ -75,7 +75,7 @@ def _run_attempts(
     while True:
         with launch_context(directory, num_ranks, restarts.done) as context:
             verdict = launcher.run_attempt(context, is_last=restarts.done >= restarts.allowed)
-        if supervisor.was_told_to_end:
+        if supervisor.is_shutting_down:
             return verdict
         wait = restarts.wait_before_restart(verdict.exit_code, verdict.step)
         if wait is None:
@@ -137,7 +137,7 @@ class _ScriptLauncher:
             self.close()
             self._server = ForkServer(self._script, context.environment(0), self._libraries)
             self._supervisor.spare(self._server.pid)
-        return self._supervisor.pause(until=self._server.has_settled)
+        return self._supervisor.pause(until=self._server.is_ready_or_ended)
 
     def _start(self, context: LaunchContext, rank: int, output: RankOutput) -> Process:
         environment, inherited = context.environment(rank), context.inherited(rank)

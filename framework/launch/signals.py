@@ -55,7 +55,7 @@ class SignalWatch:
         self._names = [name for name in names if name in HANDLED_SIGNALS]
         self._before: dict[int, Handler] = {}
         self._process = os.getpid()
-        self._told: str | None = None
+        self._received: str | None = None
         self._interrupted: float | None = None
         self._triggers: Triggers | None = None
 
@@ -66,7 +66,7 @@ class SignalWatch:
                 before = signal.getsignal(signum)
                 if before is not signal.SIG_IGN:
                     self._before[signum] = before
-                    signal.signal(signum, self._take_note)
+                    signal.signal(signum, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,13 +75,13 @@ class SignalWatch:
                 signal.signal(signum, before)
         self._before = {}
 
-    def tell(self, triggers: Triggers) -> None:
+    def report_to(self, triggers: Triggers) -> None:
         """Make signals raise a control signal, including one that arrived before this call."""
         self._triggers = triggers
-        if self._told is not None:
-            triggers.set(Signal.PREEMPT, self._told)
+        if self._received is not None:
+            triggers.set(Signal.PREEMPT, self._received)
 
-    def _take_note(self, signum: int, frame: FrameType | None) -> None:
+    def _record(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             self._leave_to_others(signum, frame)
             return
@@ -89,8 +89,8 @@ class SignalWatch:
         if is_waiting():
             message = f"{name} came while this rank waited for the others to start; run the same command again."
             raise KeyboardInterrupt(message) if signum == signal.SIGINT else Preempted(message)
-        if self._told is None:
-            self._told = name
+        if self._received is None:
+            self._received = name
         if self._triggers is not None:
             self._triggers.set(Signal.PREEMPT, name)
         if signum == signal.SIGINT:

@@ -36,7 +36,7 @@ class TimeLimit:
             self._timer.cancel()
             self._timer.join()
 
-    def tell(self, triggers: Triggers, trigger: str) -> None:
+    def report_to(self, triggers: Triggers, trigger: str) -> None:
         """Start the timer. One rank is enough, as the signal reaches all ranks."""
         if self._end is None:
             return

@@ -35,7 +35,7 @@ POLL_SECONDS = 0.02
 # Seconds in which a crash on another rank may still show after a failure was seen: ending a process that dumps core
 # takes the kernel longer than a broken connection takes to raise an exception elsewhere. Without this wait the
 # consequence would be reported as the cause.
-SETTLE_SECONDS = 0.05
+CRASH_SECONDS = 0.05
 # Seconds for the exit handlers of a rank that has recorded its error or is exiting.
 EXIT_HANDLER_SECONDS = 0.4
 # Seconds from SIGTERM to SIGKILL after a failure. With the two times above, all ranks have ended within 2 s.
@@ -68,7 +68,7 @@ class Supervisor:
             adopt_orphans()
 
     @property
-    def was_told_to_end(self) -> bool:
+    def is_shutting_down(self) -> bool:
         """Whether this process received SIGINT or SIGTERM."""
         return self._attempt.received is not None
 
@@ -81,7 +81,7 @@ class Supervisor:
         self._stall = None
         # Limits are learned again: after a restart the first steps are slow, as they compile and fill caches.
         self._detector = StallDetector(self._attempt.heartbeats)
-        if not self.was_told_to_end:
+        if not self.is_shutting_down:
             self._deadline = math.inf
 
     def spare(self, pid: int) -> None:
@@ -91,9 +91,9 @@ class Supervisor:
     def pause(self, seconds: float = math.inf, until: Callable[[], bool] = lambda: False) -> Verdict | None:
         """Wait while no rank is running; return a verdict if a shutdown signal arrives first, else None."""
         end = time.monotonic() + seconds
-        while not self.was_told_to_end and not until() and (left := end - time.monotonic()) > 0:
+        while not self.is_shutting_down and not until() and (left := end - time.monotonic()) > 0:
             time.sleep(min(POLL_SECONDS, left))
-        if not self.was_told_to_end:
+        if not self.is_shutting_down:
             return None
         if self._attempt.received is signal.SIGINT:
             return Verdict(INTERRUPTED, "interrupted", failed=True)
@@ -206,7 +206,7 @@ class Supervisor:
     def _wait_for_cause(self) -> None:
         """Wait until the rank that failed first is known: exiting ranks have ended, and a crash has been seen."""
         self._wait(EXIT_HANDLER_SECONDS, lambda: not any(map(self._attempt.is_exiting, self._attempt.ranks)))
-        self._wait(SETTLE_SECONDS)
+        self._wait(CRASH_SECONDS)
 
     def _wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> None:
         # Polls instead of waiting for one process: `_poll` also records the order in which the ranks end.

@@ -2,8 +2,8 @@
 
 Gradient rule: each loss is multiplied by ``weight / mean over ranks of the window's total weight``, and strategies
 average gradients over ranks. The accumulated sum is then the gradient of the weighted mean over the global batch, for
-windows of any length, for uneven weights and for ranks without data. No other code divides by the number of
-accumulated batches.
+windows of any length, for uneven weights and for ranks without data. In a Trainer no other code divides by the weight
+of a window (in a Fabric, ``GradientWindow`` does): see ``docs/internals.md``.
 
 A step is a window of micro-batches, always in these phases:
 
@@ -17,8 +17,9 @@ A step is a window of micro-batches, always in these phases:
     clip, update, learning rates
     on_train_batch_end of the last micro-batch
 
-A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives: its window
-is filled up with filler batches, micro-batches of weight 0 (see ``filler_batches``).
+A rank with fewer micro-batches than the others, or with a batch without a loss, still runs all collectives. If passes
+through the model contain collectives, its window is filled up with filler batches, micro-batches of weight 0 (see
+``filler_batches``). Otherwise it joins the reduction of gradients once, by ``Strategy.zero_backward``.
 """
 
 from __future__ import annotations
@@ -33,11 +34,10 @@ from torch import Tensor
 from ..data.accumulation_window import Windows
 from ..parallel.step_flags import LocalFlags, MessageFlags, StepFlags
 from ..parallel.strategy import StepFunction
-from ..parallel.sync_batch_norm import is_collective
 from ..run.overrides import is_overridden
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD, UPDATE
-from .filler_batches import FILLER, LockstepFiller
+from .filler_batches import FILLER, lockstep_filler
 from .step_base import TrainingStep, check_loss, loss_of, outputs_for_hooks
 from .user_update import UserUpdate
 from .window_totals import LocalTotals, ReducedTotals
@@ -59,13 +59,13 @@ class AutomaticStep(TrainingStep):
         self.updater = run.updater
         self.updater.defer_scale(False)
         self.optimizer = run.optimizers[0]
-        self.filler = self._filler(windows)
+        self.filler = lockstep_filler(run, transfer, windows)
         self.forward = self.routed()
         # An instance attribute, so that the collective trace can replace it temporarily.
         self.backward = self.strategy.backward
         self.scaler = run.scaler
-        self.weigh = module.batch_weight if is_overridden("batch_weight", module) else None
-        self.totals = ReducedTotals(run, self.filler) if self.several else LocalTotals()
+        self.batch_weight = module.batch_weight if is_overridden("batch_weight", module) else None
+        self.totals = ReducedTotals(run, self.filler) if self.is_distributed else LocalTotals()
         self.flags = self._flags()
         update = UserUpdate(run, self.before_update, clipping)
         self.before_zero_grad = run.hooks("on_before_zero_grad")
@@ -75,21 +75,29 @@ class AutomaticStep(TrainingStep):
         # With several ranks the hooks of the first batch run before the control reduction starts, so that a signal
         # that they raise is part of it and takes effect in this step instead of the next. Without hooks the reduction
         # starts first, so that it overlaps with the transfer of the batch.
-        self.starts_early = self.several and bool(self.batch_start)
-        self.is_single = not self.several and self.weigh is None
-        self.checked = False
+        self.starts_early = self.is_distributed and bool(self.batch_start)
+        self.unweighted_single_rank = not self.is_distributed and self.batch_weight is None
+        self.loss_type_checked = False
         self.has_loss = False
         self.last_batch: Any = None
 
     def __call__(self, batches: list[Any], consumed: int) -> bool:
-        """Run a window of micro-batches; return False where no rank had one. Collective.
+        """Run a window of micro-batches. Collective.
 
         Args:
             batches: this rank's micro-batches, fewer than ``consumed`` or none where its data has run out.
             consumed: the number of micro-batches in the window, the same on every rank.
+
+        Returns:
+            False at the end of the epoch, where no rank had a micro-batch; else True, even without an update.
+
+        Raises:
+            LoopError: the output of ``training_step`` is not a loss, or no filler batch can be found.
+            NonFiniteError: on all ranks; a loss or gradient is not finite, and the policy raises.
+            DesyncError: on all ranks; they are at different optimizer steps.
         """
-        self.refused = False
-        if self.is_single and len(batches) == 1:
+        self.epoch_skipped = False
+        if self.unweighted_single_rank and len(batches) == 1:
             # The common case of small models: without weights and reductions a step costs several microseconds less.
             self._run_single(batches[0])
             return True
@@ -107,8 +115,7 @@ class AutomaticStep(TrainingStep):
             zip_longest([*early, *window[len(early) :]], weights, fillvalue=0.0)
         ):
             self.phase[0] = position
-            # Reduced only in the last backward pass: a reduction per micro-batch would give the same sum at a higher
-            # cost.
+            # Reduced only in the last backward pass: a reduction per micro-batch costs more for the same sum.
             self.strategy.sync_gradients(position == final)
             if position >= len(early):
                 batch = self._start(batch, index + position)
@@ -117,7 +124,7 @@ class AutomaticStep(TrainingStep):
                 # Not earlier: the forward pass overlaps with the reduction, which costs a round trip otherwise. Not
                 # later: the result scales the losses of the backward pass.
                 self.totals.wait()
-                self._drop_gradients()
+                self._begin_backward()
             self._backward(loss, weight, position == final)
             if batch is not FILLER:
                 ended = output, batch, index + position
@@ -129,9 +136,9 @@ class AutomaticStep(TrainingStep):
         # Callbacks may call collectives after an update, for example to save a checkpoint, so ranks without a loss call
         # them too. A rank that left them out would hang the others.
         self.last_batch = batches[-1] if batches else self.last_batch
-        if ended is not None and not self.refused:
+        if ended is not None and not self.epoch_skipped:
             self._end_batch(*ended)
-        elif self.several:
+        elif self.is_distributed:
             self._end_without_loss(self.last_batch, last)
         return True
 
@@ -140,33 +147,33 @@ class AutomaticStep(TrainingStep):
         index = self.progress.batch_in_epoch
         self.run.begin_window()
         batch = self.start_batch(batch, index)
-        output = None if self.refused else self.forward(batch, index)
+        output = None if self.epoch_skipped else self.forward(batch, index)
         loss = output if output.__class__ is Tensor else loss_of(output)
-        if loss is not None and not self.checked:
+        if loss is not None and not self.loss_type_checked:
             self._check(loss)
-        self._drop_gradients()
+        self._begin_backward()
         self.phase[0] = LAST_BACKWARD
         if loss is not None:
             self.note_loss(loss)
             self._weighted_backward(loss, 1.0)
         self._update(loss is not None, self.guard.bad is not None, 1, index)
         self.run.end_window()
-        if self.batch_end and not self.refused:
+        if self.batch_end and not self.epoch_skipped:
             self._end_batch(output, batch, index)
 
     # ---- the phases of a micro-batch -------------------------------------------------------------------------------
 
     def _weights(self, batches: list[Any]) -> Sequence[float]:
-        if self.weigh is None:
+        if self.batch_weight is None:
             return (1.0,) * len(batches)
-        return [float(self.weigh(batch)) for batch in batches]
+        return [float(self.batch_weight(batch)) for batch in batches]
 
     def _start(self, batch: Any, index: int) -> Any:
         """Start a batch and return it, or a filler if a hook has skipped this or an earlier batch of the epoch."""
-        if batch is FILLER or self.refused:
+        if batch is FILLER or self.epoch_skipped:
             return FILLER
         batch = self.start_batch(batch, index)
-        if self.refused:
+        if self.epoch_skipped:
             self._leave_out_of_log()
             return FILLER
         return batch
@@ -180,20 +187,21 @@ class AutomaticStep(TrainingStep):
         loss = output if output.__class__ is Tensor else loss_of(output)
         if loss is None:
             self._leave_out_of_log()
-        elif not self.checked:
+        elif not self.loss_type_checked:
             self._check(loss)
         return output, loss
 
     def _check(self, loss: Tensor) -> None:
         check_loss(loss)
-        self.checked = True
+        self.loss_type_checked = True
 
     def _leave_out_of_log(self) -> None:
         """Allow this rank to log fewer names than the others, which may log in steps in which it has no loss."""
-        if self.several:
+        if self.is_distributed:
             self.log.drop_batch()
 
-    def _drop_gradients(self) -> None:
+    def _begin_backward(self) -> None:
+        """Call the hooks, and drop the gradients and flags of the previous step."""
         for hook in self.before_zero_grad:
             hook(self.optimizer)
         self.zero_grad()
@@ -203,21 +211,22 @@ class AutomaticStep(TrainingStep):
         """Run the backward pass of a micro-batch; without a loss on this rank, run only its collectives."""
         if is_last:
             self.phase[0] = LAST_BACKWARD
-        counts = loss is not None and weight != 0
-        if loss is not None and counts:
+        contributes = loss is not None and weight != 0
+        if loss is not None and contributes:
             self.has_loss = True
             self.note_loss(loss)
         if is_last:
             # Before the backward pass, which overlaps with the reduction of the flags.
             self.flags.send(self.has_loss, self.guard.bad is not None)
-        if loss is not None and counts:
+        if loss is not None and contributes:
             self._weighted_backward(loss, weight / self.totals.mean_weight)
         elif self.filler is not None:
             self.filler.backward(self.backward, loss)
-        elif is_last and self.several:
+        elif is_last and self.is_distributed:
             self.strategy.zero_backward()
 
     def _weighted_backward(self, loss: Tensor, factor: float) -> None:
+        """Run the backward pass of ``loss * factor``, times the loss scale. Collective in a window's last pass."""
         if self.scaler is not None:
             factor *= self.scaler.scale
         if factor != 1.0:
@@ -235,7 +244,7 @@ class AutomaticStep(TrainingStep):
                 hook(outputs, batch, index)
 
     def _end_without_loss(self, batch: Any, index: int) -> None:
-        """Call the callbacks with a loss of 0 after a step to which this rank contributed nothing."""
+        """Call the callbacks, which may call collectives, after a step to which this rank contributed nothing."""
         module = self.run.module
         log = module.log_to(None)
         for hook in self.callbacks_batch_end:
@@ -263,7 +272,7 @@ class AutomaticStep(TrainingStep):
     # ---- resolved once ---------------------------------------------------------------------------------------------
 
     def _flags(self) -> StepFlags:
-        if not self.several:
+        if not self.is_distributed:
             return LocalFlags()
         return self.strategy.flags or MessageFlags(self.run.world)
 
@@ -272,14 +281,6 @@ class AutomaticStep(TrainingStep):
         super().refresh()
         # A strategy that has wrapped the module again, for example after unfreezing, has a new flags object.
         self.flags = self._flags()
-
-    def _filler(self, windows: Windows | None) -> LockstepFiller | None:
-        """Return the source of filler batches where passes through the model contain collectives."""
-        traits = self.strategy.traits
-        forward = traits.forward_has_collectives or any(is_collective(part) for part in self.run.module.modules())
-        if not self.several or not (forward or traits.backward_has_collectives):
-            return None
-        return LockstepFiller(self.run, self.transfer, windows, forward)
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step in the precision's context, routed through the strategy, with fillers where needed."""

@@ -25,6 +25,7 @@ from ..diagnostics.isolated_step import fresh, isolated
 from ..distributed.control import Agreement
 from ..distributed.world import World
 from ..parallel.strategy import StepFunction
+from ..parallel.sync_batch_norm import is_collective
 from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
 from ..run.run import Run
 from .step_base import loss_of
@@ -229,3 +230,15 @@ def in_rounds(
             pending.wait()
         if (done == rounds) if pending is None else not more.item():
             return
+
+
+def lockstep_filler(run: Run, transfer: Callable[[Any], Any] | None, windows: Windows | None) -> LockstepFiller | None:
+    """Return the source of filler batches if passes through the model contain collectives, else None.
+
+    The arguments are those of ``LockstepFiller``.
+    """
+    traits = run.strategy.traits
+    forward = traits.forward_has_collectives or any(is_collective(part) for part in run.module.modules())
+    if run.world.size == 1 or not (forward or traits.backward_has_collectives):
+        return None
+    return LockstepFiller(run, transfer, windows, forward)

@@ -167,7 +167,7 @@ class FitLoop:
             # After fetching, so that the watchdog does not count a wait for data as part of the step.
             begin_step()
             if window is None or not step(*window):
-                if not step.refused:
+                if not step.epoch_skipped:
                     self._check_not_empty()
                 return True
             # A skipped update does not increase the step count: the values of this count were published already.

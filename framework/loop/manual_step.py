@@ -188,11 +188,11 @@ class ManualStep(TrainingStep):
     def __call__(self, batches: list[Any], consumed: int) -> bool:
         """Run a batch; return False if no rank had one. Collective."""
         index = self.progress.batch_in_epoch
-        self.refused = False
+        self.epoch_skipped = False
         if batches:
             batches = [self.start_batch(batches[0], index)]
-        if self.several:
-            used = 0 if self.refused else len(batches)
+        if self.is_distributed:
+            used = 0 if self.epoch_skipped else len(batches)
             self.triggers.launch(self.progress.attempts, float(used), used)
             agreement = self.triggers.read()
             if self.triggers.fired:
@@ -201,7 +201,7 @@ class ManualStep(TrainingStep):
             # have are dropped.
             if agreement.ranks_with_data < self.run.world.size:
                 return False
-        elif self.refused:
+        elif self.epoch_skipped:
             return False
         for batch in batches:
             self.stepped = False

@@ -69,7 +69,7 @@ class TrainingStep:
         self.triggers = run.triggers
         self.strategy = run.strategy
         self.phase = run.heartbeat.phase
-        self.several = run.world.size > 1
+        self.is_distributed = run.world.size > 1
         self.transfer = transfer
         self.batch_start = run.hooks("on_train_batch_start")
         self.batch_end = run.hooks("on_train_batch_end")
@@ -80,7 +80,7 @@ class TrainingStep:
         self.averages = run.averages if len(run.averages) else None
         self.forward: StepFunction
         # Whether a hook has returned -1, which skips this batch and the rest of the epoch.
-        self.refused = False
+        self.epoch_skipped = False
         self.index = 0
         self.guard = NonFiniteGuard(run, nonfinite, self.plain, lambda: Seen(None, self.log.batch, self.index))
         self.reads_loss = run.device_type == "cpu"
@@ -111,13 +111,13 @@ class TrainingStep:
         One process stops immediately. Several ranks stop through a signal at the next step boundary: a rank that raised
         alone would leave the others waiting in a collective.
         """
-        where = f" on rank {self.run.world.rank}" if self.several else ""
+        where = f" on rank {self.run.world.rank}" if self.is_distributed else ""
         message = (
             f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
             f"batch {self.progress.batch_in_epoch}){where}. Lower the learning rate or clip gradients; "
             "Trainer(nonfinite='skip') leaves such updates out, 'ignore' continues."
         )
-        if not self.several:
+        if not self.is_distributed:
             raise NonFiniteError(message)
         self.triggers.set(Signal.NONFINITE, message)
 
@@ -145,7 +145,7 @@ class TrainingStep:
 
     def report_spike(self, number: float, step: int) -> None:
         """Send rank 0 a message about a loss of this rank that is far above the previous ones."""
-        where = f" on rank {self.run.world.rank}" if self.several else ""
+        where = f" on rank {self.run.world.rank}" if self.is_distributed else ""
         self.triggers.set(
             Signal.NOTE,
             f"The loss rose to {number:.4g} at optimizer step {step} (epoch {self.progress.epoch}){where}; it had been "
@@ -159,7 +159,7 @@ class TrainingStep:
     def advance(self, consumed: int) -> None:
         """Count the batches of a window."""
         self.progress.consumed(consumed)
-        if self.several:
+        if self.is_distributed:
             self.pace.updated()
 
     def start_batch(self, batch: Any, index: int) -> Any:
@@ -170,7 +170,7 @@ class TrainingStep:
         self.log.begin_batch(batch)
         for hook in self.batch_start:
             if hook(batch, index) == -1:
-                self.refused = True
+                self.epoch_skipped = True
                 self.triggers.set(Signal.END_EPOCH)
         return batch
 

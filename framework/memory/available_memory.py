@@ -63,7 +63,8 @@ def host_memory(sharing: int, proc: Path = Path("/proc"), cgroups: Path = Path("
 
     Args:
         sharing: the number of processes that share the machine.
-        proc, cgroups: where these file systems are mounted.
+        proc: the directory at which ``proc`` is mounted.
+        cgroups: the directory at which the control groups are mounted.
     """
     shared = [*_control_groups(proc, cgroups), *_available(proc)]
     own = list(_own_limits(proc))

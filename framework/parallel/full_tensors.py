@@ -18,9 +18,9 @@ def whole_tensors(shards: Mapping[str, Shard], world: World) -> Iterator[tuple[s
     Only one full tensor is on a device at a time.
     """
     mine = {name: (shard.shape, shard.offsets, tuple(shard.tensor.shape)) for name, shard in shards.items()}
-    told = world.all_gather_object(mine)
-    for name in dict.fromkeys(name for rank in told for name in rank):
-        boxes = [rank.get(name) for rank in told]
+    boxes_of_ranks = world.all_gather_object(mine)
+    for name in dict.fromkeys(name for rank in boxes_of_ranks for name in rank):
+        boxes = [rank.get(name) for rank in boxes_of_ranks]
         shape = next(box[0] for box in boxes if box is not None)
         if boxes[0] is not None and boxes[0][2] == shape:
             if world.is_global_zero:

@@ -1,8 +1,8 @@
 """The ``Strategy`` contract: how work and state are distributed over ranks.
 
-A strategy is one file in ``strategies/`` and one line in the registry. The rest of phalanx reads its properties as data
-(``Traits``) and never checks a strategy's class. The user's module is never replaced: a strategy that needs a wrapper
-wraps a ``StepAdapter``, whose ``forward`` calls the step that is passed to it.
+A strategy is a class in ``strategies/``, exported there and named in the registry (see CONTRIBUTING.md). The rest of
+phalanx reads its properties as data (``Traits``) and never checks a strategy's class. The user's module is never
+replaced: a strategy that needs a wrapper wraps a ``StepAdapter``, whose ``forward`` calls the step passed to it.
 
 A strategy has two companions: ``gradients`` for operations between backward and update, and ``state`` for checkpoints.
 Their base classes suit a strategy that holds the full model on every rank.
@@ -52,7 +52,7 @@ class Traits:
     takes_one_optimizer: bool = False
     """``setup`` takes a module together with exactly one optimizer."""
     owns_loss_scale: bool = False
-    """The strategy scales losses in fp16 itself, and skips updates that overflow."""
+    """The strategy scales losses in fp16 itself, for any precision, and skips updates that overflow."""
     forward_has_collectives: bool = False
     """All ranks must run the same number of forward passes, in evaluation too: parameters are gathered in them."""
     backward_has_collectives: bool = False

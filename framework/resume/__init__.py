@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .restore import (
         agree_on_resumption as agree_on_resumption,
         load_model as load_model,
-        regroup as regroup,
+        restore_groups_and_freezing as restore_groups_and_freezing,
         restore_run as restore_run,
     )
     from .save_directory import make_ready as make_ready
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HOMES = {
     ".capture": "capture_run",
     ".export": "check_export export_module export_run",
-    ".restore": "agree_on_resumption load_model regroup restore_run",
+    ".restore": "agree_on_resumption load_model restore_groups_and_freezing restore_run",
     ".save_directory": "make_ready",
 }
 

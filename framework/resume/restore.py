@@ -1,7 +1,8 @@
 """Restoring a run from a checkpoint: weights, optimizers, schedulers, scaler, callbacks and counters.
 
-First every rank compares the checkpoint with the live objects, and all ranks agree on the result. Only then is anything
-changed: a mismatch on one rank would otherwise leave the ranks with different weights.
+First every rank compares the checkpoint with the live objects, and all ranks agree on the result. Only then is
+anything loaded: a mismatch on one rank would otherwise leave the ranks with different weights. ``assemble_fit`` lists
+the steps of a resumed fit in order.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ class Resumption:
     optimizers: dict[int, OptimizerMatch] = field(default_factory=dict)
     added_groups: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Parameter groups that were added to an optimizer after its start, as the checkpoint describes them."""
-    schedulers: int = 0
-    left: list[str] = field(default_factory=list)
+    num_schedulers: int = 0
+    """The number of schedulers to restore: all of them, or 0 if they do not match."""
+    not_loaded: list[str] = field(default_factory=list)
+    """A sentence for each mismatch that ``strict_loading = False`` allows."""
 
 
 def agree_on_resumption(run: Run, checkpoint: Checkpoint) -> Resumption:
@@ -73,11 +76,11 @@ def _compared(run: Run, checkpoint: Checkpoint) -> Resumption:
     problems = [*match.problems, *_match_optimizers(run, document["optimizers"], renames, plan)]
     kinds = document.get("schedulers", [""] * len(state["schedulers"]))
     different = match_schedulers([config.scheduler for config in run.schedulers], kinds)
-    plan.schedulers = 0 if different else len(run.schedulers)
+    plan.num_schedulers = 0 if different else len(run.schedulers)
     problems += different
     if module.strict_loading:
         refuse(checkpoint.path, type(module).__name__, problems, _ADVICE)
-    plan.left = problems
+    plan.not_loaded = problems
     return plan
 
 
@@ -120,8 +123,12 @@ def _joined_groups(
 # ---- before the strategy takes over ------------------------------------------------------------------------------
 
 
-def regroup(run: Run, plan: Resumption) -> None:
-    """Add the saved later groups to the optimizers, and freeze and unfreeze parameters as in the checkpoint."""
+def restore_groups_and_freezing(run: Run, plan: Resumption) -> None:
+    """Add the parameter groups that the saved run had added, and freeze and unfreeze parameters as in the checkpoint.
+
+    Not collective: the plan is the same on all ranks. It must precede ``Strategy.setup``, which fixes the parameters of
+    the optimizers and the trainable ones.
+    """
     canonical = canonical_names(run.module)
     parameters = {canonical(name): parameter for name, parameter in run.module.named_parameters()}
     for index, group in plan.added_groups:
@@ -132,15 +139,22 @@ def regroup(run: Run, plan: Resumption) -> None:
     changed = [
         f"{name} is {'trained' if trains else 'frozen'}"
         for index, match in plan.optimizers.items()
-        for name, trains in _thawed(run, index, plan.checkpoint.document["optimizers"][index], match)
+        for name, trains in _apply_frozen_flags(run, index, plan.checkpoint.document["optimizers"][index], match)
     ]
     if changed:
         run.note(f"As when {plan.checkpoint.path.name} was saved: {listed(changed)}")
 
 
-def _thawed(run: Run, index: int, described: Mapping[str, Any], match: OptimizerMatch) -> Iterator[tuple[str, bool]]:
-    """Freeze and unfreeze parameters of an optimizer; yield the saved name of each that was changed."""
+def _apply_frozen_flags(
+    run: Run, index: int, described: Mapping[str, Any], match: OptimizerMatch
+) -> Iterator[tuple[str, bool]]:
+    """Freeze and unfreeze parameters of an optimizer.
+
+    Yields:
+        The saved name of each parameter that was changed, and whether it is trained now.
+    """
     frozen = {name for group in described["groups"] for name in group.get("frozen", ())}
+    # Checkpoints of other frameworks do not record which parameters were frozen.
     recorded = {name for group in described["groups"] if "frozen" in group for name in group["params"]}
     parameters = parameters_of(run.optimizers[index])
     for position, name in match.parameters.items():
@@ -154,16 +168,19 @@ def _thawed(run: Run, index: int, described: Mapping[str, Any], match: Optimizer
 
 
 def restore_run(run: Run, plan: Resumption) -> None:
-    """Restore weights, optimizers, schedulers, scaler, callbacks and counters. Collective."""
+    """Restore weights, optimizers, schedulers, scaler, callbacks and counters, then call ``on_load_checkpoint``.
+
+    Collective. The state of each rank follows: see ``restore_rank``.
+    """
     checkpoint, strategy, state = plan.checkpoint, run.strategy, plan.state
     # Weights first: under strategies with fp32 master copies this also writes the masters.
     put_model(strategy, run.module, stored_of(checkpoint, plan.model))
-    left = [*plan.left, *put_extra_state(run.module, state.get("extra", {}), run.module.checkpoint_renames)]
+    not_loaded = [*plan.not_loaded, *put_extra_state(run.module, state.get("extra", {}), run.module.checkpoint_renames)]
     run.averages.load(checkpoint, plan.model.tensors, run.note)
     for index, match in plan.optimizers.items():
         described = checkpoint.document["optimizers"][index]
         load_optimizer(strategy, run.optimizers[index], described, match, checkpoint, index)
-    for config, scheduler_state in zip(run.schedulers[: plan.schedulers], state["schedulers"], strict=False):
+    for config, scheduler_state in zip(run.schedulers[: plan.num_schedulers], state["schedulers"], strict=False):
         config.scheduler.load_state_dict(scheduler_state)
     if run.scaler is not None and state["scaler"] is not None:
         run.scaler.load_state_dict(state["scaler"])
@@ -181,9 +198,10 @@ def restore_run(run: Run, plan: Resumption) -> None:
     for kind, values in state.get("shown", {}).items():
         run.metrics.values[kind].update(values)
     run.progress.load_state_dict(checkpoint.document["progress"])
-    # The user's hook runs last, so that it sees the restored state and may change it.
+    # The user's hook runs after everything that it may read or change was restored. Restored after it are the batch
+    # index for this number of ranks, the loggers, the metrics of the epoch, the state of loaders and the generators.
     run.call("on_load_checkpoint", state["user"])
-    _report_not_loaded(run, checkpoint, left)
+    _report_not_loaded(run, checkpoint, not_loaded)
 
 
 def load_model(run: Run, checkpoint: Checkpoint) -> None:
@@ -206,7 +224,7 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
     _report_not_loaded(run, checkpoint, [*match.problems, *extra])
 
 
-def _report_not_loaded(run: Run, checkpoint: Checkpoint, left: list[str]) -> None:
-    if left:
+def _report_not_loaded(run: Run, checkpoint: Checkpoint, not_loaded: list[str]) -> None:
+    if not_loaded:
         why = "" if run.module.strict_loading else ", as strict_loading is False"
-        run.note(f"Not loaded from {checkpoint.path}{why}: {listed(left)}")
+        run.note(f"Not loaded from {checkpoint.path}{why}: {listed(not_loaded)}")

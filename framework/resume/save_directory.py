@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint.save_errors import agree, error_of, tell
+from ..checkpoint.save_errors import error_of, gather_or_raise, outcome_of
 from ..checkpoint.stale_files import clean_shared
 from ..core.errors import StorageError
 from ..distributed.world import World
@@ -37,13 +37,13 @@ def probe(directory: Path, world: World, sharded: bool) -> None:
     held: list[HiddenDirectory] = []
     try:
         failure = _attempt(lambda: _open(directory, held)) if world.is_global_zero else None
-        place: Path = agree(world, failure, directory, what, held[0].path if held else None)[0]
+        place: Path = gather_or_raise(world, failure, directory, what, held[0].path if held else None)[0]
         writes = sharded or world.is_global_zero
         failure = _attempt(lambda: write_synced(place / _part(world.rank), b"phalanx")) if writes else None
-        agree(world, failure, directory, what)
+        gather_or_raise(world, failure, directory, what)
         failure = _attempt(lambda: _rename_and_delete(place)) if world.is_global_zero else None
-        told = world.broadcast_object(tell(failure, directory))
-        error = error_of([told], what, world.size)
+        outcome = world.broadcast_object(outcome_of(failure, directory))
+        error = error_of([outcome], what, world.size)
         if error is not None:
             raise error from failure
     finally:

@@ -19,7 +19,7 @@ from ..loop.automatic_step import AutomaticStep
 from ..metrics.logger_threads import LoggerFanout
 from ..parallel.strategy import Routed
 from ..parallel.sync_batch_norm import share_batch_statistics
-from ..resume import agree_on_resumption, load_model, regroup, restore_run
+from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
 from ..resume.checkpoint_saver import Saver
 from ..resume.rank_state import restore_rank
 from ..resume.resume_point import Origin, claim_directory, find_checkpoint
@@ -40,15 +40,31 @@ if TYPE_CHECKING:
 
 
 def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
-    """Build the loop of a fit, restored from a checkpoint if one is requested. Collective."""
+    """Build the loop of a fit, restored from a checkpoint if one is requested. Collective.
+
+    The order of a resumed fit (docs/internals.md has more):
+
+        choose the checkpoint and verify it; the seed; prepare_data and setup
+        counters and position in the data
+        configure_model, device, configure_optimizers
+        compare the checkpoint on all ranks; nothing was loaded from it so far
+        parameter groups and frozen parameters; Strategy.setup
+        weights, optimizers, schedulers, scaler, callbacks, counters; on_load_checkpoint
+        batch index for this number of ranks, loggers, metrics of the epoch, loaders
+        generators, after the hooks that the epoch repeats
+
+    Raises:
+        CheckpointError: on all ranks; the checkpoint is missing or damaged, does not match, or is beyond the limits.
+        ConfigurationError: on all ranks; the module, its optimizers or the settings contradict one another.
+    """
     settings, module = session.settings, request.module
     run = _begin(session, request, "fit")
-    origin = claim_directory(
+    resume_point = claim_directory(
         session.directory, request.ckpt_path, session.callbacks, run.world, session.note, session.writes
     )
     checkpoint = None
-    if origin.checkpoint is not None:
-        checkpoint = open_on_all_ranks(run.world, origin.checkpoint, origin.verified)
+    if resume_point.checkpoint is not None:
+        checkpoint = open_on_all_ranks(run.world, resume_point.checkpoint, resume_point.verified)
     session.use_seed(_agreed_seed(run, checkpoint))
     session.attach_loggers()
     _prepare(run, request, "fit")
@@ -62,14 +78,15 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     resumption = None
     if checkpoint is not None:
         resumption = agree_on_resumption(run, checkpoint)
-        regroup(run, resumption)
+        _check_limits(loop, checkpoint)
+        restore_groups_and_freezing(run, resumption)
     run.heartbeat.mark_sync_point()
     routed = Routed.LOSS if module.automatic_optimization else Routed.STEP
     run.use_optimizers(run.strategy.setup(module, run.optimizers, training=True, routed=routed), run.schedulers)
     transfer = batch_transfer(run.world.device, run.precision, module, request.datamodule)
     _attach_step(run, loop, data, settings, transfer)
     if resumption is not None:
-        _restore(loop, resumption, origin)
+        _restore(loop, resumption, resume_point)
     elif run.world.data_rank > 0:
         # Ranks draw different numbers from now on (dropout); rank 0 draws those of a single process.
         seed_generators(mix_seed(session.seed, run.world.data_rank))
@@ -108,11 +125,11 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
 
 
 def _begin(session: Session, request: StageRequest, stage: str) -> Run:
-    """Create the run and attach module and Trainer to it."""
+    """Create the run and attach module and Trainer to it. Collective: the first one joins the process group."""
     world = session.fabric.world
-    brought = request.module.configure_callbacks()
-    more = cast("list[Callback]", list(brought) if isinstance(brought, Sequence) else [brought])
-    callbacks = _with_brought(session.callbacks, more)
+    configured = request.module.configure_callbacks()
+    module_callbacks = cast("list[Callback]", list(configured) if isinstance(configured, Sequence) else [configured])
+    callbacks = _merged_callbacks(session.callbacks, module_callbacks)
     session.use_callbacks(callbacks)
     fanout = LoggerFanout(session.loggers if world.is_global_zero else [], session.note)
     run = Run(session.context(), session.fabric, request.module, callbacks, fanout, stage)
@@ -124,10 +141,10 @@ def _begin(session: Session, request: StageRequest, stage: str) -> Run:
     return run
 
 
-def _with_brought(callbacks: Sequence[Callback], brought: list[Callback]) -> list[Callback]:
+def _merged_callbacks(callbacks: Sequence[Callback], module_callbacks: list[Callback]) -> list[Callback]:
     """Return the Trainer's callbacks and the module's, which replace those of the same class."""
-    kinds = {type(callback) for callback in brought}
-    merged = [callback for callback in callbacks if type(callback) not in kinds] + brought
+    kinds = {type(callback) for callback in module_callbacks}
+    merged = [callback for callback in callbacks if type(callback) not in kinds] + module_callbacks
     check_state_keys(merged)
     return merged
 
@@ -135,7 +152,8 @@ def _with_brought(callbacks: Sequence[Callback], brought: list[Callback]) -> lis
 def _prepare(run: Run, request: StageRequest, stage: str) -> None:
     """Run ``prepare_data`` and ``setup``. Collective."""
     module, datamodule = run.module, request.datamodule
-    # Without a limit on the time: the others wait for a download, which may take hours.
+    # The section "outside" has no stall limit: the first rank of a node may download for hours while the
+    # others wait.
     with run.heartbeat.section("outside"), first_in_turn(run.world, local=True):
         if run.world.local_rank == 0:
             if datamodule is not None:
@@ -150,7 +168,7 @@ def _prepare(run: Run, request: StageRequest, stage: str) -> None:
 
 
 def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
-    """Return the seed of the data order: that of the checkpoint, or the seed of rank 0's generator."""
+    """Return the seed of the data order: that of the checkpoint, or the seed of rank 0's generator. Collective."""
     if checkpoint is not None and "seed" in checkpoint.document:
         return int(checkpoint.document["seed"])
     return run.world.broadcast_object(torch.initial_seed())
@@ -178,7 +196,7 @@ def _attach_step(
 
 
 def _place_model(session: Session, run: Run) -> None:
-    """Call ``configure_model``, and move the module to its device and dtype."""
+    """Call ``configure_model``, and move the module to its device and dtype. Collective."""
     module, precision = run.module, run.precision
     with run.strategy.building():
         module.configure_model()
@@ -189,6 +207,12 @@ def _place_model(session: Session, run: Run) -> None:
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:
+    """Call ``configure_optimizers``.
+
+    Raises:
+        ConfigurationError: the number of optimizers, or accumulation, does not fit the strategy or the kind of
+            optimization.
+    """
     run.use_optimizers(*resolve_optimizers(run.module.configure_optimizers(), run.module))
     strategy = run.strategy
     if len(run.optimizers) > 1 and strategy.traits.takes_one_optimizer:
@@ -212,36 +236,44 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
     check_closure(run.optimizers[0])
 
 
-def _tell_of_other_data(run: Run, then: str | None, now: str | None) -> None:
-    if None not in (then, now) and then != now:
+def _check_limits(loop: FitLoop, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that was saved beyond ``max_epochs`` or ``max_steps``, before anything is restored from it.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    plan, progress = loop.plan, loop.run.progress
+    for name, limit, reached, what in (
+        ("max_epochs", plan.max_epochs, progress.epoch + progress.epoch_ended, "epochs"),
+        ("max_steps", plan.max_steps, progress.global_step, "optimizer steps"),
+    ):
+        if limit is not None and 0 <= limit < reached:
+            raise CheckpointError(
+                f"{checkpoint.path} was saved after {reached} {what}, but {name}={limit}: raise {name} to "
+                "continue training."
+            )
+
+
+def _warn_if_data_changed(run: Run, saved: str | None, current: str | None) -> None:
+    if None not in (saved, current) and saved != current:
         run.note(
-            f"The checkpoint was saved within an epoch of {then}; the data has {now} now. The epoch continues at the "
-            "same position, so that samples may be seen twice in it, or not at all."
+            f"The checkpoint was saved within an epoch of {saved}; the data has {current} now. The epoch continues at "
+            "the same position, so that samples may be seen twice in it, or not at all."
         )
 
 
-def _restore(loop: FitLoop, resumption: Resumption, origin: Origin) -> None:
-    """Restore the run from a checkpoint. Collective."""
+def _restore(loop: FitLoop, resumption: Resumption, resume_point: Origin) -> None:
+    """Restore the run, and the state of this rank, from a checkpoint that matches. Collective."""
     run, source, checkpoint = loop.run, loop.windows.source, resumption.checkpoint
     restore_run(run, resumption)
     progress = run.progress
     if loop.windows.resumed_at is not None:
         progress.resume_at(source.batches_before(loop.windows.resumed_at))
-        _tell_of_other_data(run, checkpoint.document.get("data"), source.described())
-    if origin.continues:
+        _warn_if_data_changed(run, checkpoint.document.get("data"), source.described())
+    if resume_point.continues:
         run.loggers.resume(progress.global_step, checkpoint.document.get("loggers", []))
     restore_rank(run, checkpoint, loop.windows)
     run.resume_from(checkpoint.path)
-    plan, done = loop.plan, progress.epoch + progress.epoch_ended
-    for name, limit, stands, what in (
-        ("max_epochs", plan.max_epochs, done, "epochs"),
-        ("max_steps", plan.max_steps, progress.global_step, "optimizer steps"),
-    ):
-        if limit is not None and 0 <= limit < stands:
-            raise CheckpointError(
-                f"{checkpoint.path} was saved after {stands} {what}, but {name}={limit}: raise {name} to "
-                "continue training."
-            )
 
 
 def _transfer_first(transfer: Callable[[Any, int], Any], batch: Any) -> Any:

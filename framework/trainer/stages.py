@@ -76,9 +76,9 @@ def _fit(session: Session, request: StageRequest) -> None:
     with SignalWatch(session.settings.preemption_signals) as watch, limit:
         choose_strategy(session, request)
         loop = assemble_fit(session, request)
-        watch.tell(loop.run.triggers)
+        watch.report_to(loop.run.triggers)
         if loop.run.world.is_global_zero:
-            limit.tell(loop.run.triggers, Signal.PREEMPT)
+            limit.report_to(loop.run.triggers, Signal.PREEMPT)
         _begin(session, loop)
         with ExitStack() as modes:
             if session.settings.given.detect_anomaly:
@@ -150,9 +150,9 @@ def _fail(session: Session, stage: str, error: BaseException) -> None:
             except Exception as another:
                 session.note(f"{type(callback).__name__}.on_exception failed: {type(another).__name__}: {another}")
     if run.world.is_global_zero and session.writes and stage == "fit":
-        told = hiding_secrets()(f"{type(error).__name__}: {error}")
+        message = hiding_secrets()(f"{type(error).__name__}: {error}")
         with suppress(Exception):
-            session.directory.write_json(REPORT, report(run, session.callbacks) | {"stopped": told})
+            session.directory.write_json(REPORT, report(run, session.callbacks) | {"stopped": message})
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
 

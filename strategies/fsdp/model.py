@@ -3,6 +3,9 @@
 The model is sharded while its parameters are on the meta device, and filled one parameter at a time. So besides the
 weights that rank 0 holds anyway, at most one full parameter is in memory: a model that does not fit into the memory of
 one rank can still be sharded.
+
+Private functions of torch's FSDP are called where no public one exists: to run a backward pass inside the outermost
+call, to apply changes of ``requires_grad`` to gathered parameters, and to raise errors in set-up.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from .units import Units, check_parameters, find_units, without_shared
 
 @dataclass
 class Sharding:
-    """The arguments of ``fully_shard`` for a model."""
+    """The arguments of ``fully_shard`` for a model; ``FSDPStrategy`` describes those that users give."""
 
     units: Units
     mesh: DeviceMesh
@@ -221,7 +224,7 @@ class ShardedModel:
                 part.set_requires_gradient_sync(enabled, recurse=False)
 
     def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
-        """Compute gradients, also within the outermost call, which then continues with its gathered parameters."""
+        """Compute gradients, also within the outermost call, whose parameters then stay gathered. Collective."""
         inside = self.sharding.backward_inside
         if inside and loss.requires_grad:
             # Otherwise gradients of the root are reduced only if a unit takes part.

@@ -196,7 +196,7 @@ class FSDPStrategy(Strategy):
             self._sharded.reshard()
 
     def _after_update(self, *_: Any) -> None:
-        """Gather parameters again that the rest of the step may use (manual optimization)."""
+        """Gather parameters again that the rest of the step may use (manual optimization). Collective."""
         if self._sharded is not None:
             self._sharded.root.unshard()
 
@@ -215,14 +215,14 @@ class FSDPStrategy(Strategy):
             self._sharded.sync_gradients(enabled)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients, which are reduced during the backward pass."""
+        """Compute gradients, which are reduced during the backward pass. Collective."""
         if self._sharded is None:
             loss.backward(**options)
         else:
             self._sharded.backward(loss, options)
 
     def trainability_changed(self, module: nn.Module) -> bool:
-        """Apply changes of ``requires_grad`` since set-up."""
+        """Apply changes of ``requires_grad`` since set-up; return False. Collective."""
         if self._sharded is not None:
             self._sharded.reshard()
             self._sharded.refresh()

@@ -1,7 +1,7 @@
 """Plain English: words and phrases that docstrings, comments, messages, pages and names of tests must not use.
 
 CONTRIBUTING.md gives the rules. Text in backquotes and fenced blocks is code, and is not read. ``known_wording.txt``
-holds the number of breaches that a file may still have: it only ever gets shorter.
+holds the number of breaches that a file may still have: it only ever gets shorter. Identifiers are read word by word.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import known_breaches
 import pytest
 
 import phalanx
@@ -61,6 +62,13 @@ SUMMARIES = {
     r"it|its|they|those|these|that|such|this (is|was|has|does)": "begin with the noun itself",
     r"say|tell|hear|speak": "report, print, log, warn",
 }
+
+
+# Words that no identifier may contain, as a part between underscores or capitals.
+IN_IDENTIFIERS = re.compile(
+    "alike|anew|afresh|heed(s|ed)?|lest|nobody|somebody|someone|settle[sd]?|stood|tell(s|ing)?|told|troubles?|whoever",
+    re.IGNORECASE,
+)
 
 
 def compiled(patterns: Mapping[str, str], before: str) -> list[tuple[re.Pattern[str], str]]:
@@ -141,6 +149,24 @@ def test_names(source: str) -> Iterator[tuple[int, str]]:
 
 # pytest would take it for a test.
 test_names.__test__ = False  # type: ignore[attr-defined]
+
+
+def identifiers(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of everything that a file defines or uses under a name."""
+    for node in ast.walk(ast.parse(source)):
+        for field in ("id", "attr", "arg", "asname", "name"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield getattr(node, "lineno", 0), name
+
+
+def unclear_identifiers(source: str) -> dict[str, int]:
+    """Return the identifiers that contain a word to avoid, with the line of their first use."""
+    found: dict[str, int] = {}
+    for line, name in identifiers(source):
+        parts = re.split(r"_+|(?<=[a-z0-9])(?=[A-Z])", name)
+        if any(IN_IDENTIFIERS.fullmatch(part) for part in parts):
+            found.setdefault(name, line)
+    return found
 
 
 def breaches_of(path: Path) -> list[str]:
@@ -286,6 +312,22 @@ def f():
     assert breaches(text_of_page("# Title\n\n```python\nanew = 1\n```\n\nIt is told.\n")) == [
         (7, "told", "report, send, log")
     ]
+
+
+def test_identifiers_are_plain_english() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in CODE
+        for name, line in unclear_identifiers(path.read_text(encoding="utf-8")).items()
+        if name not in known_breaches.IDENTIFIERS.get(path.parent.relative_to(ROOT).as_posix(), "").split()
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_planted_identifiers_are_found() -> None:
+    source = "def tell_ranks(told): ...\nclass HeedLoss: ...\nx._told = settled\nimport a as was_told\n"
+    assert set(unclear_identifiers(source)) == {"tell_ranks", "told", "HeedLoss", "_told", "settled", "was_told"}
+    assert not unclear_identifiers("teller = intellect = foretold = heedful = 1")
 
 
 def test_names_of_tests_are_read() -> None:

@@ -99,8 +99,8 @@ def read_engine(folder: Path, request: Request) -> Engine:
 def _check_ranks(engine: Engine) -> None:
     if not engine.partitions:
         return
-    told = engine.partitions[0].get("partition_count", len(engine.partitions))
-    count = max(told) if isinstance(told, list) else int(told)
+    counts = engine.partitions[0].get("partition_count", len(engine.partitions))
+    count = max(counts) if isinstance(counts, list) else int(counts)
     if count != len(engine.partitions) or (_stage(engine) == 3 and len(engine.models) != count):
         raise CheckpointError(
             f"{engine.folder} was saved by {count} ranks, but holds the model states of {len(engine.models)} and the "
@@ -153,8 +153,8 @@ def _plain_optimizer(
 
 
 def _notes_on_clipping(engine: Engine) -> list[str]:
-    told = engine.first.get("ds_config")
-    config: Mapping[str, Any] = told if isinstance(told, dict) else {}
+    given = engine.first.get("ds_config")
+    config: Mapping[str, Any] = given if isinstance(given, dict) else {}
     limit = config.get("gradient_clipping", engine.partitions[0].get("clip_grad", 1.0) if engine.partitions else 0.0)
     if not isinstance(limit, int | float) or not limit:
         return []

@@ -65,8 +65,8 @@ def read_foreign(jobs: Sequence[Job], folder: Path, leave_out: Sequence[str], ti
     (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
     _run(folder, seconds)
     if (folder / FAILURE).exists():
-        told = _json(folder / FAILURE)
-        raise CheckpointError(f"{told['path']} cannot be converted: {told['reason']}.")
+        failure = _json(folder / FAILURE)
+        raise CheckpointError(f"{failure['path']} cannot be converted: {failure['reason']}.")
     return [_taken_over(folder / f"{number:05d}", job) for number, job in enumerate(jobs)]
 
 
@@ -102,15 +102,15 @@ def _run(folder: Path, seconds: float) -> None:
 
 
 def _taken_over(base: Path, job: Job) -> Content:
-    told = _json(base.with_suffix(".json"))
+    description = _json(base.with_suffix(".json"))
     tensors = _tensors(base.with_suffix(".safetensors"))
-    tensors.update({name: tensors[owner] for name, owner in told["aliases"].items()})
+    tensors.update({name: tensors[owner] for name, owner in description["aliases"].items()})
     if job.sharded:
-        return Content({**decode(told["document"]), "tensors": tensors}, told["left"])
-    content = decode(told["document"], tensors)
+        return Content({**decode(description["document"]), "tensors": tensors}, description["left"])
+    content = decode(description["document"], tensors)
     if not isinstance(content, dict):
         raise CheckpointError(f"{job.path} holds a {type(content).__name__} where a dict is expected.")
-    return Content(content, told["left"])
+    return Content(content, description["left"])
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

@@ -83,8 +83,8 @@ def _write(
         document, tensors = encode(document)
         if tensors:
             raise Refused("it holds tensors where plain values belong")
-    told = {"document": document, "aliases": aliases, "left": left}
-    target.with_suffix(".json").write_text(json.dumps(told), encoding="utf-8")
+    description = {"document": document, "aliases": aliases, "left": left}
+    target.with_suffix(".json").write_text(json.dumps(description), encoding="utf-8")
 
 
 def open_plainly(path: Path) -> BinaryIO:

@@ -20,6 +20,8 @@ from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import NonFiniteError
 from phalanx.framework.diagnostics.batch_dump import keep_batch, read_batch
 from phalanx.framework.diagnostics.nonfinite_guard import IN_A_ROW
+from phalanx.framework.parallel.strategy import Traits, gradients_of, parameters_of
+from phalanx.strategies import SingleDeviceStrategy
 
 AT = 5
 
@@ -333,3 +335,29 @@ def test_a_kept_batch_is_bounded_and_never_fails_for_what_is_in_it(tmp_path: Pat
     keep_batch(tmp_path / "kept", "one", [Odd(), torch.ones(2)], {})
     assert [each.tolist() for each in read_batch(path)] == [[1.0, 1.0]]
     assert sorted(each.name for each in (tmp_path / "kept").iterdir()) == ["one.json", "one.safetensors"]
+
+
+class ScalesItself(SingleDeviceStrategy):
+    """Scales losses like the fp16 engine of DeepSpeed: an update that overflows is skipped, and halves the scale."""
+
+    traits = Traits(owns_loss_scale=True)
+    scale = 2.0**30
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        super().backward(loss.float() * self.scale, **options)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        gradients = gradients_of(parameters_of(optimizer))
+        if not all_finite(gradients):
+            self.scale /= 2
+            return False
+        torch._foreach_mul_(gradients, 1 / self.scale)
+        return super().step(optimizer)
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_a_strategy_that_scales_fp16_losses_sees_every_overflow(policy: str) -> None:
+    strategy = ScalesItself()
+    silent_trainer(strategy=strategy, precision="16-true", max_steps=1, nonfinite=policy).fit(Regressor(), loader(512))
+    # More overflows than a policy would accept in a row.
+    assert strategy.scale < 2.0 ** (30 - IN_A_ROW)

@@ -154,7 +154,7 @@ def test_a_server_that_cannot_fork_reports_it(tmp_path: Path, monkeypatch: pytes
     script = Script([sys.executable], str(Path(__file__)), False, [])
     server = ForkServer(script, dict(os.environ), ["looks"])
     try:
-        wait_until(server.has_settled)
+        wait_until(server.is_ready_or_ended)
         for _ in range(2):
             with pytest.raises(ServerGone):
                 server.fork({}, 1, 2, {})
@@ -163,6 +163,6 @@ def test_a_server_that_cannot_fork_reports_it(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(ServerGone):
             server.fork({}, 1, 2, {})
         wait_until(lambda: not server.is_alive())
-        assert server.has_settled()
+        assert server.is_ready_or_ended()
     finally:
         server.close()

@@ -296,7 +296,7 @@ def test_a_signal_during_set_up_is_handled_later() -> None:
     triggers = Triggers(World.single())
     with SignalWatch(["SIGUSR1"]) as watch:
         os.kill(os.getpid(), signal.SIGUSR1)
-        watch.tell(triggers)
+        watch.report_to(triggers)
     assert triggers.raised == {"leave": "SIGUSR1"}
 
 
@@ -357,7 +357,7 @@ def test_a_run_leaves_before_its_job_is_ended(tmp_path: Path, queue: Path, monke
 def test_of_a_short_job_half_is_trained() -> None:
     triggers = Triggers(World.single())
     with TimeLimit(Job("7", int(time.time()) + 2), timedelta(minutes=5)) as limit:
-        limit.tell(triggers, "leave")
+        limit.report_to(triggers, "leave")
         assert not triggers.posted
         wait_until(lambda: bool(triggers.posted), seconds=5.0)
     assert triggers.posted.popleft() == ("leave", "time limit")

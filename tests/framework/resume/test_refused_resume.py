@@ -147,17 +147,21 @@ silent_trainer(devices=2, strategy="fsdp", max_steps=9, default_root_dir={root!r
 
 
 @pytest.mark.parametrize(
-    ("limits", "told"),
+    ("limits", "message"),
     [
         ({"max_epochs": 1, "max_steps": -1}, "was saved after 2 epochs, but max_epochs=1: raise max_epochs"),
         ({"max_epochs": -1, "max_steps": 5}, "was saved after 8 optimizer steps, but max_steps=5: raise max_steps"),
     ],
 )
-def test_a_limit_that_was_exceeded_is_refused(tmp_path: Path, limits: dict[str, int], told: str) -> None:
+def test_a_limit_that_was_exceeded_is_refused(tmp_path: Path, limits: dict[str, int], message: str) -> None:
     saver = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"))
     quiet_trainer(tmp_path, saver, max_epochs=2).fit(Tiny(), rows())
-    with pytest.raises(CheckpointError, match=told):
-        quiet_trainer(tmp_path, [], **limits).fit(Tiny(), rows(), ckpt_path=tmp_path / "a.ckpt")
+    module = Tiny()
+    weight = module.layer.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=message):
+        quiet_trainer(tmp_path, [], **limits).fit(module, rows(), ckpt_path=tmp_path / "a.ckpt")
+    # The limits are checked before anything is loaded.
+    assert torch.equal(module.layer.weight, weight)
     # One that is just reached has nothing left to do.
     quiet_trainer(tmp_path, [], max_epochs=2).fit(Tiny(), rows(), ckpt_path=tmp_path / "a.ckpt")
 
