@@ -129,16 +129,16 @@ class _Search:
         checkpoint = newest_good([self.directory(before.version).checkpoints, *self.shared], self.note, refused)
         return None if checkpoint is None else Origin(before.version, checkpoint, verified=True, continues=True)
 
-    def interrupted(self, candidates: Sequence[int]) -> int | None:
-        """Return the newest version in which replacing a checkpoint was interrupted.
+    def at_interrupted(self, found: Origin, before: FitRecord | None) -> Origin:
+        """Return the origin in the newest version in which replacing a checkpoint was interrupted, if there is one.
 
-        Its lock is needed to restore the checkpoint.
+        The lock of that version is needed to restore the checkpoint.
         """
         shared = any(map(_is_interrupted, self.shared))
-        for version in reversed(candidates):
+        for version in reversed(self.versions if before is None else [before.version]):
             if shared or _is_interrupted(self.directory(version).checkpoints):
-                return version
-        return None
+                return replace(found, version=version)
+        return found
 
     def find(self, given: str | Path, refuse: Refuse | None) -> Path:
         """Return the checkpoint for a path, ``"last"``, ``"best"`` or ``"auto"``; see ``find_checkpoint``."""
@@ -208,8 +208,7 @@ def claim_directory(
         continues = given == "auto" or before is not None
         found = find()
         if writes and continues and found.checkpoint is None:
-            interrupted = search.interrupted(search.versions if before is None else [before.version])
-            found = found if interrupted is None else replace(found, version=interrupted)
+            found = search.at_interrupted(found, before)
         directory.adopt(found.version, directory.claimed)
         if writes:
             directory.acquire(fresh=found.version not in search.versions or not continues)
