@@ -83,7 +83,7 @@ def drain(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def tell_epoch(loader: Any, epoch: int) -> None:
+def pass_epoch_to(loader: Any, epoch: int) -> None:
     """Call ``set_epoch`` on the loader, its dataset and its samplers, if they have that method."""
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     informed: list[Any] = []

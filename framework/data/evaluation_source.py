@@ -21,9 +21,9 @@ from .dataloader import (
     is_map_style,
     iterate_copy,
     order_of,
+    pass_epoch_to,
     private_copy,
     seed_of,
-    tell_epoch,
 )
 from .orders import NaturalOrder, length_of
 from .samplers import EvaluationSampler
@@ -89,7 +89,7 @@ class MapEvaluation(EvaluationSource):
         return self._sampler.length()
 
     def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
-        tell_epoch(self._given, epoch)
+        pass_epoch_to(self._given, epoch)
         self._sampler.read_from(first, self.size, limit)
         batches = iterate_copy(self._loader, self._sampler, mix_seed(self._seed, 0), self.name)
         return zip(itertools.count(first, self.size), batches)
@@ -109,7 +109,7 @@ class IterableEvaluation(EvaluationSource):
         return length_of(self._loader)
 
     def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
-        tell_epoch(self._given, epoch)
+        pass_epoch_to(self._given, epoch)
         if isinstance(self._loader, DataLoader) and self._loader.generator is not None:
             self._loader.generator.manual_seed(mix_seed(self._seed, 0))
         return itertools.islice(enumerate(self._passes.begin()), first, limit, self.size)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..core.position_rng import mix_seed
 from ..distributed.data_parallel import ceil_div
-from .dataloader import Passes, private_copy, seed_of, skip, tell_epoch
+from .dataloader import Passes, pass_epoch_to, private_copy, seed_of, skip
 from .orders import length_of
 from .training_source import NO_BATCH, CountedSource, Position
 
@@ -50,7 +50,7 @@ class IterableSource(CountedSource):
         return ceil_div(items, self.span) + ceil_div(left, self._size)
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
-        tell_epoch(self._given, epoch)
+        pass_epoch_to(self._given, epoch)
         if isinstance(self._loader, DataLoader) and self._loader.generator is not None:
             self._loader.generator.manual_seed(mix_seed(self._seed, epoch))
         first = self.items_before(position) // self._shares

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ..core.errors import ConfigurationError
 from ..core.position_rng import mix_seed
 from ..distributed.data_parallel import ceil_div
-from .dataloader import distributed_samplers, iterate_copy, order_of, private_copy, seed_of, tell_epoch
+from .dataloader import distributed_samplers, iterate_copy, order_of, pass_epoch_to, private_copy, seed_of
 from .samplers import TrainingSampler
 from .training_source import NO_BATCH, CountedSource, Position
 
@@ -51,7 +51,7 @@ class MapSource(CountedSource):
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
         self._sampler.read_from(self.items_before(position) // self._shares, epoch)
-        tell_epoch(self._given, epoch)
+        pass_epoch_to(self._given, epoch)
         batches = iterate_copy(self._loader, self._sampler, mix_seed(self._seed, epoch), self.name)
         return itertools.chain(batches, self._rest()) if self._sampler.size > 1 else batches
 

@@ -97,8 +97,8 @@ class DeepSpeedStrategy(Strategy):
         """Build the C++ ops that are missing."""
         path = self.options.nvme_path if self.options.uses_nvme else None
         if path is not None and is_in_memory(path):
-            _tell(f"nvme_path={str(path)!r} lies in memory, so offloading saves none: choose a folder on a disk.")
-        ensure_ops(needed_ops(self.options, device_type), _tell, device_type)
+            _print_note(f"nvme_path={str(path)!r} lies in memory, so offloading saves none: choose a folder on a disk.")
+        ensure_ops(needed_ops(self.options, device_type), _print_note, device_type)
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group; a single process creates one too, as the engine requires it. Collective."""
@@ -228,6 +228,6 @@ class DeepSpeedStrategy(Strategy):
             session.stop(module)
 
 
-def _tell(line: str) -> None:
+def _print_note(line: str) -> None:
     """Print a line about a build: a start that takes minutes must not look like a hang."""
     print(line, file=sys.stderr, flush=True)

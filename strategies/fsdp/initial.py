@@ -28,7 +28,7 @@ class Origins:
         self.module = module
         self.deferred = deferred
         self.world = world
-        _check_alike(module, world)
+        _check_same_on_all_ranks(module, world)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         mine = {name for name, given in parameters.items() if given.is_meta and deferred.recipe(given) is None}
         # After a fit under a sharded strategy only rank 0 may hold the data.
@@ -100,7 +100,7 @@ class Origins:
                 yield prefix, part
 
 
-def _check_alike(module: nn.Module, world: World) -> None:
+def _check_same_on_all_ranks(module: nn.Module, world: World) -> None:
     """Raise if ranks hold different parameters: their collectives would not match, and the job would hang."""
     own = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in module.named_parameters()]
     digest = sha256(repr(own).encode()).hexdigest()

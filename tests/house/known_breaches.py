@@ -24,9 +24,4 @@ REWIRED_OBJECTS: dict[str, str] = {}
 LONG_CHAINS: dict[str, str] = {}
 
 # Identifiers with a word that test_language.py advises against, by folder.
-IDENTIFIERS: dict[str, str] = {
-    "callbacks": "_tell _tell_loggers",
-    "framework/data": "anew tell_epoch tells_state told",
-    "strategies/deepspeed": "_tell",
-    "strategies/fsdp": "_check_alike",
-}
+IDENTIFIERS: dict[str, str] = {}

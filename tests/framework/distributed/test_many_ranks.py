@@ -20,7 +20,7 @@ from phalanx.framework.checkpoint.verify import problems_of
 from phalanx.framework.checkpoint.write_plan import Shard, Snapshot
 from phalanx.framework.core.errors import DesyncError
 from phalanx.framework.data.samplers import EvaluationSampler, TrainingSampler
-from phalanx.framework.distributed import world as world_module
+from phalanx.framework.distributed import object_frames
 from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.object_frames import frame_bytes
 from phalanx.framework.distributed.world import Pending, World
@@ -81,7 +81,7 @@ def objects_in_small_buffers() -> list[bool]:
     world = World.from_environment("cpu")
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world_module, "frame_bytes", lambda ranks: 64)
+        patch.setattr(object_frames, "frame_bytes", lambda ranks: 64)
         for length in (0, 40, 56, 57, 1000):
             mine = bytes(length if world.rank else 3)
             expected = [bytes(length if rank else 3) for rank in range(world.size)]
