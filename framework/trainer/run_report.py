@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,9 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
         # "auto" searches the default directory of checkpoints.
         found = Path(last).is_relative_to(checkpoint_dir)
         given = "auto" if found else shortened(last)
-        lines.append(f'resume     fit(..., ckpt_path="{given}"), with a higher limit to train for longer')
+        # A callback that stopped the fit would stop it again.
+        longer = "" if run.stop_reason else ", with a higher limit to train for longer"
+        lines.append(f'resume     fit(..., ckpt_path="{given}"){longer}')
     if log_dir is not None:
         lines += _curves(Path(log_dir))
     return lines
@@ -109,7 +112,10 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
 def _curves(directory: Path) -> list[str]:
     """Return the command to display curves, depending on the loggers."""
     if next(directory.glob(_TENSORBOARD_FILES), None) is not None:
-        return [f"curves     tensorboard --logdir {shlex.quote(shortened(directory))}"]
+        # Where the virtual environment is not activated, the program is beside the interpreter.
+        here = Path(sys.executable).with_name("tensorboard")
+        program = "tensorboard" if shutil.which("tensorboard") or not here.exists() else shortened(here)
+        return [f"curves     {shlex.quote(program)} --logdir {shlex.quote(shortened(directory))}"]
     table = directory / "metrics.csv"
     return [f"metrics    {shortened(table)}"] if table.is_file() else []
 
