@@ -478,9 +478,9 @@ def reported_while_one_is_late(how: str, strategy: str) -> str:
     return written.getvalue()
 
 
-def compute(depth: int = 12) -> None:
-    """Compute with a stack that changes all the time."""
-    math.factorial(1500)
+def compute(depth: int = 100) -> None:
+    """Compute with a stack that changes all the time: two samples of it are seldom the same."""
+    math.factorial(500)
     if depth > 0:
         compute(depth - 1)
 
