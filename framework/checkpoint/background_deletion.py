@@ -57,7 +57,8 @@ class BackgroundDeletion:
     """A queue of hidden directories that a thread deletes in order. The thread ends when the queue is empty.
 
     Only directories that already have a hidden name are accepted: a process killed at any instant leaves hidden
-    directories, which ``clean_leftovers`` deletes at the next start, and never a visible checkpoint that lacks files.
+    directories, which ``clean_leftovers`` deletes when the run is continued, and never a visible checkpoint that lacks
+    files.
     """
 
     def __init__(self) -> None:

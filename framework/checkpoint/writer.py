@@ -5,17 +5,18 @@ rank, whose order ensures durability:
 
     begin    Collective. Ranks agree on the rank that writes each box. Rank 0 makes a hidden directory beside the
              target, on the same file system, so that a rename can publish it; no reader looks into hidden directories.
-    write    No collective. Every rank writes its tensor files into the hidden directory and syncs them.
+    write    No collective. Ranks write their tensor files, if any, into the hidden directory and sync them.
     finish   Collective. Rank 0 gathers the outcomes. If all ranks succeeded it
              1. writes the manifest, with a checksum of every file, last: without it nothing counts as a checkpoint;
              2. syncs the manifest and the hidden directory, so that all contents are on the disk;
-             3. renames the directory to its target, in one step with the one that was there;
+             3. renames the directory to its target, exchanging an existing one in one step or by two renames;
              4. syncs the parent directory, so that the rename survives a crash as well;
              5. deletes the replaced checkpoint, which has a hidden name at this point.
 
-A process killed before step 3 leaves the previous checkpoint and a hidden directory, which the next start deletes
-(stale_files.py). Killed after it, it leaves the new checkpoint. A rank that fails does not raise at once, since the
-others would wait for it: failures are gathered in ``begin`` and ``finish``, and raised there on all ranks.
+A process killed before step 3 leaves the previous checkpoint and a hidden directory, which is deleted when the run is
+continued (stale_files.py); killed after it, the new checkpoint; killed between two renames, the previous one under a
+hidden name, which is then renamed back. A rank that fails does not raise at once, since the others would wait for it:
+failures are gathered in ``begin`` and ``finish``, and raised there on all ranks.
 
 All three steps may run on a thread with a separate process group, while training continues with other tensors.
 """
@@ -65,7 +66,7 @@ def save(
         snapshot: this rank's contents.
         world: the ranks.
         sharded: whether every rank writes.
-        also: a second name; the two share their bytes, and either can be deleted without the other.
+        also: a second name, published after the first; they share their bytes, and either can be deleted.
         finite: if given, refuse weights that are not finite; the text describes the time of capture in the message.
         given_up: called repeatedly; once it returns True on a rank, the save fails.
         deletion: deletes the replaced checkpoint on a thread. Default: delete it before returning.

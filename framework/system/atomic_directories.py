@@ -125,7 +125,7 @@ def hide_directory(path: Path) -> Path:
     """Rename a directory to a hidden ``.gone`` sibling, the first step of deleting it; return the hidden path.
 
     Readers stop seeing the directory at once. ``delete_hidden`` is the second step; if a crash prevents that,
-    ``clean_leftovers`` deletes the sibling at the next start.
+    ``clean_leftovers`` deletes the sibling when the run is continued.
 
     Raises:
         StorageError: ``path`` is a link or not a directory, or cannot be renamed.
