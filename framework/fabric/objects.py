@@ -67,7 +67,7 @@ class Engine:
         """Multiply gradients that other optimizers have not used yet by the change of the loss scale.
 
         An optimizer that steps between another's backward and step changes the scale that the other will divide by.
-        Scales are powers of two, so no digit is lost.
+        The factor is a power of two with the default settings of ``LossScaler``; then no digit is lost.
         """
         for engine in self.peers:
             for other in engine.optimizers:

@@ -50,6 +50,9 @@ class Training:
     ) -> None:
         """Compute gradients. Never steps an optimizer.
 
+        Collective. Only inside ``accumulate`` and under ``ddp`` a rank without a loss may leave the call out: its
+        ``step`` joins the reduction.
+
         Args:
             loss: a scalar tensor.
             model: the set-up module of the loss; needed only by strategies that hold one loss scale for each module.
@@ -74,7 +77,10 @@ class Training:
         strategy.backward(loss if factor == 1.0 else loss * factor, **options)
 
     def _factor_alone(self, weight: float | None, loader: FabricLoader | None) -> float:
-        """Return the factor of a loss outside ``accumulate``: its weight in the mean over ranks."""
+        """Return the factor of a loss outside ``accumulate``: its weight in the mean over ranks.
+
+        Collective if a weight is given.
+        """
         if weight is None:
             return 1.0 if loader is None else loader.share
         check_weight(weight)

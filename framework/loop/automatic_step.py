@@ -226,7 +226,7 @@ class AutomaticStep(TrainingStep):
             self.strategy.zero_backward()
 
     def _weighted_backward(self, loss: Tensor, factor: float) -> None:
-        """Run the backward pass of ``loss * factor``, times the loss scale. Collective in a window's last pass."""
+        """Run the backward pass of ``loss * factor``, times the loss scale. Collective."""
         if self.scaler is not None:
             factor *= self.scaler.scale
         if factor != 1.0:

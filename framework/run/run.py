@@ -183,7 +183,7 @@ class Run:
         return self._around_module(name, others), self._callback_hooks(name, watching)
 
     def module_hook(self, name: str) -> tuple[Hook, ...]:
-        """Return the module's hook, or None if it is not overridden."""
+        """Return a tuple with the module's hook, empty if it is not overridden."""
         own = getattr(type(self.module), name, None)
         return (getattr(self.module, name),) if own is not getattr(TrainModule, name, None) else ()
 

@@ -141,7 +141,7 @@ def engine_config(
     # phalanx counts micro-batches and sets the end of a window on the engine, for which each micro-batch is a full
     # batch.
     config.update(train_batch_size=world_size, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
-    # phalanx computes the clipping factor, and the engine applies it with the update.
+    # phalanx sets the engine's `clip_grad` before each update that clips, from which the engine computes the factor.
     config["gradient_clipping"] = 0.0
     config.update(_precision_blocks(precision) if precision is not None else {})
     # DeepSpeed would reduce and accumulate in the parameters' dtype, which loses small gradients in bf16.

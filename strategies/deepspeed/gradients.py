@@ -40,7 +40,7 @@ class EngineGradients(GradientOperations):
         return self._update
 
     def scale(self, parameters: Iterable[Tensor], factor: float) -> None:
-        """Multiply all gradients, with effect in the next step."""
+        """Multiply all gradients, regardless of ``parameters``: at once in stage 1 in bf16, else in the next step."""
         self.update.scale(factor)
 
     def full(self, parameter: Tensor) -> Tensor | None:

@@ -65,7 +65,7 @@ class EngineUpdate:
         return self._raw
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients by a factor, with effect in the next step."""
+        """Multiply the gradients by a factor: at once in stage 1 in bf16, else with effect in the next step."""
         self._use.scale(factor)
 
     def clip(self, max_norm: float) -> None:
