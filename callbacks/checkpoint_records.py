@@ -39,12 +39,16 @@ class CheckpointRecords(Callback):
     last_model_path: str
     """The newest ``last.ckpt``; empty if there is none yet."""
     _kept: Retention
+    """The paths of the retained checkpoints, by rule."""
     _newest: str
+    """The path of the newest checkpoint, which may still be unwritten; empty if there is none yet."""
     _current: float | None
+    """See ``current_score``."""
     _saved_step: int
-    """The step of the newest save that has not failed, -1 before the first."""
-    _giving_way: list[str]
-    """Checkpoints replaced by the one being saved, which a resumed run deletes if this run is killed before."""
+    """The step of the newest save that has not failed; -1 before the first save and after a failed one."""
+    _superseded: list[str]
+    """Checkpoints that are deleted once the pending save is published. A run resumed from that save deletes those that
+    a killed run has left."""
 
     @property
     def best_model_path(self) -> str:
@@ -68,13 +72,19 @@ class CheckpointRecords(Callback):
 
     @property
     def kth_value(self) -> Tensor:
-        """The metric that the next checkpoint must exceed to be among the best."""
+        """The metric that the next checkpoint must improve on: exceed for ``max``, fall below for ``min``.
+
+        Infinite while fewer than ``save_top_k`` are retained; a 0-d float64 tensor.
+        """
         room = math.inf if self.mode == "min" else -math.inf
         return torch.tensor(self._kept.best.scores.get(self._kept.best.worst, room), dtype=torch.float64)
 
     @property
     def current_score(self) -> Tensor | None:
-        """The metric of the newest checkpoint; None before the first, or without ``monitor``."""
+        """The metric when a checkpoint was last due, whether or not it was written: a 0-d float64 tensor.
+
+        None before the first, or without ``monitor``. A failed save restores the previous one.
+        """
         return _as_tensor(self._current)
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +95,7 @@ class CheckpointRecords(Callback):
             "last_model_path": self.last_model_path,
             "monitor": self.monitor,
             "current_score": self._current,
-            "giving_way": list(self._giving_way),
+            "giving_way": list(self._superseded),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -107,11 +117,11 @@ class CheckpointRecords(Callback):
             self.dirpath = state["dirpath"]
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Restore the records from a checkpoint."""
+        """Restore the records from a state dict: of a checkpoint, or of the moment before a failed save."""
         self._kept.load_state_dict(state)
         self._newest, self.last_model_path = state["newest"], state["last_model_path"]
         self._current = state["current_score"]
-        self._giving_way = list(state.get("giving_way", []))
+        self._superseded = list(state.get("giving_way", []))
 
     # ---- saves ------------------------------------------------------------------------------------------------------
 
@@ -122,7 +132,7 @@ class CheckpointRecords(Callback):
         if not targets:
             self._report(trainer, plan)
             return
-        self._giving_way = sorted(previous - {"", *targets, *self._kept.paths, self.last_model_path})
+        self._superseded = sorted(previous - {"", *targets, *self._kept.paths, self.last_model_path})
         self._saved_step = trainer.global_step
         request = SaveRequest(
             Path(targets[0]),
@@ -130,7 +140,7 @@ class CheckpointRecords(Callback):
             self.asynchronous,
             also=Path(targets[1]) if len(targets) > 1 else None,
             failure_key=self.state_key,
-            prune=partial(self._prune, set(self._giving_way)),
+            prune=partial(self._prune, set(self._superseded)),
             on_done=partial(self._finished, trainer, plan, before),
         )
         trainer.request_save(request)
@@ -178,7 +188,7 @@ class CheckpointRecords(Callback):
     # ---- deletions --------------------------------------------------------------------------------------------------
 
     def _prune(self, paths: set[str], deletion: BackgroundDeletion) -> list[str]:
-        """Delete replaced checkpoints in a thread, so that training does not wait."""
+        """Rename them to hidden names and queue them for deletion; return a message for each failure."""
         return self._remove(paths, deletion.add)
 
     def _forget_missing(self, trainer: TrainerView) -> None:
@@ -192,9 +202,9 @@ class CheckpointRecords(Callback):
         self._newest = "" if self._newest in missing else self._newest
         self.last_model_path = "" if self.last_model_path in missing else self.last_model_path
         if trainer.is_global_zero:
-            for text in self._remove(set(self._giving_way) - self._kept.paths - {self.last_model_path}, delete_hidden):
+            for text in self._remove(set(self._superseded) - self._kept.paths - {self.last_model_path}, delete_hidden):
                 trainer.note(text)
-        self._giving_way = []
+        self._superseded = []
 
     def _remove(self, paths: set[str], delete: Callable[[Path], None]) -> list[str]:
         """Delete checkpoints in ``dirpath``; return a sentence for each that could not be deleted.

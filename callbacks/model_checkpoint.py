@@ -114,7 +114,7 @@ class ModelCheckpoint(CheckpointRecords):
         self._newest = ""
         self.asynchronous = asynchronous
         self._kept = Retention(save_top_k, mode, monitor is not None, keep_last, keep_every_nth)
-        self._giving_way = []
+        self._superseded = []
         self._current: float | None = None
         self._begin(0)
 

@@ -24,7 +24,12 @@ class GradientWindow:
     Attributes:
         sync: Whether the current micro-batch ends its window.
         inside: Whether a micro-batch is in progress.
-        steps: The number of windows that have ended.
+        steps: The number of windows that have ended, each counted when the next one begins.
+
+    Args:
+        world: the ranks.
+        schedule: micro-batches per window.
+        scaled: whether a loss scaler multiplies the losses.
     """
 
     def __init__(self, world: World, schedule: AccumulationSchedule, scaled: bool) -> None:
@@ -35,11 +40,12 @@ class GradientWindow:
         self._size = world.size
         self._control = Triggers(world)
         if world.size > 1:
-            # The group is created here, by all ranks at the same point: a rank that calls no backward would create it
-            # later than the others.
+            # The control group is created here, by all ranks at the same point: a rank that calls no backward would
+            # create it later than the others.
             _ = world.control
         self._scaled = scaled
-        self._unit = self._used_unit = 1.0
+        # Powers of two that weights are divided by: in the next window to be reduced, and in the finished window.
+        self._weight_divisor = self._window_divisor = 1.0
         self._begin()
 
     def _begin(self) -> None:
@@ -74,7 +80,7 @@ class GradientWindow:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the last micro-batch has ended."""
+        """Whether the micro-batch that ends the window has ended."""
         return self._closed
 
     # ---- gradients ------------------------------------------------------------------------------------------------
@@ -97,34 +103,43 @@ class GradientWindow:
         self._backwards += 1
         if self.sync and self._size > 1:
             self._launch()
-        return weight / self._unit
+        return weight / self._weight_divisor
 
     @property
-    def waits_for_loss(self) -> bool:
-        """Whether this rank called no backward in the micro-batch that ends the window."""
+    def lacks_backward(self) -> bool:
+        """Whether, at the window's end, this rank called no backward in the last micro-batch."""
         return self._weight is None and not self._launched
 
     def take_factor(self, key: Hashable) -> float | None:
         """Return the factor that the gradients of ``key`` are still to be multiplied by. Collective.
 
-        It is 0 if no rank had a weight, and None if it was returned for ``key`` before.
+        It is 0 if the sum of all weights is 0, and None if it was returned for ``key`` before.
+
+        Args:
+            key: identifies the optimizer.
+
+        Raises:
+            DesyncError: on all ranks; they are at different windows.
         """
         if key in self._taken:
             return None
         self._taken.add(key)
         mean = self._read()
-        return self._used_unit / mean if mean else 0.0
+        return self._window_divisor / mean if mean else 0.0
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank gave the window a weight, so that there is no update. Valid after ``take_factor``."""
+        """Whether the sum of all weights is 0, so that there is no update. Valid after ``take_factor``."""
         return self._mean == 0.0
 
     def retains(self, key: Hashable) -> bool:
-        """Whether gradients are needed at the end of the window, so that ``zero_grad`` must not reset them yet.
+        """Return True if ``zero_grad`` must do nothing.
 
-        Loops that zero first call it *before* the backward of each micro-batch. *After* the backward that ends the
-        window it means that the user wants no update.
+        Before the window's last backward pass ``zero_grad`` keeps the accumulated gradients: many loops call it in each
+        micro-batch. After that pass it discards the update.
+
+        Args:
+            key: identifies the optimizer.
         """
         if self._closed or key in self._taken or not self._backwards:
             return False
@@ -142,23 +157,23 @@ class GradientWindow:
             else:
                 self._launch()
                 self._mean = self._control.read().total_weight / self._size
-            self._used_unit = self._unit
+            self._window_divisor = self._weight_divisor
             if self._scaled and self._mean:
-                # Losses with large weights would leave fp16's range, so weights are divided by a unit. A power of two
-                # loses no digit, and the last window's mean is the same on all ranks.
-                self._unit = 2.0 ** round(math.log2(self._mean))
+                # Losses with large weights would leave fp16's range, so weights are divided by about their mean. A
+                # power of two loses no digit, and the last window's mean is the same on all ranks.
+                self._weight_divisor = 2.0 ** round(math.log2(self._mean))
         return self._mean
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, float]:
-        """Return the number of windows and the unit of weights."""
-        return {"steps": self.steps + self._closed, "unit": self._unit}
+        """Return the number of windows and the divisor of weights."""
+        return {"steps": self.steps + self._closed, "unit": self._weight_divisor}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore what ``state_dict`` returned. A window in progress is discarded."""
         self._begin()
-        self.steps, self._unit = int(state["steps"]), float(state["unit"])
+        self.steps, self._weight_divisor = int(state["steps"]), float(state["unit"])
 
 
 def check_weight(weight: float) -> None:

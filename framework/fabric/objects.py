@@ -91,7 +91,7 @@ class Engine:
     def join_reduction(self) -> None:
         """Join the reduction that ends a window if this rank has called no backward for it. Collective."""
         window = self.window
-        if window is None or not window.waits_for_loss or self._joined == (window, window.steps):
+        if window is None or not window.lacks_backward or self._joined == (window, window.steps):
             return
         # Several optimizers of the module call this: one pass serves them all.
         self._joined = (window, window.steps)

@@ -10,7 +10,7 @@ Sequence of events when one rank dies:
    killed.
 5. The launcher shows the message and ends with its exit code, or restarts the ranks (script_launcher.py).
 
-No rank outlives the supervisor: the kernel kills the ranks when it ends, even by SIGKILL.
+On Linux the kernel kills the ranks when the supervisor ends, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class Supervisor:
     def __init__(self, directory: str, adopts_orphans: bool = False) -> None:
         self._adopts_orphans = adopts_orphans and sys.platform == "linux"
         self._others: set[int] = set()
+        """Pids of children that are never killed."""
         self._deadline = math.inf
-        """The time at which preempted ranks are stopped; minus infinity to stop them now."""
+        """``time.monotonic()`` at which preempted ranks are stopped; inf: no deadline; -inf: now."""
         self._attempt = Attempt(directory)
         self._stall: Stall | None = None
         self._detector = StallDetector(self._attempt.heartbeats)
@@ -104,11 +105,11 @@ class Supervisor:
         """Watch a rank that was just started."""
         self._attempt.add(process)
 
-    def watch(self, is_held_up: Callable[[], bool] = lambda: False) -> Verdict:
+    def watch(self, is_output_blocked: Callable[[], bool] = lambda: False) -> Verdict:
         """Wait until all ranks have ended, and return the verdict; when one fails, end the others.
 
-        While ``is_held_up`` returns True, for example for a pager that does not read, silent ranks do not count as
-        stalled: they wait for the screen.
+        While ``is_output_blocked`` returns True, for example for a pager that does not read, silent ranks do not count
+        as stalled: they wait for the screen.
         """
         while self._poll():
             # Failures are checked first: an error on one rank explains the silence of the others, which wait for it.
@@ -117,7 +118,7 @@ class Supervisor:
                 self.stop()
             elif self._is_overdue():
                 self.stop()
-            elif not is_held_up() and self._has_stalled():
+            elif not is_output_blocked() and self._has_stalled():
                 # Python handlers do not run in a rank that hangs in a collective, so SIGTERM would have no effect.
                 self._kill()
             else:
@@ -129,7 +130,7 @@ class Supervisor:
         return verdict
 
     def stop(self) -> None:
-        """End all ranks: SIGTERM, then SIGKILL after a short time."""
+        """End all ranks: SIGTERM, and SIGKILL 0.8 s later to those still running. Returns when all have ended."""
         self._attempt.terminate()
         self._wait(TERMINATE_SECONDS)
         # A rank that ignores SIGTERM, or whose handler cannot run while it waits in a collective, ends only by SIGKILL.
@@ -141,7 +142,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Pass signals that this process receives on to the ranks, within the context. Main thread only."""
+        """Within the context, forward SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 to the ranks. Main thread only."""
         handlers = {signum: signal.getsignal(signum) for signum in _FORWARDED}
         # A shell starts background jobs with SIGINT ignored, which must stay so: Ctrl-C is meant for another job.
         taken = [signum for signum in _FORWARDED if handlers[signum] is not signal.SIG_IGN]
@@ -163,7 +164,7 @@ class Supervisor:
         if signum == signal.SIGINT and received is signal.SIGINT:
             self._deadline = -math.inf
             return
-        # Ctrl-C after SIGTERM still interrupts; SIGTERM after Ctrl-C changes nothing.
+        # Ctrl-C after SIGTERM still interrupts; SIGTERM after Ctrl-C is only forwarded.
         if signum == signal.SIGINT or (signum == signal.SIGTERM and received is None):
             self._attempt.receive(signal.Signals(signum))
             self._deadline = time.monotonic() + PREEMPT_SECONDS
@@ -215,7 +216,10 @@ class Supervisor:
             time.sleep(POLL_SECONDS / 2)
 
     def kill_strays(self) -> None:
-        """Kill children that are neither ranks nor spared: processes that failed ranks left running."""
+        """Kill children that are neither ranks nor spared: processes that failed ranks left running.
+
+        No effect without ``adopts_orphans``, nor outside Linux.
+        """
         known = self._others | set(self._attempt.running.values())
         # Children of a rank become children of this process when the rank ends, and their children when they end:
         # repeat until none is left.

@@ -22,8 +22,14 @@ class LocalTotals:
         self.mean_weight = 1.0
         """The window's weight, averaged over ranks. Each loss is multiplied by its own weight divided by this value."""
 
-    def open(self, batches: list[Any], weights: Sequence[float], consumed: int) -> list[Any] | None:
-        """Return the micro-batches to run, or None at the end of the epoch."""
+    def open(self, batches: list[Any], weights: Sequence[float], window_size: int) -> list[Any] | None:
+        """Return the micro-batches to run, or None at the end of the epoch.
+
+        Args:
+            batches: this rank's micro-batches; fewer than ``window_size``, or none, where its data has run out.
+            weights: one for each of ``batches``.
+            window_size: micro-batches in the window, the same on every rank.
+        """
         self.mean_weight = sum(weights)
         return batches
 
@@ -42,35 +48,46 @@ class ReducedTotals(LocalTotals):
         self._filler = filler
         self._is_read = False
 
-    def open(self, batches: list[Any], weights: Sequence[float], consumed: int) -> list[Any] | None:
+    def open(self, batches: list[Any], weights: Sequence[float], window_size: int) -> list[Any] | None:
         """Launch the reduction; return the micro-batches to run, or None if no rank has data. Collective.
 
-        A rank with fewer batches than others gets fillers for the rest of its window. If the strategy or a layer
-        requires lockstep, each filler is a full pass of weight 0. Otherwise a rank without any batch gets a single
-        filler, which only takes part in the reduction of gradients.
+        If the strategy or a layer requires lockstep, a rank with fewer batches than others gets a filler, a full pass
+        of weight 0, for each missing one. Otherwise only a rank without any batch gets one filler, which only takes
+        part in the reduction of gradients.
+
+        Args:
+            batches: this rank's micro-batches; fewer than ``window_size``, or none, where its data has run out.
+            weights: one for each of ``batches``.
+            window_size: micro-batches in the window, the same on every rank.
+
+        Raises:
+            DesyncError: on all ranks; they are at different optimizer steps.
         """
         filler = self._filler
         progress = self._run.progress
         self._triggers.launch(progress.attempts, sum(weights), len(batches))
         self._is_read = False
-        if not batches or (filler is not None and (len(batches) < consumed or not filler.began)):
+        if not batches or (filler is not None and (len(batches) < window_size or not filler.began)):
             # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass.
             agreement = self._read()
             if agreement.ranks_with_data == 0:
                 self._handle_signals()
                 return None
-            missing = 1 if filler is None else filler.missing(batches, agreement, consumed)
+            missing = 1 if filler is None else filler.missing(batches, agreement, window_size)
             window = [*batches, *[FILLER] * missing]
         else:
             window = batches
         if filler is not None:
-            filler.begin(batches, progress.batch_in_epoch, consumed)
+            filler.begin(batches, progress.batch_in_epoch, window_size)
         return window
 
     def wait(self) -> None:
         """Wait for the reduction if it was not read yet, and handle the signals that it contains. Collective.
 
         Every rank calls it after the first forward pass and before the first backward pass.
+
+        Raises:
+            DesyncError: on all ranks; they are at different optimizer steps.
         """
         if not self._is_read:
             self._read()

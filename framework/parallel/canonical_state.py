@@ -40,14 +40,22 @@ class CanonicalState:
         return {name: Shard.whole(tensor.detach()) for name, tensor in state_tensors(module).items()}
 
     def load_model_state(self, module: nn.Module, tensors: StoredTensors) -> None:
-        """Load canonical state; tensors missing from ``tensors`` are unchanged. Collective."""
+        """Load canonical state; tensors missing from ``tensors`` are unchanged. Collective.
+
+        Args:
+            module: the module that was set up.
+            tensors: by the names of ``shapes``, in the full shapes; values are cast to the module's dtypes.
+
+        Raises:
+            KeyError: a name is not one of ``shapes``.
+        """
         own = state_tensors(module)
         with torch.no_grad():
             for name, stored in tensors.items():
                 own[name].copy_(stored.read())
 
     def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
-        """Yield each parameter that has state, as the optimizer's groups hold it, and its slots. Collective.
+        """Yield pairs of a parameter that has state (the object in ``param_groups``) and its slots. Collective.
 
         Tensors of at least one dim are ``Shard`` objects: this rank's part of a tensor of the parameter's full shape.
         """
@@ -57,20 +65,23 @@ class CanonicalState:
                 yield parameter, {slot: shard_if_tensor(value) for slot, value in slots.items()}
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
-        """Return the optimizer whose ``step`` changes the tensors of ``optimizer_state``; None if other code may change
-        them.
+        """Return the optimizer whose ``step`` alone changes the tensors of ``optimizer_state``; None if not known.
 
-        An asynchronous save copies that state until the next ``step``.
+        With an optimizer, an asynchronous save may defer copying them; ``step`` waits for it. With None it copies at
+        once.
         """
         return optimizer
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
-        """Load state: the slots of each parameter, in the order of ``parameters_of``, and hyperparameters. Collective.
+        """Load the state of every parameter, in the order of ``parameters_of``, and hyperparameters. Collective.
 
-        ``groups`` are complete except for ``"params"``.
+        Args:
+            optimizer: the user's optimizer.
+            state: one mapping for each parameter, empty for one without state.
+            groups: hyperparameters of each group, all keys except ``"params"``.
         """
         optimizer.load_state_dict(
-            numbered(optimizer, [{k: whole_of(v) for k, v in slots.items()} for slots in state], groups)
+            torch_state_dict(optimizer, [{k: whole_of(v) for k, v in slots.items()} for slots in state], groups)
         )
 
 
@@ -94,11 +105,19 @@ def is_stored(value: Any) -> bool:
     return not isinstance(value, Tensor) and hasattr(value, "read_slice")
 
 
-def numbered(optimizer: Optimizer, state: Sequence[Slots], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return state and hyperparameters in the form that ``Optimizer.load_state_dict`` takes."""
+def torch_state_dict(
+    optimizer: Optimizer, state: Sequence[Slots], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the dict for ``Optimizer.load_state_dict``, parameters numbered in group order.
+
+    Args:
+        optimizer: the optimizer that will load it.
+        state: one mapping for each parameter, empty for one without state.
+        groups: hyperparameters of each group, all keys except ``"params"``.
+    """
     numbers = iter(range(len(parameters_of(optimizer))))
     own = [
-        {**group, "params": [next(numbers) for _ in kept["params"]]}
-        for group, kept in zip(groups, optimizer.param_groups, strict=True)
+        {**group, "params": [next(numbers) for _ in current["params"]]}
+        for group, current in zip(groups, optimizer.param_groups, strict=True)
     ]
     return {"state": {number: dict(slots) for number, slots in enumerate(state) if slots}, "param_groups": own}

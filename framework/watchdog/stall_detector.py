@@ -3,11 +3,12 @@
 Stages of the detection, over consecutive calls of ``check``:
 
 1. ``SilenceTracker`` reports the ranks with the least progress, for which all others wait, and their silences.
-2. Shortly before a deadline passes (1.6 s, or half of a shorter limit) those ranks are inspected: in the first half of
-   that time whether they use the CPU; in the second half, for those that do, whether their stacks change.
+2. Shortly before a deadline passes (1.6 s before it, or half the limit if that is less) those ranks are inspected: in
+   the first half of that time whether they use the CPU; in the second half, for those that do, whether their stacks
+   change.
 3. Once the deadline has passed, a rank that is stopped, or that neither makes progress nor waits for another rank, has
    stalled. A rank that computes is only slow, for example on a shared machine: its deadline is extended, up to ten
-   times. A rank in a debugger has no deadline.
+   times the limit, or 5 minutes if that is more. A rank in a debugger has no deadline.
 """
 
 from __future__ import annotations
@@ -24,19 +25,25 @@ from .stack_dump import Stacks, process_state, read_stacks, work_seconds
 
 # Fractions of the inspection: up to the first, CPU use is observed; up to the second, changes of the stacks.
 _STACKS_FROM, _VERDICT_FROM = 0.5, 0.9
-_ASK_SECONDS = 0.15
+# Seconds between two requests of the same stacks.
+_REQUEST_INTERVAL_SECONDS = 0.15
 # Seconds of extension for a rank that waits for one that is not late yet, or for one further behind on another machine.
 _SHORT_EXTENSION_SECONDS = 1.6
-# The part of a core that a sleeping rank may use: threads of libraries wake up now and then.
-_ASLEEP = 0.02
+# The part of a core that an idle rank may use: threads of libraries wake up now and then.
+_IDLE_CPU_FRACTION = 0.02
 
 
 class RankSource(Protocol):
     """Ranks whose heartbeats and stacks can be read, identified by their pids."""
 
-    def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]: ...
-    def stacks(self, pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None]) -> dict[int, Stacks]: ...
-    def another_is_behind(self) -> bool: ...
+    def records(self, pids: Mapping[int, int]) -> dict[int, HeartbeatRecord | None]:
+        """Return the latest record of each rank in ``pids``; None for a rank that has not begun."""
+
+    def stacks(self, pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None]) -> dict[int, Stacks]:
+        """Return the stacks of every rank in ``pids``; for a rank that does not answer, only its process state."""
+
+    def another_is_behind(self) -> bool:
+        """Whether a rank that this source cannot read has less progress."""
 
 
 class SupervisedRanks:
@@ -54,11 +61,11 @@ class SupervisedRanks:
         return {rank: self._readers[rank].read() for rank in pids}
 
     def stacks(self, pids: Mapping[int, int], records: Mapping[int, HeartbeatRecord | None]) -> dict[int, Stacks]:
-        """Return the stacks of each rank that answers."""
+        """Return the stacks of every rank; for a rank that does not answer, only its process state."""
         return read_stacks(pids, records, {rank: reader.stacks for rank, reader in self._readers.items()})
 
     def another_is_behind(self) -> bool:
-        """Return False: there are no other ranks."""
+        """Return False: the supervisor reads all ranks."""
         return False
 
 
@@ -76,20 +83,25 @@ class SuspectedStall:
 
     records: dict[int, HeartbeatRecord | None]
     since: float
+    """Start of the inspection, in seconds of ``StallDetector.now``."""
     work: dict[int, float]
     """The CPU time of each rank at the start of the inspection, in seconds."""
     computing: set[int] = field(default_factory=set)
     stacks: dict[int, Stacks] | None = None
     """The latest stacks of the computing ranks."""
     asked_at: float = 0.0
+    """Last request of stacks, in seconds of ``StallDetector.now``."""
     progressing: set[int] = field(default_factory=set)
     """The computing ranks whose stacks have changed."""
 
     def note_computing(self, pids: Mapping[int, int], now: float) -> None:
-        """Record the ranks that use the CPU, or wait for a core or a disk, which may not be available in this time."""
+        """Record ranks that use the CPU or are in state R or D.
+
+        On a busy machine these may get no core or disk during the inspection.
+        """
         for rank, pid in pids.items():
             worked = work_seconds(pid) - self.work[rank]
-            if process_state(pid) in ("R", "D") or worked > _ASLEEP * (now - self.since):
+            if process_state(pid) in ("R", "D") or worked > _IDLE_CPU_FRACTION * (now - self.since):
                 self.computing.add(rank)
 
     def note_stacks(self, stacks: dict[int, Stacks], now: float) -> None:
@@ -109,13 +121,13 @@ class StallDetector:
 
     @property
     def now(self) -> float:
-        """The seconds during which this detector was called regularly."""
+        """Seconds since the first check; of each gap between two checks at most 1 s counts."""
         return self._tracker.now
 
     def check(self, pids: Mapping[int, int]) -> Stall | None:
         """Return the stall of the running ranks, given by their pids, or None.
 
-        Takes up to 0.6 seconds if it requests stacks from ranks.
+        Takes up to 1.2 seconds: stacks may be requested twice, 0.6 s each.
         """
         records = self._source.records(pids)
         behind = self._tracker.update(records)
@@ -134,7 +146,7 @@ class StallDetector:
         self._suspected = None
         computing = bool(suspected.stacks)
         stacks = self._source.stacks(pids, records)
-        # A sign of life during the inspection counts only if a rank computes: a sleeping rank may have been woken by
+        # A heartbeat during the inspection counts only if a rank computes: a sleeping rank may have been woken by
         # the signal that requested its stack.
         if computing and self._source.records(pids) != records:
             return None
@@ -143,7 +155,7 @@ class StallDetector:
         return Stall(tuple(stalled), describe(stalled, behind, pids, records, stacks)) if stalled else None
 
     def _suspicion(self, records: dict[int, HeartbeatRecord | None], pids: Mapping[int, int]) -> SuspectedStall:
-        """Return the observations so far; they begin again after any sign of life."""
+        """Return the observations so far; they begin again after any heartbeat."""
         # Only records of the ranks behind count: the others are silent because of them.
         if self._suspected is not None and self._suspected.records == records:
             return self._suspected
@@ -161,7 +173,7 @@ class StallDetector:
             # No stack is requested from a sleeping rank before the verdict: the signal might interrupt its sleep.
             if elapsed <= _STACKS_FROM:
                 return
-        elif elapsed >= _VERDICT_FROM or self.now - suspected.asked_at <= _ASK_SECONDS:
+        elif elapsed >= _VERDICT_FROM or self.now - suspected.asked_at <= _REQUEST_INTERVAL_SECONDS:
             return
         # Requested several times: a short loop is often found at the same line twice.
         asked = {rank: pids[rank] for rank in suspected.computing - suspected.progressing}
@@ -175,7 +187,7 @@ class StallDetector:
         debugged = any(stacks[rank].is_debugged for rank in behind)
         # Any stopped rank is a cause, even with more progress: it may hold a lock, or serve the store.
         stopped = [rank for rank, each in stacks.items() if each.is_stopped]
-        # Beyond ten times its limit even a rank that computes has stalled: its loop may never end.
+        # Beyond the longest extension even a rank that computes has stalled: its loop may never end.
         working = [rank for rank in progressing if behind[rank].seconds < behind[rank].longest]
         # A waiting rank is not at fault if another rank with the same progress does not wait.
         stuck = [rank for rank in late if rank not in working and not stacks[rank].waits]
@@ -243,7 +255,7 @@ def _sentence(
     state = " (stopped by a signal)" if stacks.is_stopped else " (waiting for another rank)" if stacks.waits else ""
     learned = ", learned from this run" if silence.learned else ""
     return (
-        f"{_named(stalled, pids)} stalled{state}: no sign of life for {silence.seconds:.1f} s "
+        f"{_named(stalled, pids)} stalled{state}: no heartbeat for {silence.seconds:.1f} s "
         f"{record or 'before fit'}; the limit is {silence.limit:.4g} s{learned}. If it only needs longer there, give "
         "Trainer(stall_timeout=...) more seconds."
     )

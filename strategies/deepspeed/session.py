@@ -41,9 +41,10 @@ from .update import EngineUpdate
 
 
 class EngineSession:
-    """Holds a module, its optimizer and the engine, and the means to restore them.
+    """Start, use and release of DeepSpeed's engine for one module.
 
-    Everything is stored as soon as it exists, so that ``stop`` also releases a session whose start has failed.
+    Records the module's original attributes and restores them in ``stop``. Everything is stored as soon as it exists,
+    so that ``stop`` also releases a session whose start has failed.
 
     Args:
         options: the strategy's arguments.
@@ -66,7 +67,7 @@ class EngineSession:
         self._classes: dict[nn.Module, type[nn.Module]] = {}
         self._trainable: list[bool] = []
         self._swap_folder: Path | None = None
-        self._unset: Callable[[], None] | None = None
+        self._restore_environment: Callable[[], None] | None = None
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -75,25 +76,32 @@ class EngineSession:
 
         Without optimizers, stages 1 and 2 hold full models, which need no engine, and stage 3 has an engine without
         updates.
+
+        Args:
+            module: the user's module.
+            optimizers: the module's optimizer; empty for evaluation.
+
+        Raises:
+            ConfigurationError: the engine does not support the optimizer, or rank 0 has no data for a parameter.
         """
-        low = self._compute_dtype if optimizers else None
+        compute_dtype = self._compute_dtype if optimizers else None
         if self._options.stage == 3:
             expand_missing(module, optimizers, self._world)
-        self._set_aside(module, optimizers)
+        self._record_and_freeze(module, optimizers)
         if self._options.stage == 3:
             config = self._sized_config(module, bool(optimizers))
             with backend(self._world, self._ops):
-                exact = split_parameters(module, converter(self._world, config), self._world, low)
-            self._start_engine(module, optimizers, exact, config)
+                fp32_weights = split_parameters(module, converter(self._world, config), self._world, compute_dtype)
+            self._start_engine(module, optimizers, fp32_weights, config)
         else:
             broadcast_module(module, self._world)
             if optimizers:
-                exact = full_precision_weights(module, low)
-                self._start_engine(module, optimizers, exact, self._sized_config(module, True))
+                fp32_weights = full_precision_weights(module, compute_dtype)
+                self._start_engine(module, optimizers, fp32_weights, self._sized_config(module, True))
 
     @property
     def _ops(self) -> list[str]:
-        """The ops built for this rank, loaded before DeepSpeed can try to compile them."""
+        """The names of the ops that this rank needs; ``backend`` loads them before DeepSpeed can compile them."""
         return needed_ops(self._options, self._world.device.type)
 
     @property
@@ -101,13 +109,14 @@ class EngineSession:
         """The compute dtype of the engine, or None for fp32."""
         return None if self._precision.compute_dtype == torch.float32 else self._precision.compute_dtype
 
-    def _set_aside(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Freeze parameters without an optimizer during the fit: the engine would store their gradients."""
+    def _record_and_freeze(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Record the module's attributes, drop its gradients, and freeze parameters that no optimizer updates."""
         self._original = OriginalAttributes(module)
         for parameter in module.parameters():
             # The engine would add a gradient left by an earlier fit to its first one.
             parameter.grad = None
         if optimizers:
+            # The engine would store gradients of parameters without an optimizer.
             trained = {id(one) for one in parameters_of(optimizers[0])}
             for parameter in module.parameters():
                 if id(parameter) not in trained:
@@ -115,16 +124,20 @@ class EngineSession:
         self._trainable = [parameter.requires_grad for parameter in module.parameters()]
 
     def _start_engine(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], exact: dict[int, Tensor], config: dict[str, Any]
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        fp32_weights: dict[int, Tensor],
+        config: dict[str, Any],
     ) -> None:
         self._adapter = TensorsOnlyAdapter(module)
         # Stage 3 reads LOCAL_RANK in forward passes.
-        self._unset = self._world.set_variables()
+        self._restore_environment = self._world.set_variables()
         with backend(self._world, self._ops):
             inner = engine_optimizer(optimizers[0], self._options, self._world.device.type) if optimizers else None
             self._engine = start_engine(self._adapter, inner, config)
         groups = FlatGroups(self._engine, self._world)
-        self.state = EngineState(groups, load_full_precision(groups, module, exact, self._world), self._world)
+        self.state = EngineState(groups, load_full_precision(groups, module, fp32_weights, self._world), self._world)
         if optimizers:
             self._classes = allow_exact_statistics(module) if self._compute_dtype is not None else {}
             self.update = EngineUpdate(self._engine, Following(optimizers[0], groups.inner))
@@ -140,7 +153,13 @@ class EngineSession:
         return self._config(0, 0, self._precision if self._options.offload_parameters == "nvme" else None)
 
     def _config(self, elements: int, largest: int, precision: Precision | None) -> dict[str, Any]:
-        """Return the engine's config, with a separate folder for this rank's files on a disk."""
+        """Return the engine's config, with a separate folder for this rank's files on a disk.
+
+        Args:
+            elements: elements of all parameters; 0 while layers are being built, which selects the folder.
+            largest: elements of the largest parameter.
+            precision: None for fp32 storage only.
+        """
         if self._options.uses_nvme and self._swap_folder is None:
             path = self._options.nvme_path
             assert path is not None
@@ -156,7 +175,10 @@ class EngineSession:
     # ---- in use ---------------------------------------------------------------------------------------------------
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
-        """Return a call of ``step`` through the engine when training, and under stage 3 always."""
+        """Return a function that runs ``step`` through the engine when training, and under stage 3 always.
+
+        Otherwise return ``step`` itself.
+        """
         if self._engine is None or self._adapter is None or (not training and self._options.stage < 3):
             return step
         routed = partial(self._engine, step)
@@ -183,7 +205,7 @@ class EngineSession:
             name: the name of the strategy, for the error.
 
         Raises:
-            ConfigurationError: on all ranks.
+            ConfigurationError: on all ranks; a parameter was frozen or unfrozen.
         """
         for trained, (parameter_name, parameter) in zip(self._trainable, module.named_parameters(), strict=True):
             if trained != parameter.requires_grad:
@@ -196,10 +218,13 @@ class EngineSession:
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def gather(self, module: nn.Module) -> bool:
-        """Give the module full weights in its original dtype; return whether it has them, on any rank. Collective.
+        """Give the module full weights in its original dtype. Collective.
 
         Stages 1 and 2 hold full weights on every rank. Stage 3 gathers them parameter by parameter according to
         ``gather_weights``: on rank 0, with those of the other ranks on the meta device, on all ranks, or not at all.
+
+        Returns:
+            True, on all ranks, if at least one rank got full weights.
         """
         gathers = self._options.gather_weights if self._options.stage == 3 else "all"
         if self.state is None or self._original is None or gathers == "none":
@@ -211,7 +236,8 @@ class EngineSession:
         """Release the engine, and DeepSpeed's references to the tensors. Not collective.
 
         Args:
-            module: the module if it has full weights, which then also loses DeepSpeed's attributes.
+            module: the module if it has full weights: DeepSpeed's attributes are removed from it; None leaves it as it
+                is.
         """
         restore_classes(self._classes)
         # `stop_engine` collects garbage, which frees the flat tensors only if nothing refers to them any more.
@@ -221,7 +247,7 @@ class EngineSession:
             stop_engine(engine)
         if module is not None and self._original is not None:
             self._original.restore(module)
-        if self._unset is not None:
-            self._unset()
+        if self._restore_environment is not None:
+            self._restore_environment()
         if self._swap_folder is not None:
             shutil.rmtree(self._swap_folder, ignore_errors=True)

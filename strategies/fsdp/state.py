@@ -18,7 +18,7 @@ from ...framework.checkpoint.stored_tensor import StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
-from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, numbered, parameters_of
+from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, parameters_of, torch_state_dict
 from ...framework.parallel.parameter_names import state_tensors
 
 
@@ -72,7 +72,7 @@ class ShardedState(CanonicalState):
             {slot: slot_from_store(parameter, value) for slot, value in slots.items()}
             for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
         ]
-        optimizer.load_state_dict(numbered(optimizer, own, groups))
+        optimizer.load_state_dict(torch_state_dict(optimizer, own, groups))
 
 
 def local_of(tensor: Tensor) -> Tensor:

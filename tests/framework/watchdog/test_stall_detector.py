@@ -273,7 +273,7 @@ def test_ranks_with_the_same_stack_are_shown_once(monkeypatch: pytest.MonkeyPatc
         "rank 7 (pid 7):",
         *AT_WORK.frames,
     ]
-    assert sentence.startswith("rank 7 (pid 7) stalled: no sign of life for 10.")
+    assert sentence.startswith("rank 7 (pid 7) stalled: no heartbeat for 10.")
 
 
 # ---- heartbeats ----------------------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def test_without_a_script_a_stall_is_reported_and_training_continues(
     trainer.fit(Slow(), loader())
     assert trainer.global_step == 3
     reported = capfd.readouterr().err
-    assert reported.count("stalled: no sign of life") == 1
+    assert reported.count("stalled: no heartbeat") == 1
     assert "in training_step" in reported
 
 
@@ -496,7 +496,7 @@ def test_among_ranks_that_watch_themselves_the_one_behind_is_reported(strategy: 
     waiting, sleeping = run_on_ranks(2, reported_while_one_is_late, "sleeps", strategy)
     assert waiting == ""
     assert "rank 1 (pid " in sleeping.splitlines()[-1]
-    assert "stalled: no sign of life for 1." in sleeping
+    assert "stalled: no heartbeat for 1." in sleeping
 
 
 def test_sections_of_a_run(tmp_path: Path) -> None:
