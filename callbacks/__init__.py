@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .lambda_callback import LambdaCallback as LambdaCallback
     from .learning_rate import LearningRateMonitor as LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from .prediction_writer import BasePredictionWriter as BasePredictionWriter, PredictionWriter as PredictionWriter
     from .progress import ProgressBar as ProgressBar, RichProgressBar as RichProgressBar
     from .stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from .summary import ModelSummary as ModelSummary
@@ -28,6 +29,7 @@ _HOMES = {
     ".lambda_callback": "LambdaCallback",
     ".learning_rate": "LearningRateMonitor",
     ".model_checkpoint": "ModelCheckpoint",
+    ".prediction_writer": "BasePredictionWriter PredictionWriter",
     ".progress": "ProgressBar RichProgressBar",
     ".stochastic_weight_averaging": "StochasticWeightAveraging",
     ".summary": "ModelSummary",
