@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ..framework.api.callback import Callback as Callback
     from .accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from .early_stopping import EarlyStopping as EarlyStopping
+    from .finetuning import BackboneFinetuning as BackboneFinetuning, BaseFinetuning as BaseFinetuning
     from .gradient_norm import GradientNormMonitor as GradientNormMonitor
     from .lambda_callback import LambdaCallback as LambdaCallback
     from .learning_rate import LearningRateMonitor as LearningRateMonitor
@@ -25,6 +26,7 @@ _HOMES = {
     "..framework.api.callback": "Callback",
     ".accumulation": "GradientAccumulationScheduler",
     ".early_stopping": "EarlyStopping",
+    ".finetuning": "BackboneFinetuning BaseFinetuning",
     ".gradient_norm": "GradientNormMonitor",
     ".lambda_callback": "LambdaCallback",
     ".learning_rate": "LearningRateMonitor",

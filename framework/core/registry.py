@@ -137,6 +137,8 @@ CALLBACKS = Registry(
         "gradient_accumulation_scheduler": ".callbacks.accumulation:GradientAccumulationScheduler",
         "gradient_norm_monitor": ".callbacks.gradient_norm:GradientNormMonitor",
         "learning_rate_monitor": ".callbacks.learning_rate:LearningRateMonitor",
+        "backbone_finetuning": ".callbacks.finetuning:BackboneFinetuning",
+        "base_finetuning": ".callbacks.finetuning:BaseFinetuning",
         "base_prediction_writer": ".callbacks.prediction_writer:BasePredictionWriter",
         "prediction_writer": ".callbacks.prediction_writer:PredictionWriter",
         "timer": ".callbacks.timer:Timer",
