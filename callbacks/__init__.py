@@ -9,30 +9,53 @@ from ..framework.core.lazy_exports import face
 if TYPE_CHECKING:
     from ..framework.api.callback import Callback as Callback
     from .accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
+    from .device_stats import DeviceStatsMonitor as DeviceStatsMonitor
     from .early_stopping import EarlyStopping as EarlyStopping
+    from .finetuning import BackboneFinetuning as BackboneFinetuning, BaseFinetuning as BaseFinetuning
     from .gradient_norm import GradientNormMonitor as GradientNormMonitor
     from .lambda_callback import LambdaCallback as LambdaCallback
     from .learning_rate import LearningRateMonitor as LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
-    from .progress import ProgressBar as ProgressBar, RichProgressBar as RichProgressBar
+    from .prediction_writer import BasePredictionWriter as BasePredictionWriter, PredictionWriter as PredictionWriter
+    from .progress import (
+        ProgressBar as ProgressBar,
+        RichProgressBar as RichProgressBar,
+        TQDMProgressBar as TQDMProgressBar,
+    )
     from .stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
-    from .summary import ModelSummary as ModelSummary
+    from .summary import ModelSummary as ModelSummary, RichModelSummary as RichModelSummary
     from .timer import Timer as Timer
     from .weight_averaging import EMAWeightAveraging as EMAWeightAveraging, WeightAveraging as WeightAveraging
 
 _HOMES = {
     "..framework.api.callback": "Callback",
     ".accumulation": "GradientAccumulationScheduler",
+    ".device_stats": "DeviceStatsMonitor",
     ".early_stopping": "EarlyStopping",
+    ".finetuning": "BackboneFinetuning BaseFinetuning",
     ".gradient_norm": "GradientNormMonitor",
     ".lambda_callback": "LambdaCallback",
     ".learning_rate": "LearningRateMonitor",
     ".model_checkpoint": "ModelCheckpoint",
-    ".progress": "ProgressBar RichProgressBar",
+    ".prediction_writer": "BasePredictionWriter PredictionWriter",
+    ".progress": "ProgressBar RichProgressBar TQDMProgressBar",
     ".stochastic_weight_averaging": "StochasticWeightAveraging",
-    ".summary": "ModelSummary",
+    ".summary": "ModelSummary RichModelSummary",
     ".timer": "Timer",
     ".weight_averaging": "EMAWeightAveraging WeightAveraging",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+# Names of Lightning that have no counterpart here.
+_ABSENT = {
+    "BatchSizeFinder": "set the batch size in the DataLoader, and reach larger batches with accumulate_grad_batches.",
+    "Checkpoint": "derive a callback that saves from ModelCheckpoint, or from Callback with runs_last = True.",
+    "LearningRateFinder": "compare the losses of short fits, Trainer(max_steps=...), with several learning rates.",
+    "ModelPruning": "a pruned parameter has another name, which no checkpoint and no sharded strategy expects; call "
+    "torch.nn.utils.prune on the module after the fit, and prune.remove before its weights are saved.",
+    "OnExceptionCheckpoint": "after an error the ranks may be at different steps; "
+    "ModelCheckpoint(every_n_train_steps=..., asynchronous=True) limits the steps that an error costs.",
+    "SpikeDetection": "every fit reports loss spikes, with their value, rank and step.",
+    "ThroughputMonitor": "the progress bar shows the speed; to log it, call self.log with your own count per second.",
+}
+
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, _ABSENT)

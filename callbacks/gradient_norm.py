@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..framework.api.callback import Callback
@@ -37,12 +36,12 @@ class GradientNormMonitor(Callback):
             )
         self.norm_type = float(norm_type)
         self._every = 1
-        self._named: Sequence[tuple[Optimizer, str, list[Tensor]]] = ()
+        self._named: Sequence[tuple[Optimizer, str]] = ()
 
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._every = trainer.log_every_n_steps
         self._named = [
-            (optimizer, f"grad_norm-{number}" if number else "grad_norm", parameters_of(optimizer))
+            (optimizer, f"grad_norm-{number}" if number else "grad_norm")
             for number, optimizer in enumerate(trainer.optimizers)
         ]
 
@@ -50,8 +49,9 @@ class GradientNormMonitor(Callback):
         # Steps are logged by the value of global_step after the update.
         if (trainer.global_step + 1) % self._every:
             return
-        for own, name, parameters in self._named:
+        for own, name in self._named:
             if own is optimizer:
                 gradients = trainer.strategy.gradients
-                norm = gradients.norm(parameters, self.norm_type)
+                # Looked up in each step, since parameters may be added to an optimizer.
+                norm = gradients.norm(parameters_of(optimizer), self.norm_type)
                 module.log(name, norm, on_step=True, on_epoch=False)

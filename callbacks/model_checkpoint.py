@@ -60,6 +60,7 @@ class ModelCheckpoint(CheckpointRecords):
             a checkpoint that does not exist yet.
         keep_last: the number of newest checkpoints to retain, for any value of the metric.
         keep_every_nth: retain every nth due checkpoint permanently, counted over the entire run.
+        save_on_exception: must be False; Lightning has the argument.
 
     Raises:
         ConfigurationError: an argument is invalid, or two contradict one another.
@@ -92,7 +93,13 @@ class ModelCheckpoint(CheckpointRecords):
         asynchronous: bool = False,
         keep_last: int = 0,
         keep_every_nth: int = 0,
+        save_on_exception: bool = False,
     ) -> None:
+        if save_on_exception:
+            raise ConfigurationError(
+                "ModelCheckpoint(save_on_exception=True): after an error the ranks may be at different steps; "
+                "every_n_train_steps=..., asynchronous=True limits the steps that an error costs."
+            )
         if save_last not in (None, True, False, "link"):
             raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
         check_mode("ModelCheckpoint", mode)

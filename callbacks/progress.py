@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..framework.api.callback import Callback
-from ..framework.core.errors import ConfigurationError
+from ..framework.core.errors import ConfigurationError, is_count
 from .progress_screens import UNKNOWN, Frame, Lines, Live, Screen
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class ProgressBar(Callback):
 
     # The line printed at the end of an epoch contains its metrics, so they must have been reduced before.
     monitors = True
+    _shown = True
 
     def __init__(self, refresh_seconds: float = 0.1, line_seconds: float = 10.0) -> None:
         for name, value in (("refresh_seconds", refresh_seconds), ("line_seconds", line_seconds)):
@@ -67,7 +68,7 @@ class ProgressBar(Callback):
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
-        self._active = trainer.is_global_zero
+        self._active = trainer.is_global_zero and self._shown
         self._frames.clear()
         self._next_look = _NEVER
         if self._active:
@@ -168,10 +169,51 @@ class ProgressBar(Callback):
 
 
 class RichProgressBar(ProgressBar):
-    """A ``ProgressBar`` that draws the live bar even if the output is not a terminal."""
+    """A ``ProgressBar`` that draws the live bar even if the output is not a terminal.
+
+    Args:
+        refresh_seconds: Time between two updates of the live bar, in seconds.
+        line_seconds: Minimum time between two lines of text within an epoch, in seconds.
+        refresh_rate: 0: display nothing. Other numbers have no effect, as updates follow the clock.
+        leave: Accepted for compatibility: a line with the metrics of each epoch always remains.
+
+    Raises:
+        ConfigurationError: A time is not positive, or the rate is negative.
+    """
+
+    def __init__(
+        self, refresh_seconds: float = 0.1, line_seconds: float = 10.0, *, refresh_rate: int = 1, leave: bool = True
+    ) -> None:
+        super().__init__(refresh_seconds, line_seconds)
+        self._shown = _is_shown(self, refresh_rate)
 
     def _make_screen(self) -> Screen:
         return Live(self._refresh_seconds, force=True)
+
+
+class TQDMProgressBar(ProgressBar):
+    """A ``ProgressBar`` with the arguments of Lightning's class of this name.
+
+    Args:
+        refresh_rate: 0: display nothing. Other numbers have no effect, as updates follow the clock.
+        process_position: Accepted for compatibility: only rank 0 displays progress.
+        leave: Accepted for compatibility: a line with the metrics of each epoch always remains.
+
+    Raises:
+        ConfigurationError: The rate is negative.
+    """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__()
+        self._shown = _is_shown(self, refresh_rate)
+
+
+def _is_shown(bar: ProgressBar, refresh_rate: int) -> bool:
+    if not is_count(refresh_rate, 0):
+        raise ConfigurationError(
+            f"{type(bar).__name__}(refresh_rate={refresh_rate!r}): give a whole number, 0 for no display."
+        )
+    return refresh_rate > 0
 
 
 def _metrics_text(trainer: TrainerView) -> str:

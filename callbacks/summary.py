@@ -39,6 +39,10 @@ class ModelSummary(Callback):
             trainer.note(summarize(module, self.max_depth))
 
 
+class RichModelSummary(ModelSummary):
+    """A ``ModelSummary`` under the name of Lightning's variant; the table is the same."""
+
+
 @dataclass
 class _Count:
     """Number of parameters of a module. Parameters that are shared between modules are counted once."""

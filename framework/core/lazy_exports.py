@@ -9,19 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 
-def face(module: str, homes: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def face(
+    module: str, homes: Mapping[str, str], absent: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__all__``, ``__getattr__`` and ``__dir__`` for a module whose names are defined in other modules.
 
     Args:
         module: the ``__name__`` of the public module.
         homes: the modules that define the public names, relative to the public module's package.
+        absent: names of other libraries that users look for here, each with a sentence that says what to use instead.
+            Access to one raises an ``ImportError`` with the sentence, as ``from module import name`` would replace the
+            message of an ``AttributeError``.
     """
     table = _by_name(homes)
 
     def __getattr__(name: str) -> Any:
+        if name in absent:
+            raise ImportError(f"{module} has no {name}: {absent[name]}", name=name)
         if name not in table:
             raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(table))}")
         own, home = sys.modules[module], table[name]

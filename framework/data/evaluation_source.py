@@ -56,6 +56,13 @@ class EvaluationSource(ABC):
         """Yield (number in the one-process order, batch) for this rank's batches among the first ``limit``."""
         return self.start_from(self.rank, epoch=epoch, limit=limit)
 
+    def record_indices(self) -> None:
+        """Record the dataset indices of each batch from now on, where they are known."""
+
+    def take_indices(self) -> list[Any] | None:
+        """Return the dataset indices of the next batch of this rank, once for each batch; None if they are unknown."""
+        return None
+
     @abstractmethod
     def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
         """Yield every ``size``-th batch, starting with batch ``first``, regardless of the rank."""
@@ -87,6 +94,14 @@ class MapEvaluation(EvaluationSource):
 
     def len_batches(self) -> int | None:
         return self._sampler.length()
+
+    def record_indices(self) -> None:
+        # Batches of other loaders need not arrive one by one in the order in which the sampler yields them.
+        if type(self._given).__iter__ is DataLoader.__iter__ and getattr(self._given, "in_order", True):
+            self._sampler.record_indices()
+
+    def take_indices(self) -> list[Any] | None:
+        return self._sampler.take_indices()
 
     def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
         pass_epoch_to(self._given, epoch)

@@ -8,6 +8,7 @@ part. In evaluation, batch i of the one-process order belongs entirely to rank `
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -164,10 +165,25 @@ class EvaluationSampler(IndexSampler):
         self.first = 0
         self.step = 1
         self.stop: int | None = None
+        self._records = False
+        self._recorded: deque[Sequence[Any]] = deque()
 
     def read_from(self, first: int, step: int, stop: int | None) -> None:
         """Read every ``step``-th batch from batch ``first`` on, below batch ``stop``, from the next iteration on."""
         self.first, self.step, self.stop = first, step, stop
+        # A new queue: an iteration that ended early leaves the indices of batches that were read ahead.
+        self._recorded = deque()
+
+    def record_indices(self) -> None:
+        """Record the items of each batch until ``take_indices`` returns them."""
+        self._records = True
+
+    def take_indices(self) -> list[Any] | None:
+        """Return the items of the earliest batch not taken yet; None if no batch is recorded."""
+        if not self._recorded:
+            return None
+        items = self._recorded.popleft()
+        return list(items[0]) if self.whole and isinstance(items[0], Sequence) else list(items)
 
     def length(self) -> int | None:
         """Return the number of batches in the one-process order, or None if unknown."""
@@ -194,4 +210,6 @@ class EvaluationSampler(IndexSampler):
         for number, chunk in _every(items, self.width, *share):
             if self.drop_last and len(chunk) < self.width:
                 return
+            if self._records:
+                self._recorded.append(chunk)
             yield self._pack(chunk, number * self.width, epoch)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.evaluation_source import EvaluationSource
+from ..data.evaluation_source import EvaluationSource, NumberedBatches
 from ..diagnostics.isolated_step import fresh, isolated
 from ..metrics.metric_entry import Entry
 from ..metrics.metric_log import MetricLog
@@ -101,10 +101,13 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
     With ``keep`` False the outputs are released once the hooks have seen them.
     """
     outputs: list[list[tuple[int, Any]]] = [[] for _ in plan.sources]
+    # One entry per loader: the dataset indices of this rank's newest batch, or None if they are unknown.
+    run.batch_indices[:] = [None for _ in plan.sources]
     refusal = NoLog("predict", "return it from predict_step, or hand it to self.logger")
     with run.heartbeat.section("evaluation"), evaluating(run, plan), logging_to(run, refusal):
         _start(run, plan)
         for index, source in enumerate(plan.sources):
+            source.record_indices()
             _run_loader(run, plan, source, index, outputs=outputs[index] if keep else None)
         run.heartbeat.mark_sync_point()
         mine = outputs if run.world.counts_data else [[] for _ in plan.sources]
@@ -167,8 +170,6 @@ def _run_loader(
     outputs: list[tuple[int, Any]] | None = None,
 ) -> None:
     """Run this rank's batches of a loader; record metrics and append the numbered outputs if these are given."""
-    from lightning_utilities.core.apply_func import apply_to_collection
-
     names = ("batch", "batch_idx", "dataloader_idx")
     context = run.fabric.forward_context()
     user_step = with_arity(getattr(run.module, f"{plan.prefix}_step"), names)
@@ -180,6 +181,8 @@ def _run_loader(
         numbered = in_rounds(
             numbered, _certain_count(source, plan.limits[index]), run.world, _idle_step(run, plan, step, index)
         )
+    if metrics is None:
+        numbered = _with_indices(run, source, index, numbered)
     phase = run.heartbeat.phase
     # ``batch_idx`` counts this rank's own batches, as the user's step expects.
     for batch_index, (place, batch) in enumerate(numbered):
@@ -196,9 +199,16 @@ def _run_loader(
         if metrics is not None:
             metrics.record()
         if outputs is not None:
-            outputs.append((place, apply_to_collection(output, Tensor, _kept)))
+            outputs.append((place, on_host(output)))
     if metrics is not None:
         metrics.flush()
+
+
+def _with_indices(run: Run, source: EvaluationSource, index: int, numbered: NumberedBatches) -> NumberedBatches:
+    """Yield a rank's batches; before each, publish the dataset indices of its samples to the callbacks."""
+    for item in numbered:
+        run.batch_indices[index] = source.take_indices()
+        yield item
 
 
 def _certain_count(source: EvaluationSource, limit: int | None) -> int | None:
@@ -215,6 +225,13 @@ def _idle_step(run: Run, plan: EvaluationPlan, step: Callable[..., Any], index: 
             step(batch if plan.transfer is None else plan.transfer(batch, index), 0, index)
 
     return idle
+
+
+def on_host(output: Any) -> Any:
+    """Return the output of a step with its tensors moved to host memory, to be retained."""
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    return apply_to_collection(output, Tensor, _kept)
 
 
 def _kept(tensor: Tensor) -> Tensor:

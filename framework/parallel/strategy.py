@@ -85,6 +85,8 @@ class Strategy(ABC):
 
     world: World
     precision: Precision
+    fixes_parameters: bool = False
+    """Whether ``setup`` fixes the trained parameters: none can be frozen, unfrozen or added to an optimizer later."""
     flags: StepFlags | None = None
     """The exchange of step flags, if ``setup`` made this strategy's gradient reduction carry them. None for a separate
     message, which works under every strategy."""

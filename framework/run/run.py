@@ -75,6 +75,7 @@ class Run:
         """The position of the loggers at the start of that section."""
         self.evaluated_batches: dict[int, int] = {}
         """Batches of each validation loader that this rank has seen in the entire fit."""
+        self.batch_indices: list[list[Any] | None] = []
         self.metrics = RunMetrics(self.train_log, loggers)
         self.sanity_checking = self.evaluating = self.stop_requested = False
         self.stop_reason: str | None = None

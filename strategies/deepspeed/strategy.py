@@ -53,6 +53,8 @@ class DeepSpeedStrategy(Strategy):
     """
 
     name = "deepspeed"
+    # The engine flattens the parameters of the optimizer into one tensor.
+    fixes_parameters = True
     # With CUDA, importing DeepSpeed queries the devices, and no forked process could use them afterwards.
     if not torch.backends.cuda.is_built():
         libraries = (*Strategy.libraries, "phalanx.strategies.deepspeed.library")
