@@ -10,7 +10,7 @@ from ..core.errors import ConfigurationError, DataError
 from ..data.combined_source import prepare_evaluations, prepare_training
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ..api.data_module import DataModule
     from ..data.evaluation_source import EvaluationSource
@@ -42,6 +42,8 @@ class Data:
     given: dict[str, Any]
     seed: int
     shard: bool
+    keep: Callable[[str, Any], None] | None = None
+    """Called with a stage and its loaders when a source is made from them, for the Trainer's attributes."""
 
     def loaders(self, stage: str) -> Any:
         """Return the loaders of a stage: the user's, else the DataModule's, else the module's; None without any."""
@@ -61,6 +63,8 @@ class Data:
             raise ConfigurationError(
                 "train_dataloader() returned None, so there is nothing to train on: return a loader."
             )
+        if self.keep is not None:
+            self.keep("train", loaders)
         return prepare_training(
             loaders,
             rank=self.world.data_rank,
@@ -76,6 +80,8 @@ class Data:
         loaders = self.loaders(stage)
         if loaders is None:
             return []
+        if stage != "train" and self.keep is not None:
+            self.keep(stage, loaders)
         return prepare_evaluations(
             loaders,
             rank=self.world.data_rank,

@@ -85,7 +85,9 @@ def evaluation_plan(session: Session, stage: str, sources: list[EvaluationSource
     if stage == "validate" and session.state.stage == "fit" and (not sources or settings.limits["validate"] == 0):
         return None
     limits = [settings.limit_batches(stage, source.len_batches()) for source in sources]
-    return EvaluationPlan(stage, sources, limits, None, session.settings.given.inference_mode)
+    plan = EvaluationPlan(stage, sources, limits, None, session.settings.given.inference_mode)
+    session.records.keep_evaluation(plan)
+    return plan
 
 
 def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: int | None) -> FitPlan:
