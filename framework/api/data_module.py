@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.hyperparameters import HyperparametersMixin
+from .overriding import is_overridden
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +71,8 @@ class DataModule(HyperparametersMixin):
         """Restore the state that ``state_dict`` returned."""
 
     def provides(self, hook: str) -> bool:
-        """Whether ``hook``, a loader for instance, is overridden in the class or set on this object."""
-        return hook in vars(self) or getattr(type(self), hook, None) is not getattr(DataModule, hook, None)
+        """Whether ``hook``, such as a loader, is overridden in the class or on this object; None switches it off."""
+        return is_overridden(hook, self, DataModule)
 
     @classmethod
     def from_datasets(

@@ -25,6 +25,7 @@ from ..resume.rank_state import restore_rank
 from ..resume.resume_point import Origin, claim_directory, find_checkpoint
 from ..run.overrides import batch_transfer, check_closure
 from ..run.run import Run
+from .checks import check_backward
 from .data_sources import Data, require_data
 from .loop_assembly import build_loop, evaluation_plan
 from .plugins import check_state_keys
@@ -192,6 +193,8 @@ def _attach_step(
     )
     run.averages.use_statistics(statistics)
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
+    # Checked before the ranks start too, but strategy="auto" has been replaced since then.
+    check_backward(run.module, run.strategy)
     if run.module.automatic_optimization:
         step: Any = AutomaticStep(run, train_transfer, settings.given.nonfinite, settings.clipping, loop.windows)
     else:

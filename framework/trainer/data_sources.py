@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, DataError
 from ..data.combined_source import prepare_evaluations, prepare_training
+from ..run.overrides import is_overridden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -129,8 +130,7 @@ def _provider(stage: str, module: TrainModule, datamodule: DataModule | None) ->
     hook = _LOADER_HOOKS[stage]
     if datamodule is not None and datamodule.provides(hook):
         return datamodule
-    own = hook in vars(module) or getattr(type(module), hook, None) is not getattr(TrainModule, hook)
-    return module if own else None
+    return module if is_overridden(hook, module) else None
 
 
 def require_data(sources: list[EvaluationSource], stage: str) -> None:

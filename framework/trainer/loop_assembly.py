@@ -43,7 +43,7 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
         validation = evaluation_plan(session, "validate", data.evaluation("validate"))
         if validation is not None:
             validation.count_in(run.evaluated_batches)
-    elif request.given.get("validate") is not None:
+    elif request.given.get("validate") is not None and run.module.validation_step is not None:
         raise ConfigurationError(f"val_dataloaders was given, but {type(run.module).__name__} has no validation_step.")
     plan = _fit_plan(settings, validation, full)
     loop = FitLoop(run, plan, windows, time.monotonic)
