@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.hyperparameters import HyperparametersMixin
+from .absent_names import DATA_MODULE, lacks
 from .overriding import is_overridden
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .contracts import TrainerView
 
 
+@lacks(DATA_MODULE)
 class DataModule(HyperparametersMixin):
     """Base class of data modules; override the loaders and hooks that you need.
 

@@ -67,6 +67,11 @@ class RunAccess(nn.Module):
         return self._live.world.device if self._in_run else torch.device("cpu")
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether ``device`` is a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first floating-point parameter."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())

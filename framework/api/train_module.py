@@ -14,6 +14,7 @@ from ..metrics.metric_log import MetricLog
 from ..metrics.no_log import NoLog
 from ..metrics.torchmetrics_state import logged_items
 from ..state import rebuild_module
+from .absent_names import MODULE_METHODS, AbsentMethod, lacks
 from .module_hooks import ModuleHooks
 from .outside_run import OutsideRun
 from .run_access import RunAccess
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _LIVE = ("_run", "_metric_log")
 
 
+@lacks(MODULE_METHODS, AbsentMethod)
 class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
     """Base class of models with their training. Override ``training_step``, ``configure_optimizers`` and other hooks.
 

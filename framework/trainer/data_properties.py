@@ -94,6 +94,13 @@ class DataProperties:
         """Whether the running fit validates."""
         return self._session.loop is not None and self._session.loop.plan.validation is not None
 
+    enable_validation = val_enabled
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of the current optimizer step."""
+        return self._session.accumulation(self.progress.epoch, self.progress.global_step)
+
     @property
     def is_last_batch(self) -> bool:
         """Whether the micro-batch in progress is the last of its epoch, as far as the length is known."""

@@ -161,6 +161,11 @@ class TrainerProperties(SettingProperties, DataProperties, FabricProperties):
         return self.state.status == "interrupted"
 
     @property
+    def received_sigterm(self) -> bool:
+        """Whether any rank has received a preemption signal, and the run is about to save and end."""
+        return self.run is not None and self.run.preempted_by is not None
+
+    @property
     def should_stop(self) -> bool:
         """Whether a stop was requested and all ranks have agreed on it."""
         return self.run is not None and self.run.stop_requested
@@ -225,6 +230,12 @@ class TrainerProperties(SettingProperties, DataProperties, FabricProperties):
     def early_stopping_callback(self) -> Callback | None:
         """The first callback that stops early."""
         return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> Callback | None:
+        """The first callback that shows a progress bar."""
+        kind = CALLBACKS.load("progress_bar")
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     @property
     def logger(self) -> Logger | None:
