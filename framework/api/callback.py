@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .overriding import is_overridden
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -45,8 +47,8 @@ class Callback:
         return False
 
     def wants(self, hook: str) -> bool:
-        """Whether to call ``hook``; evaluated once per run. Default: whether the class overrides it."""
-        return getattr(type(self), hook, None) is not getattr(Callback, hook, None)
+        """Whether to call ``hook``; evaluated once per run. Default: whether the class or this object overrides it."""
+        return is_overridden(hook, self, Callback)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint: JSON values, tensors, and lists or dicts of them."""

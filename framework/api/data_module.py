@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.hyperparameters import HyperparametersMixin
+from .absent_names import DATA_MODULE, lacks
+from .overriding import is_overridden
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from .contracts import TrainerView
 
 
+@lacks(DATA_MODULE)
 class DataModule(HyperparametersMixin):
     """Base class of data modules; override the loaders and hooks that you need.
 
@@ -70,8 +73,8 @@ class DataModule(HyperparametersMixin):
         """Restore the state that ``state_dict`` returned."""
 
     def provides(self, hook: str) -> bool:
-        """Whether ``hook``, a loader for instance, is overridden in the class or set on this object."""
-        return hook in vars(self) or getattr(type(self), hook, None) is not getattr(DataModule, hook, None)
+        """Whether ``hook``, such as a loader, is overridden in the class or on this object; None switches it off."""
+        return is_overridden(hook, self, DataModule)
 
     @classmethod
     def from_datasets(

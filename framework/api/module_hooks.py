@@ -168,6 +168,13 @@ class ModuleHooks(nn.Module):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a weighted and scaled loss; override for your own backward pass.
+
+        The weight is the batch's part of its window. Strategies that compute gradients themselves refuse an override.
+        """
+        loss.backward(*args, **kwargs)
+
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import open_checkpoint
-from ..core.errors import ConfigurationError
 from ..core.hyperparameters import HyperparametersMixin
 from ..metrics.metric_log import MetricLog
 from ..metrics.no_log import NoLog
 from ..metrics.torchmetrics_state import logged_items
 from ..state import rebuild_module
+from .absent_names import MODULE_METHODS, AbsentMethod, lacks
 from .module_hooks import ModuleHooks
+from .outside_run import OutsideRun
+from .run_access import RunAccess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -25,14 +27,13 @@ if TYPE_CHECKING:
     from torchmetrics import MetricCollection
     from typing_extensions import Self
 
-    from ..fabric.fabric import Fabric
-    from ..metrics.logger import Logger
-    from .contracts import AttachedRun, TrainerView
+    from .contracts import AttachedRun
 
 _LIVE = ("_run", "_metric_log")
 
 
-class TrainModule(ModuleHooks, HyperparametersMixin, nn.Module):
+@lacks(MODULE_METHODS, AbsentMethod)
+class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
     """Base class of models with their training. Override ``training_step``, ``configure_optimizers`` and other hooks.
 
     ``training_step`` computes the loss; then the framework runs backward, clips gradients, and steps the optimizer
@@ -46,7 +47,6 @@ class TrainModule(ModuleHooks, HyperparametersMixin, nn.Module):
     """Renamed prefixes of parameter names, from those in checkpoints to the current ones: ``{"net": "body.net"}``."""
     example_input_array: Any = None
     _metric_log: MetricLog | NoLog | None
-    _run: AttachedRun | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,10 +67,11 @@ class TrainModule(ModuleHooks, HyperparametersMixin, nn.Module):
         self._run = run
 
     def detach(self) -> None:
-        """Make this module independent of its run: optimizers are untoggled, and ``self.log`` does nothing."""
+        """Leave the run and keep its Trainer: optimizers are untoggled, and ``self.log`` does nothing."""
         self.untoggle_optimizer()
         self.log_to(None)
-        self._run = None
+        if self._run is not None:
+            self._run = OutsideRun(self._run.trainer)
 
     def log_to(self, log: MetricLog | NoLog | None) -> MetricLog | NoLog | None:
         """Make ``self.log`` write to another log, or to none; return the previous log. Called by loops."""
@@ -187,76 +188,7 @@ class TrainModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """
         return self._live.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    # ---- the run --------------------------------------------------------------------------------------------------
-
-    @property
-    def _live(self) -> AttachedRun:
-        if self._run is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} belongs to no run: pass it to Trainer.fit, validate, test or predict."
-            )
-        return self._run
-
-    @property
-    def trainer(self) -> TrainerView:
-        """The Trainer that runs this module."""
-        return self._live.trainer
-
-    @property
-    def fabric(self) -> Fabric:
-        """The Fabric of the Trainer."""
-        return self._live.fabric
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters, or of the run without parameters."""
-        parameter = next(self.parameters(), None)
-        if parameter is not None:
-            return parameter.device
-        return self._live.world.device if self._run is not None else torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point parameter."""
-        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
-
-    @property
-    def current_epoch(self) -> int:
-        """The epoch in progress, from 0."""
-        return self._run.progress.epoch if self._run is not None else 0
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer updates applied."""
-        return self._run.progress.global_step if self._run is not None else 0
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all."""
-        return self._run.world.rank if self._run is not None else 0
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return self._run.world.local_rank if self._run is not None else 0
-
-    @property
-    def logger(self) -> Logger | None:
-        """The first logger."""
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def loggers(self) -> list[Logger]:
-        """All loggers."""
-        return self._live.trainer.loggers
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0."""
-        self.fabric.print(*args, **kwargs)
-
-    def all_gather(self, data: Any) -> Any:
-        """Return tensors of all ranks, stacked in a new first dimension. Collective."""
-        return self.fabric.all_gather(data)
+    # ---- weights ----------------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
         """Set ``requires_grad`` of all parameters to False, and switch to evaluation mode."""

@@ -34,7 +34,7 @@ from torch import Tensor
 from ..data.accumulation_window import Windows
 from ..parallel.step_flags import LocalFlags, MessageFlags, StepFlags
 from ..parallel.strategy import StepFunction
-from ..run.overrides import is_overridden
+from ..run.overrides import backward_of, is_overridden
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD, UPDATE
 from .filler_batches import FILLER, lockstep_filler
@@ -62,7 +62,7 @@ class AutomaticStep(TrainingStep):
         self.filler = lockstep_filler(run, transfer, windows)
         self.forward = self.routed()
         # An instance attribute, so that the collective trace can replace it temporarily.
-        self.backward = self.strategy.backward
+        self.backward = backward_of(module, self.strategy)
         self.scaler = run.scaler
         self.batch_weight = module.batch_weight if is_overridden("batch_weight", module) else None
         self.totals = ReducedTotals(run, self.filler) if self.is_distributed else LocalTotals()

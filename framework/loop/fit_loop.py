@@ -33,7 +33,7 @@ from ..resume.rank_state import redone, rejoin
 from ..run.run import Run
 from .automatic_step import AutomaticStep
 from .evaluation_loop import logging_to
-from .fit_plan import FitPlan
+from .fit_plan import FitPlan, estimate_steps
 from .fit_validation import FitValidation
 from .manual_step import ManualStep
 
@@ -65,14 +65,7 @@ class FitLoop:
     def estimated_steps(self) -> int | float:
         """Return the number of optimizer steps of the entire fit; infinite if unknown."""
         plan, windows = self.plan, self.windows
-        if windows.full is None or plan.epoch_limit == math.inf:
-            return plan.step_limit
-        steps = 0
-        for epoch in range(int(plan.epoch_limit)):
-            steps += windows.schedule.windows(windows.full, epoch, steps)
-            if steps >= plan.step_limit:
-                return plan.step_limit
-        return steps
+        return estimate_steps(plan.epoch_limit, plan.step_limit, windows.full, windows.schedule)
 
     def __call__(self) -> None:
         """Train until a limit or a stop. Collective."""

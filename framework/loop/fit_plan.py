@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..core.accumulation import AccumulationSchedule
 from .evaluation_loop import EvaluationPlan
 
 
@@ -34,3 +35,24 @@ class FitPlan:
     def step_limit(self) -> int | float:
         """The number of optimizer steps after which the fit ends; infinite without a limit."""
         return math.inf if self.max_steps < 0 else self.max_steps
+
+
+def estimate_steps(
+    epoch_limit: int | float, step_limit: int | float, batches: int | None, schedule: AccumulationSchedule
+) -> int | float:
+    """Return the number of optimizer steps of an entire fit; infinite if unknown.
+
+    Args:
+        epoch_limit: the number of epochs.
+        step_limit: the largest number of optimizer steps.
+        batches: micro-batches of each rank in an epoch; None if unknown.
+        schedule: the number of micro-batches in an optimizer step.
+    """
+    if batches is None or epoch_limit == math.inf:
+        return step_limit
+    steps = 0
+    for epoch in range(int(epoch_limit)):
+        steps += schedule.windows(batches, epoch, steps)
+        if steps >= step_limit:
+            return step_limit
+    return steps

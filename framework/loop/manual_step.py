@@ -15,7 +15,7 @@ from ..diagnostics.nonfinite_guard import NonFiniteGuard
 from ..parallel.canonical_state import parameters_of
 from ..parallel.strategy import Traits
 from ..parallel.zero_backward import zero_loss
-from ..run.overrides import needs_closure
+from ..run.overrides import is_overridden, needs_closure
 from ..run.run import Run
 from .step_base import TrainingStep
 
@@ -155,6 +155,8 @@ class ManualStep(TrainingStep):
         # training step. The strategy's own forward and backward would reduce after every backward pass, so they are
         # bypassed.
         self.forward = self.routed(training=self.reduced_before)
+        module = run.module
+        self._backward = module.backward if is_overridden("backward", module) else Tensor.backward
         self.stepped = False
         self.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
         run.use_manual(self.manual_optimizers, self.manual_backward)
@@ -181,7 +183,7 @@ class ManualStep(TrainingStep):
             options = {**dict(zip(_BACKWARD_ARGUMENTS, args, strict=False)), **kwargs}
             self.strategy.backward(scaled, **{name: value for name, value in options.items() if value is not None})
         else:
-            scaled.backward(*args, **kwargs)
+            self._backward(scaled, *args, **kwargs)
         for hook in self.after_backward:
             hook()
 

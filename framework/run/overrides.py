@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from ..api import overriding
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, LoopError
@@ -46,8 +49,29 @@ class StrategyOptimizer:
 
 
 def is_overridden(name: str, module: TrainModule) -> bool:
-    """Whether a module's class overrides a method of TrainModule."""
-    return getattr(type(module), name, None) is not getattr(TrainModule, name)
+    """Whether a module overrides a method of TrainModule, in its class or on the object; None switches it off."""
+    return overriding.is_overridden(name, module, TrainModule)
+
+
+@dataclass(frozen=True)
+class HookedLoss:
+    """Passed to ``Strategy.backward`` in place of a loss: its ``backward`` is the module's own hook."""
+
+    loss: Tensor
+    hook: Callable[..., None]
+
+    def backward(self, **options: Any) -> None:
+        """Call the hook with the loss."""
+        self.hook(self.loss, **options)
+
+
+def backward_of(module: TrainModule, strategy: Strategy) -> Callable[..., None]:
+    """Return the strategy's backward pass; it goes through the module's ``backward`` if that is overridden."""
+    if not is_overridden("backward", module):
+        return strategy.backward
+    # Typed as Any, since a strategy that allows the hook only calls `loss.backward()`.
+    run, hook = cast("Callable[[Any], None]", strategy.backward), module.backward
+    return lambda loss: run(HookedLoss(loss, hook))
 
 
 def in_context(step: StepFunction, context: AbstractContextManager[Any] | None) -> StepFunction:
@@ -137,7 +161,7 @@ def _move(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
 
 def _overridden(name: str, module: TrainModule, datamodule: DataModule | None) -> Callable[..., Any] | None:
     for owner, base in ((datamodule, DataModule), (module, TrainModule)):
-        if owner is not None and getattr(type(owner), name, None) is not getattr(base, name):
+        if owner is not None and overriding.is_overridden(name, owner, base):
             hook: Callable[..., Any] = getattr(owner, name)
             return hook
     return None

@@ -16,6 +16,7 @@ from ..metrics.metric_log import MetricLog
 from ..state.average_settings import AverageSettings
 from ..state.weight_average import Average
 from ..state.weight_averages import Averages
+from .overrides import is_overridden
 from .run_metrics import RunMetrics
 
 if TYPE_CHECKING:
@@ -185,8 +186,7 @@ class Run:
 
     def module_hook(self, name: str) -> tuple[Hook, ...]:
         """Return a tuple with the module's hook, empty if it is not overridden."""
-        own = getattr(type(self.module), name, None)
-        return (getattr(self.module, name),) if own is not getattr(TrainModule, name, None) else ()
+        return (getattr(self.module, name),) if is_overridden(name, self.module) else ()
 
     def callback_hooks(self, name: str) -> tuple[Hook, ...]:
         """Return a hook of the callbacks only, bound to its leading arguments."""

@@ -25,6 +25,7 @@ from ..resume.rank_state import restore_rank
 from ..resume.resume_point import Origin, claim_directory, find_checkpoint
 from ..run.overrides import batch_transfer, check_closure
 from ..run.run import Run
+from .checks import check_backward
 from .data_sources import Data, require_data
 from .loop_assembly import build_loop, evaluation_plan
 from .plugins import check_state_keys
@@ -62,6 +63,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     resume_point = claim_directory(
         session.directory, request.ckpt_path, session.callbacks, run.world, session.note, session.writes
     )
+    session.records.keep_checkpoint(resume_point.checkpoint)
     checkpoint = None
     if resume_point.checkpoint is not None:
         checkpoint = open_on_all_ranks(run.world, resume_point.checkpoint, resume_point.verified)
@@ -115,7 +117,9 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
         )
         checkpoint = open_on_all_ranks(run.world, found)
         load_model(run, checkpoint)
+        session.records.keep_checkpoint(checkpoint.path)
     plan = evaluation_plan(session, stage, sources)
+    session.attach_evaluation(plan)
     precision = run.precision
     plan.use_transfer(batch_transfer(run.world.device, precision, request.module, request.datamodule))
     return run, plan
@@ -176,7 +180,8 @@ def _agreed_seed(run: Run, checkpoint: Checkpoint | None) -> int:
 
 def _data(session: Session, run: Run, request: StageRequest) -> Data:
     shards = session.settings.shards_data
-    return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards)
+    keep = session.records.keep_loaders
+    return Data(run.world, request.module, request.datamodule, request.given, session.seed, shards, keep)
 
 
 def _attach_step(
@@ -188,6 +193,8 @@ def _attach_step(
     )
     run.averages.use_statistics(statistics)
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
+    # Checked before the ranks start too, but strategy="auto" has been replaced since then.
+    check_backward(run.module, run.strategy)
     if run.module.automatic_optimization:
         step: Any = AutomaticStep(run, train_transfer, settings.given.nonfinite, settings.clipping, loop.windows)
     else:

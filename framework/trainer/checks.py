@@ -13,7 +13,7 @@ from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
 from ..parallel.resources import Resources
-from ..parallel.strategy import check_algorithm
+from ..parallel.strategy import Strategy, check_algorithm
 from ..run.overrides import is_overridden, with_arity
 from .data_sources import check_given
 
@@ -53,7 +53,6 @@ _FORMER = {
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
     "configure_sharded_model": "configure_model",
-    "backward": "manual_backward",
     "tng_dataloader": "train_dataloader",
     "valid_dataloader": "val_dataloader",
     "validation_dataloader": "val_dataloader",
@@ -76,6 +75,7 @@ def check_fit(
     check_module(module, "fit")
     check_manual(module, settings)
     check_devices(module)
+    check_backward(module, resources.strategy)
     resources.strategy.check_module(module)
     value, algorithm = settings.clipping
     shard = settings.shards_data
@@ -84,7 +84,7 @@ def check_fit(
     check_given("train", given, module, datamodule, resources.data_size, shard, required=True)
     if is_overridden("validation_step", module):
         check_given("validate", given, module, datamodule, resources.data_size, shard, required=False)
-    elif given.get("validate") is not None:
+    elif given.get("validate") is not None and module.validation_step is not None:
         raise ConfigurationError(
             f"val_dataloaders was given, but {type(module).__name__} has no validation_step: define it, or leave the "
             "loaders out."
@@ -174,6 +174,19 @@ def check_module(module: Any, stage: str) -> None:
         with_arity(module.training_step, ("batch", "batch_idx"))
         if not is_overridden("configure_optimizers", module):
             raise ConfigurationError(f"{name} has no configure_optimizers, so nothing would be trained: define it.")
+
+
+def check_backward(module: TrainModule, strategy: Strategy) -> None:
+    """Refuse an overridden ``backward`` under a strategy that computes gradients itself.
+
+    Raises:
+        ConfigurationError: the strategy does not call the hook.
+    """
+    if is_overridden("backward", module) and strategy.traits.reduces_in_backward:
+        raise ConfigurationError(
+            f"{type(module).__name__} overrides backward, but strategy={strategy.name!r} computes gradients itself: "
+            "use on_before_backward or on_after_backward, or strategy='ddp'."
+        )
 
 
 def check_devices(module: nn.Module) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, DataError
 from ..data.combined_source import prepare_evaluations, prepare_training
+from ..run.overrides import is_overridden
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ..api.data_module import DataModule
     from ..data.evaluation_source import EvaluationSource
@@ -42,6 +43,8 @@ class Data:
     given: dict[str, Any]
     seed: int
     shard: bool
+    keep: Callable[[str, Any], None] | None = None
+    """Called with a stage and its loaders when a source is made from them, for the Trainer's attributes."""
 
     def loaders(self, stage: str) -> Any:
         """Return the loaders of a stage: the user's, else the DataModule's, else the module's; None without any."""
@@ -61,6 +64,8 @@ class Data:
             raise ConfigurationError(
                 "train_dataloader() returned None, so there is nothing to train on: return a loader."
             )
+        if self.keep is not None:
+            self.keep("train", loaders)
         return prepare_training(
             loaders,
             rank=self.world.data_rank,
@@ -76,6 +81,8 @@ class Data:
         loaders = self.loaders(stage)
         if loaders is None:
             return []
+        if stage != "train" and self.keep is not None:
+            self.keep(stage, loaders)
         return prepare_evaluations(
             loaders,
             rank=self.world.data_rank,
@@ -123,8 +130,7 @@ def _provider(stage: str, module: TrainModule, datamodule: DataModule | None) ->
     hook = _LOADER_HOOKS[stage]
     if datamodule is not None and datamodule.provides(hook):
         return datamodule
-    own = hook in vars(module) or getattr(type(module), hook, None) is not getattr(TrainModule, hook)
-    return module if own else None
+    return module if is_overridden(hook, module) else None
 
 
 def require_data(sources: list[EvaluationSource], stage: str) -> None:

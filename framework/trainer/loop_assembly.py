@@ -43,7 +43,7 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
         validation = evaluation_plan(session, "validate", data.evaluation("validate"))
         if validation is not None:
             validation.count_in(run.evaluated_batches)
-    elif request.given.get("validate") is not None:
+    elif request.given.get("validate") is not None and run.module.validation_step is not None:
         raise ConfigurationError(f"val_dataloaders was given, but {type(run.module).__name__} has no validation_step.")
     plan = _fit_plan(settings, validation, full)
     loop = FitLoop(run, plan, windows, time.monotonic)
@@ -85,7 +85,9 @@ def evaluation_plan(session: Session, stage: str, sources: list[EvaluationSource
     if stage == "validate" and session.state.stage == "fit" and (not sources or settings.limits["validate"] == 0):
         return None
     limits = [settings.limit_batches(stage, source.len_batches()) for source in sources]
-    return EvaluationPlan(stage, sources, limits, None, session.settings.given.inference_mode)
+    plan = EvaluationPlan(stage, sources, limits, None, session.settings.given.inference_mode)
+    session.records.keep_evaluation(plan)
+    return plan
 
 
 def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: int | None) -> FitPlan:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS
+from .data_properties import DataProperties
 from .setting_properties import FabricProperties, SettingProperties
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..core.optimizer_config import SchedulerConfig
     from ..core.progress import Progress
     from ..fabric.fabric import Fabric
-    from ..loop.evaluation_loop import EvaluationPlan
     from ..loop.fit_loop import FitLoop
     from ..metrics.logger import Logger
     from ..run.run import Run
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from .session import TrainerState
 
 
-class TrainerProperties(SettingProperties, FabricProperties):
+class TrainerProperties(SettingProperties, DataProperties, FabricProperties):
     """The read-only side of ``Trainer``: its settings, and the state of its session."""
 
     # ---- the session ----------------------------------------------------------------------------------------------
@@ -105,7 +104,13 @@ class TrainerProperties(SettingProperties, FabricProperties):
     @property
     def progress(self) -> Progress:
         """The counters of the current or last fit."""
-        return self.run.progress if self.run is not None and self.run.stage == "fit" else self._session.last_progress
+        fit = self._fit
+        return self._session.last_progress if fit is None else fit.progress
+
+    @property
+    def _fit(self) -> Run | None:
+        """The run in progress if it is a fit."""
+        return self.run if self.run is not None and self.run.stage == "fit" else None
 
     @property
     def current_epoch(self) -> int:
@@ -133,6 +138,11 @@ class TrainerProperties(SettingProperties, FabricProperties):
         return self._evaluates("validate") or (self._evaluates("fit") and not self.sanity_checking)
 
     @property
+    def evaluating(self) -> bool:
+        """Whether a validation or a test is running, including the sanity check."""
+        return self.validating or self.testing or self.sanity_checking
+
+    @property
     def testing(self) -> bool:
         """Whether ``test`` runs."""
         return self._evaluates("test")
@@ -149,6 +159,11 @@ class TrainerProperties(SettingProperties, FabricProperties):
     def interrupted(self) -> bool:
         """Whether the last run ended early."""
         return self.state.status == "interrupted"
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether any rank has received a preemption signal, and the run is about to save and end."""
+        return self.run is not None and self.run.preempted_by is not None
 
     @property
     def should_stop(self) -> bool:
@@ -174,18 +189,24 @@ class TrainerProperties(SettingProperties, FabricProperties):
             raise ConfigurationError("this Trainer has no module yet: call fit, validate, test or predict.")
         return self._session.module
 
-    lightning_module = module
-    model = module
+    @property
+    def lightning_module(self) -> TrainModule | None:
+        """The module of the current or last run; None before the first."""
+        return self._session.module
+
+    model = lightning_module
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the running fit."""
-        return self.run.optimizers if self.run is not None else []
+        """The optimizers of the current or last fit; after a fit that shards its state, an empty list."""
+        fit = self._fit
+        return self._session.records.optimizers if fit is None else fit.optimizers
 
     @property
     def lr_schedulers(self) -> list[SchedulerConfig]:
-        """The schedulers of the running fit, with their intervals."""
-        return self.run.schedulers if self.run is not None else []
+        """The schedulers of the current or last fit, with their intervals, as long as there are ``optimizers``."""
+        fit = self._fit
+        return self._session.records.schedulers if fit is None else fit.schedulers
 
     lr_scheduler_configs = lr_schedulers
 
@@ -209,6 +230,12 @@ class TrainerProperties(SettingProperties, FabricProperties):
     def early_stopping_callback(self) -> Callback | None:
         """The first callback that stops early."""
         return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> Callback | None:
+        """The first callback that shows a progress bar."""
+        kind = CALLBACKS.load("progress_bar")
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     @property
     def logger(self) -> Logger | None:
@@ -256,41 +283,3 @@ class TrainerProperties(SettingProperties, FabricProperties):
 
     def _metrics(self, kind: str) -> dict[str, Tensor]:
         return self.run.metrics.view(kind) if self.run is not None else self._session.last_metrics[kind]
-
-    @property
-    def num_training_batches(self) -> int | float:
-        """Micro-batches of each rank in an epoch; infinite if unknown."""
-        end = self.loop.windows.end if self.loop is not None else None
-        return math.inf if end is None else end
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        """This rank's batches of each validation loader."""
-        plan = self._validation
-        if plan is None:
-            return []
-        lengths = [source.len_local(limit) for source, limit in zip(plan.sources, plan.limits, strict=True)]
-        return [math.inf if length is None else length for length in lengths]
-
-    @property
-    def val_enabled(self) -> bool:
-        """Whether the running fit validates."""
-        return self._validation is not None
-
-    @property
-    def _validation(self) -> EvaluationPlan | None:
-        return self.loop.plan.validation if self.loop is not None else None
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the micro-batch in progress is the last of its epoch, as far as the length is known."""
-        return self.progress.batch_in_epoch >= self.num_training_batches - 1
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the entire fit; infinite if unknown."""
-        if self.loop is None:
-            raise ConfigurationError(
-                "estimated_stepping_batches is known while fit runs, from configure_optimizers on: read it there."
-            )
-        return self.loop.estimated_steps()

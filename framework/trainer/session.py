@@ -10,6 +10,7 @@ from ..api.callback import Callback, saved_by
 from ..core.progress import Progress
 from ..run.context import RunContext
 from ..watchdog.heartbeat import Heartbeat
+from .stage_records import StageRecords
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..api.train_module import TrainModule
     from ..core.accumulation import AccumulationSchedule
     from ..fabric.fabric import Fabric
+    from ..loop.evaluation_loop import EvaluationPlan
     from ..loop.fit_loop import FitLoop
     from ..metrics.logger import Logger
     from ..parallel.resources import Resources
@@ -75,10 +77,13 @@ class Session:
     """The run in progress; None between runs."""
     loop: FitLoop | None = None
     """The loop of the fit in progress."""
+    evaluation: EvaluationPlan | None = None
+    """The plan of the evaluation in progress, outside of a fit."""
     module: TrainModule | None = None
     """The module of the current or last stage."""
     datamodule: DataModule | None = None
     """The DataModule of the current or last stage."""
+    records: StageRecords = field(default_factory=StageRecords)
     last_progress: Progress = field(default_factory=Progress)
     last_metrics: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {kind: {} for kind in METRIC_KINDS})
 
@@ -92,6 +97,7 @@ class Session:
     def begin(self, stage: str, request: StageRequest) -> None:
         """Start a stage with the module and the data of a request."""
         self.state = TrainerState(stage, "running")
+        self.records.begin(stage)
         self.module, self.datamodule = request.module, request.datamodule
         if request.datamodule is not None:
             request.datamodule.attach(self.view)
@@ -105,6 +111,15 @@ class Session:
     def attach_loop(self, loop: FitLoop) -> None:
         """Make a loop the current one."""
         self.loop = loop
+
+    def attach_evaluation(self, plan: EvaluationPlan) -> None:
+        """Make a plan of ``validate``, ``test`` or ``predict`` the current one."""
+        self.evaluation = plan
+
+    def plan_of(self, stage: str) -> EvaluationPlan | None:
+        """Return the plan of the current run for an evaluation stage; None if it has none."""
+        plan = self.loop.plan.validation if self.loop is not None else self.evaluation
+        return plan if plan is not None and plan.stage == stage else None
 
     def use_seed(self, seed: int) -> None:
         """Derive the data order and the generators of the current run from this seed."""
@@ -125,14 +140,16 @@ class Session:
         self.state.status = status
 
     def keep_results(self) -> None:
-        """Retain the counters and metrics of the current run after its end."""
+        """Retain the counters, metrics and optimizers of the current run after its end."""
+        if self.loop is not None:
+            self.records.keep_fit(self.loop)
         if self.run is not None:
             self.last_progress = self.run.progress
             self.last_metrics = {kind: self.run.metrics.view(kind) for kind in self.last_metrics}
 
     def forget_run(self) -> None:
         """Reset the current run to None."""
-        self.run = self.loop = None
+        self.run = self.loop = self.evaluation = None
 
     # ---- the run's context -----------------------------------------------------------------------------------------
 
@@ -187,6 +204,7 @@ class Session:
             "state": self.state,
             "progress": self.last_progress,
             "metrics": self.last_metrics,
+            "records": self.records.numbers(),
             "directory": (self.directory.version, self.directory.claimed),
             "callbacks": {callback.state_key: callback.state_dict() for callback in self.callbacks},
         }
@@ -194,6 +212,7 @@ class Session:
     def take_outcome(self, outcome: dict[str, Any]) -> None:
         """Restore the outcome that rank 0 has sent."""
         self.state, self.last_progress, self.last_metrics = outcome["state"], outcome["progress"], outcome["metrics"]
+        self.records.take_numbers(outcome["records"])
         self.directory.adopt(*outcome["directory"])
         self.attach_loggers()
         for callback in self.callbacks:

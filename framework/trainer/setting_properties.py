@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ..core.errors import ConfigurationError
+from ..core.precision import LossScaler
 from ..distributed.world import World
 from ..parallel.resources import RankProperties, Resources
 from ..parallel.strategy import Strategy
@@ -56,6 +57,8 @@ class SettingProperties:
     log_every_n_steps = Setting(lambda settings: settings.log_every_n_steps)
     gradient_clip_val = Setting(lambda settings: settings.clipping[0])
     gradient_clip_algorithm = Setting(lambda settings: settings.clipping[1])
+    barebones = Setting(lambda settings: settings.barebones)
+    reload_dataloaders_every_n_epochs = Setting(lambda settings: settings.given.reload_dataloaders_every_n_epochs)
     default_root_dir = Setting(lambda settings: str(settings.root))
 
 
@@ -82,6 +85,17 @@ class FabricProperties(RankProperties):
     def precision(self) -> str:
         """The name of the precision."""
         return self._session.fabric.precision.name
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler of the precision; None for a precision without a loss scale."""
+        return self._session.fabric.scaler
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of this node's devices."""
+        resources = self._session.resources
+        return list(range(resources.devices)) if resources.indices is None else list(resources.indices)
 
     @property
     def num_devices(self) -> int:

@@ -175,6 +175,8 @@ def _release(session: Session, request: StageRequest) -> None:
         session.keep_results()
         run.saver.close()
         run.strategy.teardown()
+        # The Fabric outlives the run, and this callback would keep the run with it.
+        run.updater.guard(False, None)
         if run.restore_layers is not None:
             run.restore_layers()
         run.world.close()
@@ -213,6 +215,10 @@ def run_in_function(session: Session, stage: str, request: StageRequest) -> Any:
     resources.precision.convert_module(request.module)
     request.module.load_state_dict(outcome.pop("weights"))
     session.take_outcome(outcome)
+    for name, loaders in request.given.items():
+        if loaders is not None:
+            session.records.keep_loaders(name, loaders)
+    request.module.use_trainer(session.view)
     return result
 
 

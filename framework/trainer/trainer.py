@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..api.absent_names import TRAINER, lacks
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, is_count
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _DEFAULT_NAME = "phalanx_logs"
 
 
+@lacks(TRAINER)
 class Trainer(TrainerActions):
     """Trains, validates, tests and predicts.
 

@@ -1,0 +1,89 @@
+"""``StageRecords``: the parts of ended stages that a Trainer still answers for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.optim import Optimizer
+
+    from ..core.accumulation import AccumulationSchedule
+    from ..core.optimizer_config import SchedulerConfig
+    from ..loop.evaluation_loop import EvaluationPlan
+    from ..loop.fit_loop import FitLoop
+
+# The stages whose loaders a stage replaces: a fit requests validation loaders as well.
+_REPLACED = {"fit": ("train", "validate")}
+_NUMBERS = ("batches", "training_batches", "length", "ckpt_path")
+
+
+@dataclass
+class StageRecords:
+    """Loaders, numbers and optimizers of the last stages.
+
+    There is no reference to a run, a loop or a data source: these hold iterators, and so the workers of loaders.
+    """
+
+    loaders: dict[str, Any] = field(default_factory=dict)
+    """The loaders by stage, as the user passed them or a hook returned them."""
+    batches: dict[str, list[int | float]] = field(default_factory=dict)
+    """This rank's batches of each evaluation loader, by stage."""
+    training_batches: int | float = math.inf
+    length: tuple[int | float, int | float, int | None, AccumulationSchedule] | None = None
+    """The arguments of ``estimate_steps`` for the last fit."""
+    ckpt_path: str | None = None
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[SchedulerConfig] = field(default_factory=list)
+
+    def begin(self, stage: str) -> None:
+        """Drop the records that a stage replaces. A fit frees the last optimizers before it creates new ones."""
+        self.ckpt_path = None
+        for name in _REPLACED.get(stage, (stage,)):
+            self.loaders.pop(name, None)
+            self.batches.pop(name, None)
+        if stage == "fit":
+            self.training_batches, self.length = math.inf, None
+            self.optimizers, self.schedulers = [], []
+
+    def keep_loaders(self, stage: str, loaders: Any) -> None:
+        """Retain the loaders of a stage."""
+        self.loaders[stage] = loaders
+
+    def keep_evaluation(self, plan: EvaluationPlan) -> None:
+        """Retain the numbers of batches of an evaluation."""
+        self.batches[plan.stage] = rank_batches(plan)
+
+    def keep_checkpoint(self, path: Path | None) -> None:
+        """Retain the path of the checkpoint that a stage loads."""
+        self.ckpt_path = None if path is None else str(path)
+
+    def keep_fit(self, loop: FitLoop) -> None:
+        """Retain the optimizers and numbers of a fit.
+
+        Under a strategy that shards the state, the optimizers hold shards of the weights beside the full weights that
+        the module has again; they are dropped to free that memory.
+        """
+        windows, plan = loop.windows, loop.plan
+        self.training_batches = math.inf if windows.end is None else windows.end
+        self.length = plan.epoch_limit, plan.step_limit, windows.full, windows.schedule
+        if loop.run.traits.replicates:
+            self.optimizers, self.schedulers = loop.run.optimizers, loop.run.schedulers
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the records that a rank sends to the process that forked it."""
+        return {name: getattr(self, name) for name in _NUMBERS}
+
+    def take_numbers(self, numbers: dict[str, Any]) -> None:
+        """Restore the records that rank 0 has sent."""
+        for name, value in numbers.items():
+            setattr(self, name, value)
+
+
+def rank_batches(plan: EvaluationPlan) -> list[int | float]:
+    """Return this rank's number of batches of each loader; infinite if unknown."""
+    lengths = [source.len_local(limit) for source, limit in zip(plan.sources, plan.limits, strict=True)]
+    return [math.inf if length is None else length for length in lengths]
