@@ -1,7 +1,7 @@
 """``Heartbeat``: the progress of a rank, in a few bytes of shared memory that its supervisor reads.
 
 A run passes through sections: set-up, epoch (between the batches of two epochs), step, evaluation, save and teardown.
-A rank writes the section, a counter that changes with every sign of life in it, and the current optimizer step, epoch
+A rank writes the section, a counter that changes with every heartbeat in it, and the current optimizer step, epoch
 and batch. A step costs two writes of a struct and three of a number, into memory: no system call, no lock, no clock.
 The reader has its own clock, and checks whether the bytes have changed. A mapping that the reader has opened outlives
 the rank, so it also shows the position of a killed rank.

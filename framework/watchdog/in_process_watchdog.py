@@ -5,7 +5,7 @@ not detect a process that is stopped, and cannot run while another thread holds 
 stall ends the process with exit code 76. In a notebook, an interpreter or a test the stall is reported once on
 standard error, and the process continues.
 
-A rank that waits shows no sign of life, and does not know whether the others are computing or have ended. So each rank
+A rank that waits shows no heartbeat, and does not know whether the others are computing or have ended. So each rank
 that has been in one step for a while publishes its position repeatedly under one key. The rank with the least progress
 replaces the entry; among several such ranks it is one that, judged by its stack, does not wait. Ranks with as much
 progress leave the entry alone as long as it is renewed, so the traffic grows with their number by only one read each.

@@ -1,8 +1,8 @@
-"""``SilenceTracker``: the time for which each rank has shown no sign of life, and its limit.
+"""``SilenceTracker``: the time for which each rank has shown no heartbeat, and its limit.
 
 A rank that waits for another one is silent too. So only the ranks with the least progress are reported, as all others
 wait for them. A limit that the user did not give is learned: ten times the longest silence in the section in this run,
-and more while few signs of life have been seen there.
+and more while few heartbeats have been seen there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from .heartbeat import LEARNED, OUTSIDE, SECTIONS, HeartbeatRecord
 
-# A learned limit is FIRST_SECONDS before the first sign of life, and after n signs of life at least an n-th of it.
+# A learned limit is FIRST_SECONDS before the first heartbeat, and after n heartbeats at least an n-th of it.
 # So the first compilation and the first save have half an hour.
 FIRST_SECONDS = 1800.0
 LEAST_SECONDS = 60.0
@@ -37,14 +37,14 @@ class _Silence:
 
 @dataclass
 class _Section:
-    """The signs of life seen in a section, on all ranks."""
+    """The heartbeats seen in a section, on all ranks."""
 
     signs: int = 0
     longest: float = 0.0
 
     @property
     def limit(self) -> float:
-        # The last term falls with each sign of life, so a section that is entered often soon has a tight limit.
+        # The last term falls with each heartbeat, so a section that is entered often soon has a tight limit.
         return max(LEAST_SECONDS, FACTOR * self.longest, FIRST_SECONDS / (1 + self.signs))
 
 
@@ -112,7 +112,7 @@ class SilenceTracker:
         }
 
     def extend_deadline(self, rank: int, seconds: float) -> None:
-        """Extend the deadline of a rank by ``seconds``, until its next sign of life."""
+        """Extend the deadline of a rank by ``seconds``, until its next heartbeat."""
         self._silences[rank].deadline = seconds
 
     def _take_in(self, rank: int, record: HeartbeatRecord | None) -> None:
