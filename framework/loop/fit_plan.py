@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..core.accumulation import AccumulationSchedule
-from .evaluation_loop import EvaluationPlan
+
+if TYPE_CHECKING:
+    from .evaluation_loop import EvaluationPlan
 
 
 @dataclass

@@ -37,7 +37,8 @@ _REPLACING = {"on_before_batch_transfer", "on_after_batch_transfer"}
 def hooks_of(cls: type) -> list[str]:
     """Return the hooks of Lightning's that phalanx has too, but for those that replace something."""
     own = PHALANX.Module if hasattr(cls, "training_step") else PHALANX.Callback
-    names = [n for n in dir(cls) if (n.startswith("on_") or n in _MODULE_HOOKS) and hasattr(own, n)]
+    known = [n for n in dir(cls) if hasattr(own, n) and callable(getattr(cls, n))]
+    names = [n for n in known if n.startswith("on_") or n in _MODULE_HOOKS]
     return [n for n in names if n not in _REPLACING and not n.endswith(("_model_eval", "_model_train"))]
 
 
