@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 from .framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
-    from . import checkpoint as checkpoint, errors as errors, registry as registry
+    from . import (
+        callbacks as callbacks,
+        checkpoint as checkpoint,
+        compat as compat,
+        errors as errors,
+        loggers as loggers,
+        precisions as precisions,
+        registry as registry,
+        strategies as strategies,
+    )
     from .framework.api.callback import Callback as Callback
     from .framework.api.contracts import TrainerView as TrainerView
     from .framework.api.data_module import DataModule as DataModule
@@ -26,7 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    ".": "checkpoint errors registry",
+    ".": "callbacks checkpoint compat errors loggers precisions registry strategies",
     ".framework.api.callback": "Callback",
     ".framework.api.contracts": "TrainerView",
     ".framework.api.data_module": "DataModule",
@@ -40,4 +49,13 @@ _HOMES = {
     ".framework.trainer.trainer": "Trainer",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+# Names of Lightning and Accelerate that are another name here.
+_ABSENT = {
+    "Accelerator": "Fabric is its counterpart.",
+    "LightningDataModule": "it is called DataModule; phalanx.compat.lightning has it under this name.",
+    "LightningModule": "it is called TrainModule; phalanx.compat.lightning has it under this name.",
+    "rank_zero_only": "import it from phalanx.compat.lightning.utilities, or from lightning_utilities.core.rank_zero.",
+    "utilities": "functions of Lightning's utilities are in phalanx.compat.lightning.utilities.",
+}
+
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, _ABSENT)

@@ -19,4 +19,8 @@ _HOMES = {
     ".tensorboard": "TensorBoardLogger",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+_WRITE_ONE = "derive one from phalanx.loggers.Logger, with name, version and log_metrics; see docs/extending.md."
+# Loggers of other libraries that have no counterpart here.
+_ABSENT = dict.fromkeys(("CometLogger", "LitLogger", "MLFlowLogger", "NeptuneLogger", "WandbLogger"), _WRITE_ONE)
+
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, _ABSENT)

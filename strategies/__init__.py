@@ -33,4 +33,12 @@ _HOMES = {
     ".single": "SingleDeviceStrategy",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+# Strategies of Lightning that have no counterpart here.
+_ABSENT = {
+    "ModelParallelStrategy": "use FSDPStrategy(tensor_parallel=...), and configure_tensor_parallel in the module.",
+    "ParallelStrategy": "derive from Strategy; docs/extending.md shows a complete one.",
+    "XLAStrategy": "phalanx trains on CPUs and CUDA GPUs.",
+    "SingleDeviceXLAStrategy": "phalanx trains on CPUs and CUDA GPUs.",
+}
+
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, _ABSENT)

@@ -1,7 +1,7 @@
 """Lazy imports of public names (PEP 562): a program loads only the modules that it uses.
 
 A table of homes maps each module, relative to the package, to the names that it defines, separated by spaces. The
-module ``"."`` is the package itself, whose names are submodules.
+module ``"."`` is the package itself, whose names are submodules. ``"alias=name"`` exports a name under another one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def face(
             raise ImportError(f"{module} has no {name}: {absent[name]}", name=name)
         if name not in table:
             raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(table))}")
-        own, home = sys.modules[module], table[name]
+        own, (home, attribute) = sys.modules[module], table[name]
         value = (
-            import_module(f".{name}", own.__package__)
+            import_module(f".{attribute}", own.__package__)
             if home == "."
-            else getattr(import_module(home, own.__package__), name)
+            else getattr(import_module(home, own.__package__), attribute)
         )
         setattr(own, name, value)
         return value
@@ -65,13 +65,17 @@ def on_call(package: str, homes: Mapping[str, str]) -> Callable[[str], Callable[
         if name not in table:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
+        home, attribute = table[name]
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(import_module(table[name], package), name)(*args, **kwargs)
+            return getattr(import_module(home, package), attribute)(*args, **kwargs)
 
         return call
 
     return __getattr__
 
 
-def _by_name(homes: Mapping[str, str]) -> dict[str, str]:
-    return {name: home for home, names in homes.items() for name in names.split()}
+def _by_name(homes: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the module and the attribute behind each exported name."""
+    pairs = ((home, name.partition("=")) for home, names in homes.items() for name in names.split())
+    return {alias: (home, attribute or alias) for home, (alias, _, attribute) in pairs}

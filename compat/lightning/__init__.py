@@ -1,0 +1,44 @@
+"""Lightning's names for the objects of phalanx: ``import phalanx.compat.lightning as pl``.
+
+Replace ``lightning.pytorch``, ``pytorch_lightning`` or ``lightning`` in the import lines of a program by
+``phalanx.compat.lightning``. The objects are phalanx's own: an alias adds no behavior, and
+docs/migrating-from-lightning.md lists the differences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...framework.core.lazy_exports import face
+from .absent import ABSENT
+
+if TYPE_CHECKING:
+    from ... import __version__ as __version__
+    from ...framework.api.callback import Callback as Callback
+    from ...framework.api.data_module import DataModule as LightningDataModule  # noqa: F401
+    from ...framework.api.train_module import TrainModule as LightningModule  # noqa: F401
+    from ...framework.distributed.seed import seed_everything as seed_everything
+    from ...framework.fabric.fabric import Fabric as Fabric
+    from ...framework.trainer.trainer import Trainer as Trainer
+    from . import (
+        callbacks as callbacks,
+        core as core,
+        fabric as fabric,
+        loggers as loggers,
+        strategies as strategies,
+        trainer as trainer,
+        utilities as utilities,
+    )
+
+_HOMES = {
+    ".": "callbacks core fabric loggers strategies trainer utilities",
+    "...": "__version__",
+    "...framework.api.callback": "Callback",
+    "...framework.api.data_module": "LightningDataModule=DataModule",
+    "...framework.api.train_module": "LightningModule=TrainModule",
+    "...framework.distributed.seed": "seed_everything",
+    "...framework.fabric.fabric": "Fabric",
+    "...framework.trainer.trainer": "Trainer",
+}
+
+__all__, __getattr__, __dir__ = face(__name__, _HOMES, ABSENT)
