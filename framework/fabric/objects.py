@@ -5,6 +5,7 @@ Optimizers and schedulers behave like the originals, and follow accumulation win
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -195,9 +196,12 @@ class FabricScheduler(Proxy):
         scheduler: The original.
     """
 
-    def __init__(self, scheduler: Any, optimizers: list[FabricOptimizer], with_optimizer: bool) -> None:
+    def __init__(
+        self, scheduler: Any, optimizers: list[FabricOptimizer], with_optimizer: bool, steps_per_update: int = 1
+    ) -> None:
         super().__init__(scheduler)
         self.scheduler = scheduler
+        self._steps = steps_per_update
         self._optimizers = optimizers
         self._with_optimizer = with_optimizer
         self._seen = self._applied()
@@ -209,7 +213,10 @@ class FabricScheduler(Proxy):
             if now == self._seen:
                 return
             self._seen = now
-        self.scheduler.step(*args, **kwargs)
+        for _ in range(self._steps):
+            # A scheduler with a fixed length raises an error beyond it.
+            if self._steps == 1 or self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", math.inf):
+                self.scheduler.step(*args, **kwargs)
 
     def catch_up(self) -> None:
         """Count the updates so far as stepped for. Called after loading, when the scheduler's own state is restored."""

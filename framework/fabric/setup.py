@@ -91,10 +91,16 @@ class Setup:
             ready.append(wrapped)
         return ready[0] if len(ready) == 1 else tuple(ready)
 
-    def setup_scheduler(self, scheduler: Any, step_scheduler_with_optimizer: bool = True) -> Any:
+    def setup_scheduler(
+        self, scheduler: Any, step_scheduler_with_optimizer: bool = True, steps_per_update: int = 1
+    ) -> Any:
         """Prepare a scheduler: its ``step`` acts only if an update was applied since the last time.
 
-        With ``step_scheduler_with_optimizer=False`` it always acts.
+        Args:
+            scheduler: a scheduler of an optimizer that is set up.
+            step_scheduler_with_optimizer: if False, ``step`` always acts.
+            steps_per_update: how often the original steps each time. Accelerate steps once for each rank, for a length
+                in batches of one process.
 
         Raises:
             ConfigurationError: its optimizer is not set up.
@@ -106,7 +112,9 @@ class Setup:
                 f"setup_scheduler: {type(scheduler).__name__} schedules an optimizer that is not set up; call setup or "
                 "setup_optimizers with it first."
             )
-        ready = FabricScheduler(scheduler, mine or self._prepared.optimizers, step_scheduler_with_optimizer)
+        ready = FabricScheduler(
+            scheduler, mine or self._prepared.optimizers, step_scheduler_with_optimizer, steps_per_update
+        )
         self._prepared.schedulers.append(ready)
         return ready
 

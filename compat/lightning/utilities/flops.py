@@ -31,4 +31,4 @@ def measure_flops(
             loss_fn(output).backward()
     for parameter, gradient in kept:
         parameter.grad = gradient
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())

@@ -1,0 +1,192 @@
+"""The configuration objects of Accelerate, with the fields that have an effect here.
+
+A field that is not listed raises Python's ``TypeError`` for an unknown argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, schedule
+
+from ...framework.core.errors import unknown
+
+
+class DistributedType(str, Enum):
+    """The kind of distribution over ranks."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    FSDP = "FSDP"
+    DEEPSPEED = "DEEPSPEED"
+    # Kinds of hardware that phalanx does not train on: programs compare with them.
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_HPU = "MULTI_HPU"
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """The sharing of loaders between ranks.
+
+    Attributes:
+        split_batches: the loader's batch is the global one, of which each rank takes its part.
+        dispatch_batches: only rank 0 reads, and sends the other ranks their batches.
+        even_batches: all ranks get the same number of batches.
+        use_seedable_sampler: accepted; a permutation always depends on the seed and the epoch alone.
+        non_blocking: accepted; copies from pinned memory never block.
+        use_stateful_dataloader: accepted; the position of a loader is saved in every checkpoint.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass
+class ProjectConfiguration:
+    """The directories of a run, and how many of its states are kept.
+
+    Attributes:
+        project_dir: the root of all files.
+        logging_dir: the root of the trackers' files; default: ``project_dir``.
+        automatic_checkpoint_naming: number the states that ``save_state`` writes below ``project_dir/checkpoints``.
+        total_limit: the number of numbered states that are kept; None keeps all.
+        iteration: the number of the next state.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+
+    @property
+    def states(self) -> Path:
+        """The directory of numbered states."""
+        return Path(self.project_dir or ".") / "checkpoints"
+
+    def continue_from(self, iteration: int) -> None:
+        """Set the number of the next state."""
+        self.iteration = iteration
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Set the root, and the root of the trackers' files if there is none."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+@dataclass
+class GradientAccumulationPlugin:
+    """The number of micro-batches of an update.
+
+    Attributes:
+        num_steps: the number of micro-batches.
+        adjust_scheduler: accepted; a scheduler always steps once for each update.
+        sync_with_dataloader: accepted; the last window of a loader always ends with it.
+    """
+
+    num_steps: int
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+
+
+@dataclass
+class AutocastKwargs:
+    """Whether the block of ``autocast`` computes in the precision's dtype, and whether casts are cached."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs:
+    """Arguments of torch's ``DistributedDataParallel``, for ``DDPStrategy``."""
+
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+
+@dataclass
+class GradScalerKwargs:
+    """The loss scale of ``mixed_precision="fp16"``."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+
+@dataclass
+class ProfileKwargs:
+    """Arguments of ``torch.profiler.profile``.
+
+    Attributes:
+        activities: any of ``"cpu"`` and ``"cuda"``.
+        output_trace_dir: a directory in which each rank writes its trace.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | Path | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of ``torch.profiler.profile``."""
+        given = {name: value for name, value in vars(self).items() if value}
+        given.pop("output_trace_dir", None)
+        if self.activities:
+            given["activities"] = [getattr(ProfilerActivity, name.upper()) for name in self.activities]
+        if self.schedule_option:
+            given["schedule"] = schedule(**given.pop("schedule_option"))
+        return given
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """The arguments of ``FSDPStrategy`` that Accelerate has."""
+
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """The stage of ZeRO, and the place of its optimizer state.
+
+    Attributes:
+        zero_stage: 1, 2 or 3.
+        offload_optimizer_device: ``"none"``, ``"cpu"`` or ``"nvme"``.
+    """
+
+    zero_stage: int = 2
+    offload_optimizer_device: str = "none"
+
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy."""
+        places = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
+        if self.offload_optimizer_device not in places:
+            raise unknown("offload_optimizer_device", self.offload_optimizer_device, places)
+        return f"zero{self.zero_stage}{places[self.offload_optimizer_device]}"

@@ -1,0 +1,50 @@
+"""Functions that Accelerate offers beside its Accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...framework.distributed.seed import seed_everything
+from ...framework.distributed.world import placement
+from ...framework.fabric.fabric import Fabric
+from ...framework.fabric.loaders import FabricLoader, SkippedBatches
+
+__all__ = ["notebook_launcher", "set_seed", "skip_first_batches"]
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, numpy and torch on this rank.
+
+    Args:
+        seed: the seed.
+        device_specific: add the rank to the seed.
+        deterministic: let torch use deterministic algorithms only.
+    """
+    import torch
+
+    seed_everything(seed + placement().rank if device_specific else seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return the loader without its first batches, to resume in the middle of an epoch."""
+    if isinstance(dataloader, FabricLoader):
+        return dataloader.skipping(num_batches)
+    return SkippedBatches(dataloader, num_batches)
+
+
+def notebook_launcher(
+    function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int | None = None, **options: Any
+) -> Any:
+    """Run a function in forked ranks and return the result of rank 0.
+
+    Args:
+        function: creates its own Accelerator.
+        args: its arguments.
+        num_processes: the number of ranks; None for one on each GPU.
+        options: accepted for compatibility with Accelerate.
+    """
+    fabric = Fabric(devices="auto" if num_processes is None else num_processes)
+    return fabric.launch(lambda _: function(*args))

@@ -1,0 +1,52 @@
+"""Creation of loggers from the names that ``Accelerator(log_with=...)`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...framework.core.errors import ConfigurationError, unknown
+from ...framework.core.registry import LOGGERS
+from ...framework.metrics.logger import Logger
+from .configuration import ProjectConfiguration
+
+
+class Trackers:
+    """The loggers of an Accelerator.
+
+    Args:
+        given: a name, a ``Logger``, or several of them; ``"all"`` is TensorBoard and CSV.
+        project: the directories of the run.
+    """
+
+    def __init__(self, given: Any, project: ProjectConfiguration) -> None:
+        several = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        names = [each if isinstance(each, Logger) else str(getattr(each, "value", each)) for each in several]
+        self._given = ["tensorboard", "csv"] if "all" in names else names
+        self._project = project
+        self._loggers: dict[str, Logger] = {}
+        for name in self._given:
+            if isinstance(name, str):
+                LOGGERS.load(name)
+
+    def create(self, project_name: str, init_kwargs: Mapping[str, Any]) -> list[Logger]:
+        """Return the loggers, which write below the logging directory and the project's name."""
+        for given in self._given:
+            if isinstance(given, Logger):
+                self._loggers[given.name] = given
+                continue
+            options = {"save_dir": self._project.logging_dir or ".", "name": project_name, "version": ""}
+            self._loggers[given] = LOGGERS.load(given)(**{**options, **init_kwargs.get(given, {})})
+        return list(self._loggers.values())
+
+    def find(self, name: str) -> Logger:
+        """Return a logger by its name.
+
+        Raises:
+            ConfigurationError: there is none of that name.
+        """
+        if not self._loggers:
+            raise ConfigurationError("get_tracker: there are no trackers yet; pass log_with, and call init_trackers.")
+        if name not in self._loggers:
+            raise unknown("tracker", name, self._loggers)
+        return self._loggers[name]
