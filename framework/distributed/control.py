@@ -4,6 +4,10 @@ Any rank may raise a named trigger at any moment; all ranks see it at the same s
 must agree on form one ``ControlVector``, which is summed over the ranks on a separate CPU group. Its reduction is
 launched when a window is fetched and read before the window's first backward pass, so it hides behind the forward pass.
 A second exchange, of the names, happens only if a rank has raised a trigger. In one process nothing is exchanged.
+
+A rank without data reads the sums before its first forward pass, because they decide which passes it runs. The second
+exchange is a collective that waits for all ranks, and the forward pass may contain others. So it is a call of its own,
+which every rank makes after its first forward pass.
 """
 
 from __future__ import annotations
@@ -121,6 +125,7 @@ class Triggers:
         self.pace = Pace()
         self._handlers: dict[Signal, Callable[[Sent], None]] = {}
         self._launched: tuple[torch.Tensor, Any, dict[str, Any]] | None = None
+        self._read: ControlVector | None = None
         self._last_names = self._reported_names = (0.0, 0.0)
         self._step = 0
 
@@ -190,17 +195,44 @@ class Triggers:
         self._launched = (vector, self.world.control_reduce(vector), raised)
 
     def read(self) -> Agreement:
-        """Wait for the reduction that ``launch`` started. Collective.
+        """Wait for the reduction that ``launch`` started, and run the exchanges that follow from it. Collective.
+
+        Raises:
+            DesyncError: the ranks are not at the same optimizer step.
+        """
+        agreement = self.agreement()
+        self.exchange()
+        return agreement
+
+    def agreement(self) -> Agreement:
+        """Wait for the reduction that ``launch`` started, and return its result.
+
+        No other collective is part of this call, so that ranks may call it at different points of a step: a rank
+        without data before its first forward pass, the others after it.
+        """
+        assert self._launched is not None
+        vector, work, _ = self._launched
+        self.pace.arrived()
+        work.wait()
+        total, size = ControlVector(*vector.tolist()), self.world.size
+        self._read = total
+        equal = size * total.batches_squared == total.batches * total.batches
+        return Agreement(total.weight, int(total.has_data), int(total.batches) // size if equal else None)
+
+    def exchange(self) -> None:
+        """Run the exchanges that follow from the reduction that ``agreement`` has returned, of triggers among others.
+        Collective.
+
+        Every rank calls it at the same point of a step, in relation to all other collectives: also to those in forward
+        passes.
 
         Raises:
             DesyncError: the ranks are not at the same optimizer step.
         """
         assert self._launched is not None
-        vector, work, raised = self._launched
-        self._launched = None
-        self.pace.arrived()
-        work.wait()
-        total, size = ControlVector(*vector.tolist()), self.world.size
+        assert self._read is not None
+        raised, total, size = self._launched[2], self._read, self.world.size
+        self._launched = self._read = None
         if size * total.step_squared != total.step * total.step:
             raise self._out_of_step()
         if total.has_raised or self.fired:
@@ -211,8 +243,6 @@ class Triggers:
         own, squared = total.own_seconds, total.own_seconds_squared
         if size * squared > own * own and self.pace.differs(self._step, size, own, squared):
             self._note(self.pace.straggler(self.world.all_gather_object(self.pace.own)))
-        equal = size * total.batches_squared == total.batches * total.batches
-        return Agreement(total.weight, int(total.has_data), int(total.batches) // size if equal else None)
 
     def _out_of_step(self) -> DesyncError:
         """Return the error that names the first rank at another step. Collective."""

@@ -68,10 +68,12 @@ class ReducedTotals(LocalTotals):
         self._triggers.launch(progress.attempts, sum(weights), len(batches))
         self._is_read = False
         if not batches or (filler is not None and (len(batches) < window_size or not filler.began)):
-            # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass.
+            # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass. Only
+            # some ranks are here, so what follows are no collectives: the others may be in their forward pass.
             agreement = self._read()
             if agreement.ranks_with_data == 0:
-                self._handle_signals()
+                # Every rank is here.
+                self.wait()
                 return None
             missing = 1 if filler is None else filler.missing(batches, agreement, window_size)
             window = [*batches, *[FILLER] * missing]
@@ -91,14 +93,12 @@ class ReducedTotals(LocalTotals):
         """
         if not self._is_read:
             self._read()
-        self._handle_signals()
+        self._triggers.exchange()
+        if self._triggers.fired:
+            self._triggers.handle()
 
     def _read(self) -> Agreement:
-        agreement = self._triggers.read()
+        agreement = self._triggers.agreement()
         self._is_read = True
         self.mean_weight = agreement.total_weight / self._size
         return agreement
-
-    def _handle_signals(self) -> None:
-        if self._triggers.fired:
-            self._run.triggers.handle()
