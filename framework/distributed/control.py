@@ -5,9 +5,8 @@ must agree on form one ``ControlVector``, which is summed over the ranks on a se
 launched when a window is fetched and read before the window's first backward pass, so it hides behind the forward pass.
 A second exchange, of the names, happens only if a rank has raised a trigger. In one process nothing is exchanged.
 
-A rank without data reads the sums before its first forward pass, because they decide which passes it runs. The second
-exchange is a collective that waits for all ranks, and the forward pass may contain others. So it is a call of its own,
-which every rank makes after its first forward pass.
+A rank without data reads the sums before its first forward pass, to decide which passes it runs. Passes may contain
+collectives, so the second exchange is a call of its own, which every rank makes after all passes of its window.
 """
 
 from __future__ import annotations
@@ -178,6 +177,8 @@ class Triggers:
         """Start the control reduction of optimizer step ``step``. Collective."""
         if self.posted:
             self._accept()
+        # Between the micro-batches of a window, of which ranks have different numbers, no rank sees a trigger.
+        self.fired = {}
         # Swap the dicts first: a trigger that a signal handler raises between these lines enters the old dict and is
         # counted below.
         raised, self.raised = self.raised, {}
@@ -201,6 +202,7 @@ class Triggers:
             DesyncError: the ranks are not at the same optimizer step.
         """
         agreement = self.agreement()
+        self.check_step()
         self.exchange()
         return agreement
 
@@ -219,24 +221,27 @@ class Triggers:
         equal = size * total.batches_squared == total.batches * total.batches
         return Agreement(total.weight, int(total.has_data), int(total.batches) // size if equal else None)
 
-    def exchange(self) -> None:
-        """Run the exchanges that follow from the reduction that ``agreement`` has returned, of triggers among others.
-        Collective.
-
-        Every rank calls it at the same point of a step, in relation to all other collectives: also to those in forward
-        passes.
+    def check_step(self) -> None:
+        """Check that all ranks are at the same optimizer step, once ``agreement`` has returned. Collective if not.
 
         Raises:
-            DesyncError: the ranks are not at the same optimizer step.
+            DesyncError: they are not.
         """
-        assert self._launched is not None
-        assert self._read is not None
+        if (total := self._read) is not None and self.world.size * total.step_squared != total.step * total.step:
+            self._launched = self._read = None
+            raise self._out_of_step()
+
+    def exchange(self) -> None:
+        """Run the exchanges that follow from the result of ``agreement``, of triggers among others. Collective.
+
+        Every rank calls it at the same point, in relation to all other collectives: also to those in forward and
+        backward passes.
+        """
+        assert self._launched and self._read
         raised, total, size = self._launched[2], self._read, self.world.size
         self._launched = self._read = None
-        if size * total.step_squared != total.step * total.step:
-            raise self._out_of_step()
-        if total.has_raised or self.fired:
-            self._fire(raised if total.has_raised else None)
+        if total.has_raised:
+            self._fire(raised)
         # A rank without data need not log the names that others log.
         if size * total.names_squared != total.names * total.names and total.has_data == size:
             self._compare_names((total.names, total.names_squared))
@@ -284,13 +289,12 @@ class Triggers:
         raised, self.raised = self.raised, {}
         anywhere = torch.tensor([bool(raised)], dtype=torch.float64)
         self.world.control_reduce(anywhere).wait()
-        self._fire(raised if anywhere.item() else None)
+        self.fired = {}
+        if anywhere.item():
+            self._fire(raised)
         return self.fired
 
-    def _fire(self, raised: dict[str, Any] | None) -> None:
-        self.fired = {}
-        if raised is None:
-            return
+    def _fire(self, raised: dict[str, Any]) -> None:
         for rank, names in enumerate(self.world.all_gather_object(raised)):
             for name, payload in names.items():
                 self.fired.setdefault(name, {})[rank] = payload
