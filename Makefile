@@ -13,7 +13,7 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test lint types ops parity matrix bench kill chaos faults soak format clean
+.PHONY: help demo test lint types ops parity matrix bench kill chaos deadlocks faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
@@ -24,6 +24,7 @@ help:
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy)"
 	@echo "make chaos    disturb runs in every way a machine knows (TRIALS=20 for each strategy and fault)"
+	@echo "make deadlocks  run fits with uneven data and signals at random points: no rank may wait forever (TRIALS=200)"
 	@echo "make soak     kill a rank every 30 s for 10 minutes, and see how much of the time is trained"
 	@echo "make faults   plant an exception at every place where a run may fail, and see that it ends within 2 s"
 	@echo "make lint | types | format | clean"
@@ -78,6 +79,10 @@ kill: $(DEV)
 # ARGS='--strategies ddp --faults stop,full,damage --seed 7'
 chaos: $(DEV)
 	$(PY) tests/chaos.py --trials $(TRIALS) $(ARGS)
+
+# ARGS='--strategies fsdp,zero3 --seed 1000'
+deadlocks: $(DEV)
+	$(PY) tests/deadlock_trials.py --trials $(TRIALS) $(ARGS)
 
 # ARGS='--minutes 10 --every 30 --strategy fsdp'
 soak: $(DEV)

@@ -155,16 +155,19 @@ class NonFiniteGuard:
         return run.world.all_gather_object(Finding(at_fault, seen.loss, seen.index, began, kept))
 
     def _search_module(self, seen: Seen) -> str:
-        """Return the first module with a non-finite output, or nothing. Collective.
+        """Return what in the batch was NaN, else the first module with a non-finite output, or nothing. Collective.
 
-        Every rank runs its batch again, since the step may contain collectives.
+        If a batch does not explain the loss of its rank, every rank runs its own batch again, since the step may
+        contain collectives.
         """
-        ready = self.rerun is not None and seen.batch is not None
-        if not all(self.run.world.all_gather_object(ready)):
-            return ""
+        ready, at_fault = self.rerun is not None and seen.batch is not None, self.bad is not None
+        nan = in_batch(seen.batch) if ready and at_fault else None
+        answers = self.run.world.all_gather_object((ready, at_fault and nan is None))
+        if not all(one for one, _ in answers) or not any(searches for _, searches in answers):
+            return nan or ""
         assert self.rerun is not None
-        nan = in_batch(seen.batch)
-        return first_module(self.run, self.rerun(), seen.batch, seen.index) if nan is None else nan
+        found = first_module(self.run, self.rerun(), seen.batch, seen.index)
+        return nan or found
 
     def _search_gradient(self, seen: Seen) -> bool:
         """Return whether the local gradients of this rank are non-finite. Collective.

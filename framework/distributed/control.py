@@ -4,6 +4,9 @@ Any rank may raise a named trigger at any moment; all ranks see it at the same s
 must agree on form one ``ControlVector``, which is summed over the ranks on a separate CPU group. Its reduction is
 launched when a window is fetched and read before the window's first backward pass, so it hides behind the forward pass.
 A second exchange, of the names, happens only if a rank has raised a trigger. In one process nothing is exchanged.
+
+A rank without data reads the sums before its first forward pass, to decide which passes it runs. Passes may contain
+collectives, so the second exchange is a call of its own, which every rank makes after all passes of its window.
 """
 
 from __future__ import annotations
@@ -121,6 +124,7 @@ class Triggers:
         self.pace = Pace()
         self._handlers: dict[Signal, Callable[[Sent], None]] = {}
         self._launched: tuple[torch.Tensor, Any, dict[str, Any]] | None = None
+        self._read: ControlVector | None = None
         self._last_names = self._reported_names = (0.0, 0.0)
         self._step = 0
 
@@ -173,6 +177,8 @@ class Triggers:
         """Start the control reduction of optimizer step ``step``. Collective."""
         if self.posted:
             self._accept()
+        # Between the micro-batches of a window, of which ranks have different numbers, no rank sees a trigger.
+        self.fired = {}
         # Swap the dicts first: a trigger that a signal handler raises between these lines enters the old dict and is
         # counted below.
         raised, self.raised = self.raised, {}
@@ -190,29 +196,58 @@ class Triggers:
         self._launched = (vector, self.world.control_reduce(vector), raised)
 
     def read(self) -> Agreement:
-        """Wait for the reduction that ``launch`` started. Collective.
+        """Wait for the reduction that ``launch`` started, and run the exchanges that follow from it. Collective.
 
         Raises:
             DesyncError: the ranks are not at the same optimizer step.
         """
+        agreement = self.agreement()
+        self.check_step()
+        self.exchange()
+        return agreement
+
+    def agreement(self) -> Agreement:
+        """Wait for the reduction that ``launch`` started, and return its result.
+
+        No other collective is part of this call, so that ranks may call it at different points of a step: a rank
+        without data before its first forward pass, the others after it.
+        """
         assert self._launched is not None
-        vector, work, raised = self._launched
-        self._launched = None
+        vector, work, _ = self._launched
         self.pace.arrived()
         work.wait()
         total, size = ControlVector(*vector.tolist()), self.world.size
-        if size * total.step_squared != total.step * total.step:
+        self._read = total
+        equal = size * total.batches_squared == total.batches * total.batches
+        return Agreement(total.weight, int(total.has_data), int(total.batches) // size if equal else None)
+
+    def check_step(self) -> None:
+        """Check that all ranks are at the same optimizer step, once ``agreement`` has returned. Collective if not.
+
+        Raises:
+            DesyncError: they are not.
+        """
+        if (total := self._read) is not None and self.world.size * total.step_squared != total.step * total.step:
+            self._launched = self._read = None
             raise self._out_of_step()
-        if total.has_raised or self.fired:
-            self._fire(raised if total.has_raised else None)
+
+    def exchange(self) -> None:
+        """Run the exchanges that follow from the result of ``agreement``, of triggers among others. Collective.
+
+        Every rank calls it at the same point, in relation to all other collectives: also to those in forward and
+        backward passes.
+        """
+        assert self._launched and self._read
+        raised, total, size = self._launched[2], self._read, self.world.size
+        self._launched = self._read = None
+        if total.has_raised:
+            self._fire(raised)
         # A rank without data need not log the names that others log.
         if size * total.names_squared != total.names * total.names and total.has_data == size:
             self._compare_names((total.names, total.names_squared))
         own, squared = total.own_seconds, total.own_seconds_squared
         if size * squared > own * own and self.pace.differs(self._step, size, own, squared):
             self._note(self.pace.straggler(self.world.all_gather_object(self.pace.own)))
-        equal = size * total.batches_squared == total.batches * total.batches
-        return Agreement(total.weight, int(total.has_data), int(total.batches) // size if equal else None)
 
     def _out_of_step(self) -> DesyncError:
         """Return the error that names the first rank at another step. Collective."""
@@ -254,13 +289,12 @@ class Triggers:
         raised, self.raised = self.raised, {}
         anywhere = torch.tensor([bool(raised)], dtype=torch.float64)
         self.world.control_reduce(anywhere).wait()
-        self._fire(raised if anywhere.item() else None)
+        self.fired = {}
+        if anywhere.item():
+            self._fire(raised)
         return self.fired
 
-    def _fire(self, raised: dict[str, Any] | None) -> None:
-        self.fired = {}
-        if raised is None:
-            return
+    def _fire(self, raised: dict[str, Any]) -> None:
         for rank, names in enumerate(self.world.all_gather_object(raised)):
             for name, payload in names.items():
                 self.fired.setdefault(name, {})[rank] = payload

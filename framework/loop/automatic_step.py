@@ -10,10 +10,11 @@ A step is a window of micro-batches, always in these phases:
     start the control reduction: the weight of the window over all ranks, and signals
     for each micro-batch:
         on_train_batch_start, transfer, training_step
-        (after the first: read the control reduction, handle signals, zero the gradients of the previous step)
+        (after the first: read the control reduction, zero the gradients of the previous step)
         (before the last: start the reduction of two flags: any rank had a loss, any loss was not finite)
         backward
         on_train_batch_end, except for the last
+    handle signals
     clip, update, learning rates
     on_train_batch_end of the last micro-batch
 
@@ -130,11 +131,11 @@ class AutomaticStep(TrainingStep):
                 ended = output, batch, index + position
                 if position < len(batches) - 1:
                     self._end_batch(*ended)
+        self.totals.close()
         last = index + max(len(batches) - 1, 0)
         self._update(*self.flags.read(self.guard.sees_losses), consumed, last)
         self.run.end_window()
-        # Callbacks may call collectives after an update, for example to save a checkpoint, so ranks without a loss call
-        # them too. A rank that left them out would hang the others.
+        # Callbacks may call collectives after an update, for example to save, so ranks without a loss call them too.
         self.last_batch = batches[-1] if batches else self.last_batch
         if ended is not None and not self.epoch_skipped:
             self._end_batch(*ended)

@@ -2,7 +2,8 @@
 
 Before the first backward pass every rank must know the weight of the window summed over the ranks, and whether any rank
 has data at all. A single rank knows both immediately. Several ranks launch one small reduction as soon as their windows
-are fetched, and read it after the first forward pass, which overlaps with it.
+are fetched, and read it after the first forward pass, which overlaps with it. The signals that it announces are
+exchanged and handled after the last backward pass.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class LocalTotals:
         return batches
 
     def wait(self) -> None:
+        """Do nothing: the totals of a single rank are known."""
+
+    def close(self) -> None:
         """Do nothing: signals of a single rank are handled between two steps."""
 
 
@@ -68,10 +72,13 @@ class ReducedTotals(LocalTotals):
         self._triggers.launch(progress.attempts, sum(weights), len(batches))
         self._is_read = False
         if not batches or (filler is not None and (len(batches) < window_size or not filler.began)):
-            # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass.
+            # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass. Only
+            # some ranks read here, while others may be in a forward pass: no other collective may follow.
             agreement = self._read()
             if agreement.ranks_with_data == 0:
-                self._handle_signals()
+                # Every rank is here.
+                self.wait()
+                self.close()
                 return None
             missing = 1 if filler is None else filler.missing(batches, agreement, window_size)
             window = [*batches, *[FILLER] * missing]
@@ -82,7 +89,7 @@ class ReducedTotals(LocalTotals):
         return window
 
     def wait(self) -> None:
-        """Wait for the reduction if it was not read yet, and handle the signals that it contains. Collective.
+        """Wait for the reduction if it was not read yet, and check that the ranks are in step. Collective.
 
         Every rank calls it after the first forward pass and before the first backward pass.
 
@@ -91,14 +98,21 @@ class ReducedTotals(LocalTotals):
         """
         if not self._is_read:
             self._read()
-        self._handle_signals()
+        self._triggers.check_step()
+
+    def close(self) -> None:
+        """Exchange triggers if a rank has raised one, and handle signals. Collective.
+
+        Every rank calls it after its last backward pass and before the update. Passes may contain collectives, and
+        ranks that differ in their data run different passes before ``wait``. So this is the first point that all ranks
+        reach after the same collectives.
+        """
+        self._triggers.exchange()
+        if self._triggers.fired:
+            self._triggers.handle()
 
     def _read(self) -> Agreement:
-        agreement = self._triggers.read()
+        agreement = self._triggers.agreement()
         self._is_read = True
         self.mean_weight = agreement.total_weight / self._size
         return agreement
-
-    def _handle_signals(self) -> None:
-        if self._triggers.fired:
-            self._run.triggers.handle()
