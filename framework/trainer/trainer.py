@@ -21,12 +21,13 @@ from . import plan_memory
 from .actions import TrainerActions
 from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
+from .forked_stage import run_in_function
 from .plugins import resolve_callbacks, resolve_loggers
 from .resolved_settings import resolve_settings
 from .rules import flag
 from .session import Session, StageRequest
 from .settings import TrainerSettings
-from .stages import run_in_function, run_stage
+from .stages import run_stage
 
 if TYPE_CHECKING:
     from ..memory.memory_plan import MemoryPlan
