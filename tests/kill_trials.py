@@ -291,7 +291,9 @@ def run_trials(
     return results
 
 
-HEADER = "strategy  ranks  trials  rank   all  launcher  in start-up  in a save  runs  ended bit-identical  left behind  seconds"
+HEADER = (
+    "strategy  ranks  trials  rank   all  launcher  in start-up  in a save  runs  bit-identical  left behind  seconds"
+)
 
 
 def row(strategy: str, ranks: int, tally: Tally) -> str:
@@ -299,7 +301,7 @@ def row(strategy: str, ranks: int, tally: Tally) -> str:
     victims = tally.victims
     return (
         f"{strategy:8}  {ranks:5}  {tally.trials:6}  {victims['rank']:4}  {victims['all']:4}  {victims['launcher']:8}  "
-        f"{tally.in_start:11}  {tally.in_save:9}  {tally.chains:4}  {f'{tally.identical} of {tally.trials}':>19}  "
+        f"{tally.in_start:11}  {tally.in_save:9}  {tally.chains:4}  {f'{tally.identical} of {tally.trials}':>13}  "
         f"{tally.leftovers:11}  {tally.seconds:7.0f}"
     )
 
