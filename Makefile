@@ -22,7 +22,7 @@ help:
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
-	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy)"
+	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy and number of ranks)"
 	@echo "make chaos    disturb runs in every way a machine knows (TRIALS=20 for each strategy and fault)"
 	@echo "make deadlocks  run fits with uneven data and signals at random points: no rank may wait forever (TRIALS=200)"
 	@echo "make soak     kill a rank every 30 s for 10 minutes, and see how much of the time is trained"
@@ -71,7 +71,7 @@ matrix: $(DEV)
 	$(PY) tests/resume_matrix.py --write docs/resume-matrix.md $(ARGS)
 
 # SIGKILL at random instants, the same command again, and the result must be that of the run nobody killed.
-# ARGS='--strategies ddp,zero3 --saving asynchronous --seed 7'
+# ARGS='--strategies ddp,zero3 --ranks 3 --saving asynchronous --seed 7'
 TRIALS ?= 20
 kill: $(DEV)
 	$(PY) tests/kill_trials.py --trials $(TRIALS) $(ARGS)

@@ -257,7 +257,7 @@ def run_chaos(
     tallies = {}
     print(HEADER, flush=True)
     for strategy in strategies:
-        setting = Setting(strategy)
+        setting = Setting(strategy, 1 if strategy == "single" else 2)
         expected = whole_run(folder / strategy / "undisturbed", setting)
         for fault in faults:
             if setting.ranks == 1 and fault in SEVERAL:

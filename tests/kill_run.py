@@ -97,7 +97,8 @@ def main() -> None:
         accumulate_grad_batches=AccumulationSchedule.cycle([1, 2]),
         callbacks=[saver, Started(root)],
     )
-    loader = DataLoader(data, 4 // ranks, shuffle=True, num_workers=workers)
+    # The batch norm needs two samples.
+    loader = DataLoader(data, max(2, 4 // ranks), shuffle=True, num_workers=workers)
     trainer.fit(module, loader, DataLoader(data, 60), ckpt_path="auto")
     if trainer.is_global_zero:
         tensors = b"".join(tensor.detach().numpy().tobytes() for tensor in module.state_dict().values())

@@ -1,7 +1,7 @@
 """Kill training runs at random instants, start them again with the same command, compare with the run nobody killed.
 
     python tests/kill_trials.py --trials 100
-    python tests/kill_trials.py --trials 10 --strategies ddp,zero3 --saving asynchronous --seed 7
+    python tests/kill_trials.py --trials 10 --strategies ddp,zero3 --ranks 3 --saving asynchronous --seed 7
 
 A trial is one SIGKILL: to one rank, to all of them with their launcher, or to the launcher alone, at a random instant
 of the start-up (one in six) or of the training. After it no process may be left, every directory with a checkpoint's
@@ -35,6 +35,7 @@ from phalanx.framework.checkpoint.verify import verify
 
 SCRIPT = Path(__file__).with_name("kill_run.py")
 STRATEGIES = ("single", "ddp", "fsdp", "zero2", "zero3")
+RANKS = (2, 3)
 SAVING = ("synchronous", "asynchronous", "both")
 LIMIT_SECONDS = 180.0
 TRAINING_SECONDS = 1.0
@@ -43,16 +44,12 @@ TRAINING_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is started with. Its result depends on the strategy alone."""
+    """What a run is started with. Its result depends on the strategy and the number of ranks alone."""
 
     strategy: str
+    ranks: int = 2
     asynchronous: bool = False
     workers: int = 0
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return 1 if self.strategy == "single" else 2
 
     @property
     def arguments(self) -> list[str]:
@@ -62,7 +59,7 @@ class Setting:
 
 @dataclass
 class Tally:
-    """What came of the trials of one strategy."""
+    """What came of the trials of one strategy on one number of ranks."""
 
     trials: int = 0
     victims: Counter[str] = field(default_factory=Counter)
@@ -216,11 +213,12 @@ def chain(
 
 
 class Trials:
-    """The trials of one strategy, in chains of kills, several of them at a time."""
+    """The trials of one strategy on one number of ranks, in chains of kills, several of them at a time."""
 
-    def __init__(self, folder: Path, strategy: str, saving: Sequence[bool], seed: int) -> None:
+    def __init__(self, folder: Path, strategy: str, ranks: int, saving: Sequence[bool], seed: int) -> None:
         self.folder = folder
         self.strategy = strategy
+        self.ranks = ranks
         self.saving = saving
         self.seed = seed
         self.tally = Tally()
@@ -232,9 +230,9 @@ class Trials:
         began = time.monotonic()
         self._left = trials
         try:
-            expected, start_seconds = whole_run(self.folder / "undisturbed", Setting(self.strategy))
+            expected, start_seconds = whole_run(self.folder / "undisturbed", Setting(self.strategy, self.ranks))
         except Killed as error:
-            self.tally.problems.append(f"{self.strategy}, undisturbed: {error}")
+            self.tally.problems.append(f"{self.strategy} on {self.ranks}, undisturbed: {error}")
             return self.tally
         with ThreadPoolExecutor(at_once) as pool:
             for each in [
@@ -245,7 +243,7 @@ class Trials:
         return self.tally
 
     def _chains(self, worker: int, kills: int, start_seconds: float, expected: dict[str, Any]) -> None:
-        choice = random.Random(f"{self.seed}/{self.strategy}/{worker}")
+        choice = random.Random(f"{self.seed}/{self.strategy}/{self.ranks}/{worker}")
         number = 0
         while True:
             with self._lock:
@@ -255,7 +253,7 @@ class Trials:
                 return
             saving = self.saving[(number + worker) % len(self.saving)]
             # A worker takes seconds to see that its rank was killed, so few runs have one.
-            setting = Setting(self.strategy, saving, workers=int(number % 6 == 5))
+            setting = Setting(self.strategy, self.ranks, saving, workers=int(number % 6 == 5))
             one = chain(self.folder / f"chain-{worker}-{number}", setting, wanted, start_seconds, expected, choice)
             with self._lock:
                 add(self.tally, one)
@@ -279,29 +277,31 @@ def run_trials(
     seed: int = 0,
     kills: int = 8,
     at_once: int = 1,
-) -> dict[str, Tally]:
-    """Run trials of several strategies; ``saving``: asynchronously or not, in turn."""
+    ranks: Sequence[int] = RANKS,
+) -> dict[tuple[str, int], Tally]:
+    """Run trials of each strategy on each number of ranks; ``saving``: asynchronously or not, in turn."""
     results = {}
     print(HEADER, flush=True)
-    for strategy in strategies:
-        tally = results[strategy] = Trials(folder / strategy, strategy, saving, seed).run(trials, kills, at_once)
-        print(row(strategy, tally), flush=True)
+    for strategy, number in [(one, number) for one in strategies for number in ((1,) if one == "single" else ranks)]:
+        one = Trials(folder / f"{strategy}-{number}", strategy, number, saving, seed)
+        tally = results[strategy, number] = one.run(trials, kills, at_once)
+        print(row(strategy, number, tally), flush=True)
         for problem in tally.problems:
             print(problem, flush=True)
     return results
 
 
 HEADER = (
-    "strategy  trials  rank   all  launcher  in start-up  in a save  runs  ended bit-identical  left behind  seconds"
+    "strategy  ranks  trials  rank   all  launcher  in start-up  in a save  runs  bit-identical  left behind  seconds"
 )
 
 
-def row(strategy: str, tally: Tally) -> str:
+def row(strategy: str, ranks: int, tally: Tally) -> str:
     """Return a line of the table."""
     victims = tally.victims
     return (
-        f"{strategy:8}  {tally.trials:6}  {victims['rank']:4}  {victims['all']:4}  {victims['launcher']:8}  "
-        f"{tally.in_start:11}  {tally.in_save:9}  {tally.chains:4}  {f'{tally.identical} of {tally.trials}':>19}  "
+        f"{strategy:8}  {ranks:5}  {tally.trials:6}  {victims['rank']:4}  {victims['all']:4}  {victims['launcher']:8}  "
+        f"{tally.in_start:11}  {tally.in_save:9}  {tally.chains:4}  {f'{tally.identical} of {tally.trials}':>13}  "
         f"{tally.leftovers:11}  {tally.seconds:7.0f}"
     )
 
@@ -321,8 +321,9 @@ def saves_asynchronously() -> bool:
 def main() -> None:
     """Run trials from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--trials", type=int, default=20, help="kills for each strategy")
+    parser.add_argument("--trials", type=int, default=20, help="kills for each strategy and number of ranks")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="names, with commas between")
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks, with commas between")
     parser.add_argument("--saving", choices=SAVING, default="both")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=8, help="how often one run is killed at most")
@@ -333,7 +334,10 @@ def main() -> None:
         saving = [False]
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
         names = options.strategies.split(",")
-        results = run_trials(Path(folder), names, options.trials, saving, options.seed, options.kills, options.at_once)
+        ranks = [int(number) for number in options.ranks.split(",")]
+        results = run_trials(
+            Path(folder), names, options.trials, saving, options.seed, options.kills, options.at_once, ranks
+        )
     sys.exit(any(tally.problems for tally in results.values()))
 
 

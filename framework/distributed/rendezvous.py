@@ -41,6 +41,7 @@ _OTHER_FILES = 1024
 _stores: dict[tuple[str, int], Any] = {}
 _meetings: Iterator[int] = itertools.count()
 _waits = False
+_is_aside = False
 
 
 def is_initialized() -> bool:
@@ -48,12 +49,39 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+@contextlib.contextmanager
+def default_group_aside() -> Iterator[None]:
+    """Context in which torch's default group does not exist for this process, for work that no other rank shares.
+
+    Libraries that synchronize on their own, such as torchmetrics, would otherwise wait for the other ranks.
+    """
+    global _is_aside
+    # Private, as torch has no way to leave a group for a while; its own elastic agents set it likewise.
+    members: Any = dist.GroupMember if dist.is_available() else None
+    group = members.WORLD if is_initialized() else None
+    before, _is_aside = _is_aside, True
+    if group is not None:
+        members.WORLD = None
+    try:
+        yield
+    finally:
+        _is_aside = before
+        if group is not None:
+            members.WORLD = group
+
+
 def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
     """Build torch's default group and register its destruction at exit, since torch warns about leftovers. Collective.
 
     Raises:
-        ConfigurationError: GLOO_SOCKET_IFNAME names an interface that this host lacks, or MASTER_ADDR is not a host.
+        ConfigurationError: GLOO_SOCKET_IFNAME names an interface that this host lacks, MASTER_ADDR is not a host, or
+            this is a rank that works alone beside others.
     """
+    if _is_aside:
+        raise ConfigurationError(
+            "This strategy needs a process group, which rank 0 cannot have alone while other ranks wait for it: use "
+            "strategy='auto' with devices=1, or the devices of all ranks."
+        )
     common: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
     if timeout is not None:
         common["timeout"] = timeout
@@ -129,6 +157,12 @@ def shared_store() -> Any:
     """
     # Private, but torch's own checkpointing and sharding use it too.
     return dist.distributed_c10d._get_default_store()
+
+
+def rank_store(place: Placement) -> Any:
+    """Return a store that all ranks share, with its own keys. The ranks need not have formed the default group."""
+    store = shared_store() if is_initialized() else _store(place, dist.constants.default_pg_timeout)
+    return dist.PrefixStore("phalanx/ranks", store)  # type: ignore[attr-defined]
 
 
 def pauses(first: float, longest: float, ranks: int) -> Iterator[float]:

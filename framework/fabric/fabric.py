@@ -79,6 +79,8 @@ class Fabric(RankProperties):
         ConfigurationError: an argument breaks a rule, or does not fit the machine or the launcher.
     """
 
+    _resolve = staticmethod(resolve_resources)
+
     def __init__(
         self,
         accelerator: str = "auto",
@@ -90,7 +92,7 @@ class Fabric(RankProperties):
         callbacks: Any = None,
         loggers: Any = None,
     ) -> None:
-        self.resources = resolve_resources(accelerator, strategy, devices, num_nodes, precision)
+        self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision)
         self.accumulation = resolve_accumulation(accumulate)
         self._reporting = Reporting(self.resources, callbacks, loggers, lambda: self._prepared.updates)
         self._compose()

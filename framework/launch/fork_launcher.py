@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -19,19 +20,35 @@ import torch
 
 from ..core.errors import ConfigurationError, RankError, StalledError
 from ..system.environment import adopt_environment, threads_for_ranks
-from ..system.failure_records import exit_code_of
+from ..system.failure_records import INTERRUPTED, exit_code_of
 from ..system.processes import ForkedProcess, die_with_parent
 from .exit_hooks import report_failure
 from .launch_context import LaunchContext, launch_context, private_directory
+from .restart_policy import FitRecord, fits
 from .supervisor import Supervisor
+from .verdict import Verdict
 
 T = TypeVar("T")
 
 
-def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: int) -> T:
+def launch_function(
+    function: Callable[..., T],
+    args: Sequence[Any],
+    num_ranks: int,
+    at_end: Callable[[list[FitRecord]], None] | None = None,
+) -> T:
     """Run ``function(*args)`` in ``num_ranks`` forked copies of this process; return what it returned on rank 0.
 
+    The ranks receive SIGINT through this process: a run stops after its step. A second SIGINT ends them at once.
+
+    Args:
+        function: called in each rank.
+        args: its arguments.
+        num_ranks: the number of ranks.
+        at_end: called with the fits that the ranks have begun, also after a failure.
+
     Raises:
+        KeyboardInterrupt: SIGINT arrived, and rank 0 ended without a result.
         ConfigurationError: this process cannot be forked, or CUDA is in use in it.
         RankError: a rank failed, and the others were ended. The message holds its traceback.
         StalledError: a rank stalled, and all were ended. The message holds their stacks.
@@ -40,14 +57,32 @@ def launch_function(function: Callable[..., T], args: Sequence[Any], num_ranks: 
     with private_directory() as directory, launch_context(directory, num_ranks) as context:
         ranks = [partial(_run_rank, context, rank, function, args) for rank in range(num_ranks)]
         supervisor = Supervisor(context.directory)
-        with _forked(ranks, supervisor):
-            context.listener.close()
-            verdict = supervisor.watch()
-        if verdict.failed:
-            raise (StalledError if verdict.exit_code == StalledError.exit_code else RankError)(verdict.message)
-        result = _result_path(context).read_bytes()
+        try:
+            with _handling_interrupts(supervisor), _forked(ranks, supervisor):
+                context.listener.close()
+                verdict = supervisor.watch()
+            result = _result(context, verdict)
+        finally:
+            if at_end is not None:
+                at_end(fits(context.directory))
     value: T = pickle.loads(result)
     return value
+
+
+def _result(context: LaunchContext, verdict: Verdict) -> bytes:
+    path = _result_path(context)
+    if verdict.exit_code == INTERRUPTED:
+        if not path.exists():
+            raise KeyboardInterrupt("The ranks were interrupted and have ended, and what they computed is lost.")
+    elif verdict.failed:
+        raise (StalledError if verdict.exit_code == StalledError.exit_code else RankError)(verdict.message)
+    return path.read_bytes()
+
+
+def _handling_interrupts(supervisor: Supervisor) -> AbstractContextManager[None]:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    # SIGTERM ends this process as before, and the ranks with it.
+    return supervisor.handling_signals((signal.SIGINT,)) if in_main_thread else contextlib.nullcontext()
 
 
 def _check_fork() -> None:
@@ -73,6 +108,8 @@ def _forked(ranks: Sequence[Callable[[], NoReturn]], supervisor: Supervisor) -> 
     errors: list[OSError] = []
 
     def start() -> None:
+        # Until a rank has its own handlers, it has copies of this process's, which would act on the other ranks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in ranks:
                 supervisor.add(_fork(rank))
@@ -90,7 +127,6 @@ def _forked(ranks: Sequence[Callable[[], NoReturn]], supervisor: Supervisor) -> 
             raise errors[0]
         yield
     except BaseException:
-        # Ctrl-C in a notebook arrives here.
         supervisor.stop()
         raise
     finally:
@@ -120,7 +156,11 @@ def _run_rank(context: LaunchContext, rank: int, function: Callable[..., Any], a
         _become_rank(context, rank)
         result = function(*args)
         if rank == 0:
-            _result_path(context).write_bytes(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+            payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+            # In one step: the rank may be killed while it writes, and an incomplete result must not be read.
+            draft = Path(context.directory) / "result.draft"
+            draft.write_bytes(payload)
+            draft.replace(_result_path(context))
         code = 0
     except SystemExit as error:
         code = exit_code_of(error)
@@ -141,6 +181,7 @@ def _become_rank(context: LaunchContext, rank: int) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if rank != 0:
         context.listener.close()

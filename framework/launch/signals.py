@@ -44,6 +44,11 @@ def check_signals(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def ignore_interrupts() -> None:
+    """Ignore SIGINT from now on, in a forked rank that is about to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class SignalWatch:
     """Records signals within its context; restores the previous handlers on exit.
 

@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from ..core.errors import Preempted
@@ -141,11 +141,11 @@ class Supervisor:
         self._wait(math.inf)
 
     @contextlib.contextmanager
-    def handling_signals(self) -> Iterator[None]:
-        """Within the context, forward SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 to the ranks. Main thread only."""
-        handlers = {signum: signal.getsignal(signum) for signum in _FORWARDED}
+    def handling_signals(self, signals: Sequence[signal.Signals] = _FORWARDED) -> Iterator[None]:
+        """Within the context, forward these signals to the ranks. Main thread only."""
+        handlers = {signum: signal.getsignal(signum) for signum in signals}
         # A shell starts background jobs with SIGINT ignored, which must stay so: Ctrl-C is meant for another job.
-        taken = [signum for signum in _FORWARDED if handlers[signum] is not signal.SIG_IGN]
+        taken = [signum for signum in signals if handlers[signum] is not signal.SIG_IGN]
         # With SIGCHLD ignored, or a handler that waits for children, the exit codes of ranks would be lost.
         on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for signum in taken:

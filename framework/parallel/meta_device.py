@@ -44,6 +44,11 @@ def replace_tensors(module: nn.Module, new: Callable[[str, Tensor], Tensor | Non
             table[key] = fresh  # type: ignore[assignment]
 
 
+def is_held(tensor: Tensor) -> bool:
+    """Whether this process holds all of a tensor: it is neither on the meta device nor a shard of a subclass."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+
+
 def without_data(module: nn.Module, world: World) -> set[str]:
     """Return the names of tensors that are on the meta device on some rank. Collective.
 

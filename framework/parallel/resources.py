@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..core.errors import ConfigurationError, is_count, unknown
 from ..core.precision import Precision, resolve_precision
 from ..core.registry import STRATEGIES
+from ..distributed.rendezvous import is_initialized
 from ..distributed.world import World, placement
 from ..system.launcher_env import Placement, check_devices
 from .strategy import Strategy
@@ -29,6 +30,8 @@ class Resources:
     place: Placement
     auto: bool = False
     """Whether ``strategy="auto"`` was given: a fit may replace ``strategy`` by one that fits into memory."""
+    launched: Placement | None = None
+    """The place of this process among all ranks, if rank 0 alone uses the device and the other ranks skip the work."""
 
     @property
     def world_size(self) -> int:
@@ -99,8 +102,11 @@ def resolve_resources(
     devices: int | str | list[int],
     num_nodes: int,
     precision: str | int | Precision | None,
+    may_be_alone: bool = False,
 ) -> Resources:
     """Check and resolve the arguments of a Trainer or a Fabric.
+
+    With ``may_be_alone``, one device may be requested where more ranks are running: rank 0 uses it.
 
     Raises:
         UnknownNameError: accelerator, strategy or precision is not known.
@@ -112,7 +118,11 @@ def resolve_resources(
         raise ConfigurationError(f"num_nodes={num_nodes!r} must be a whole number of at least 1.")
     place = placement(num_nodes)
     count, indices = _devices(devices, device_type, place)
-    if devices != "auto":
+    launched = place if may_be_alone and devices != "auto" and _leaves_ranks(count * num_nodes, place) else None
+    if launched is not None:
+        if place.rank == 0:
+            place = replace(place, size=1, local_size=1, num_nodes=1)
+    elif devices != "auto":
         check_devices(count, place, num_nodes)
     elif place.launcher is not None or place.size > 1:
         num_nodes = place.num_nodes
@@ -124,8 +134,25 @@ def resolve_resources(
     resolved_strategy = _strategy(strategy, count * num_nodes)
     resolved_strategy.check(count * num_nodes, device_type, num_nodes, resolved_precision)
     return Resources(
-        device_type, count, indices, num_nodes, resolved_strategy, resolved_precision, place, strategy == "auto"
+        device_type,
+        count,
+        indices,
+        num_nodes,
+        resolved_strategy,
+        resolved_precision,
+        place,
+        strategy == "auto",
+        launched,
     )
+
+
+def _leaves_ranks(requested: int, place: Placement) -> bool:
+    """Whether one device is requested while more ranks are running, and were used by another Trainer.
+
+    phalanx starts ranks for a Trainer only. Ranks of another launcher may have been started for this Trainer, whose
+    ``devices`` is then a mistake, unless they have formed a process group before.
+    """
+    return requested == 1 < place.size and (place.launcher == "phalanx" or is_initialized())
 
 
 def _device_type(accelerator: str) -> str:

@@ -18,6 +18,7 @@ from ..checkpoint.write_plan import Snapshot
 from ..checkpoint.writer import save
 from ..core.errors import ConfigurationError, StorageError
 from ..distributed.collective_errors import on_rank_zero
+from ..parallel.meta_device import is_held
 from ..parallel.parameter_names import canonical_table
 from ..run.run import Run
 from ..system.atomic_directories import remove_tree
@@ -85,17 +86,13 @@ def export_module(module: nn.Module, path: Path, dtype: Dtype, max_shard_size: S
     check_export(dtype, max_shard_size)
     state = module.state_dict()
     tensors = {name: state[raw] for name, raw in canonical_table(module).items()}
-    nowhere = next((name for name, tensor in tensors.items() if tensor.is_meta or not _is_whole(tensor)), None)
+    nowhere = next((name for name, tensor in tensors.items() if not is_held(tensor)), None)
     if nowhere is not None:
         raise ConfigurationError(
             f"export: this process does not hold {nowhere!r}: call export in a hook of the fit, such as on_train_end, "
             "or consolidate a checkpoint."
         )
     return _write_held(tensors, path, dtype, max_shard_size)
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def _write_held(tensors: Mapping[str, Tensor], path: Path, dtype: Dtype, max_shard_size: Size) -> Path:

@@ -56,6 +56,8 @@ def leave(run: Run, directory: Path | None) -> NoReturn:
     message = f"{where}: stopped after optimizer step {step}, {_saved(run, directory)}"
     if name == "SIGINT":
         run.note(message)
+        # The user continues with this module, in a notebook or after an ``except`` clause. All ranks are here.
+        run.strategy.restore(run.module)
         raise KeyboardInterrupt(message)
     job = current_job()
     if job is not None and name in REQUEUED_AT and run.context.requeue and run.world.is_global_zero:

@@ -1,7 +1,4 @@
-"""A stage of a Trainer's work (``fit``, ``validate``, ``test``, ``predict``) in one rank, from set-up to tear-down.
-
-In a notebook or an interpreter the ranks are forked, and rank 0's results are copied back.
-"""
+"""A stage of a Trainer's work (``fit``, ``validate``, ``test``, ``predict``) in one rank, from set-up to tear-down."""
 
 from __future__ import annotations
 
@@ -9,12 +6,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ..core.errors import StorageError
 from ..diagnostics import comparing_collectives
 from ..distributed.control import Signal
-from ..launch import launch_function
 from ..launch.exit_hooks import install_rank_hooks
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
@@ -200,32 +195,3 @@ def _configuration(session: Session) -> dict[str, Any]:
 
 def _log_directory(session: Session) -> str | None:
     return next((directory for logger in session.loggers if (directory := logger.log_dir)), None)
-
-
-def run_in_function(session: Session, stage: str, request: StageRequest) -> Any:
-    """Run a stage in forked ranks; restore the weights, counters, metrics and callback states of rank 0 here.
-
-    Attributes that hooks and steps set on the module or the DataModule stay in the ranks.
-    """
-    resources = session.resources
-    session.begin(stage, request)
-    result, outcome = launch_function(_in_rank, (session, stage, request), resources.world_size)
-    # The ranks built these layers only in their copies of the module, and trained in this dtype.
-    request.module.configure_model()
-    resources.precision.convert_module(request.module)
-    request.module.load_state_dict(outcome.pop("weights"))
-    session.take_outcome(outcome)
-    for name, loaders in request.given.items():
-        if loaders is not None:
-            session.records.keep_loaders(name, loaders)
-    request.module.use_trainer(session.view)
-    return result
-
-
-def _in_rank(session: Session, stage: str, request: StageRequest) -> tuple[Any, dict[str, Any]]:
-    session.resources.update_placement()
-    result = run_stage(session, stage, request)
-    weights = {
-        name: value.cpu() if isinstance(value, Tensor) else value for name, value in request.module.state_dict().items()
-    }
-    return result, {**session.outcome(), "weights": weights}

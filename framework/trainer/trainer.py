@@ -11,7 +11,6 @@ from ..api.absent_names import TRAINER, lacks
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, is_count
-from ..fabric.fabric import Fabric
 from ..launch import launch_script
 from ..launch.exit_hooks import install_exit_codes
 from ..resume.resume_point import checked_checkpoint_path
@@ -21,12 +20,14 @@ from . import plan_memory
 from .actions import TrainerActions
 from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
+from .forked_stage import run_in_function
+from .lone_stage import TrainerFabric, run_alone
 from .plugins import resolve_callbacks, resolve_loggers
 from .resolved_settings import resolve_settings
 from .rules import flag
 from .session import Session, StageRequest
 from .settings import TrainerSettings
-from .stages import run_in_function, run_stage
+from .stages import run_stage
 
 if TYPE_CHECKING:
     from ..memory.memory_plan import MemoryPlan
@@ -49,7 +50,7 @@ class Trainer(TrainerActions):
         """Check and resolve all arguments. No process or file is created before a stage is called."""
         install_exit_codes()
         settings = resolve_settings(given)
-        fabric = Fabric(given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision)
+        fabric = TrainerFabric(given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision)
         loggers = resolve_loggers(given.logger, settings)
         name = next((logger.name for logger in loggers if logger.name), _DEFAULT_NAME)
         self._session = Session(
@@ -199,6 +200,8 @@ class Trainer(TrainerActions):
         """Run a stage in this rank; start the ranks first if they are not running."""
         resources, max_restarts = self.fabric.resources, self.settings.given.max_restarts
         place = resources.place
+        if resources.launched is not None:
+            return run_alone(self._session, stage, request, resources.launched)
         # Restarts of a single rank need a supervisor process too.
         restarts = bool(max_restarts) and place.launcher is None and place.size == 1
         if (resources.must_launch or restarts) and can_rerun_script():

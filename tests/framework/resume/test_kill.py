@@ -10,6 +10,6 @@ from kill_trials import run_trials
 
 @pytest.mark.timeout(240)
 def test_a_killed_run_ends_bit_identical(tmp_path: Path) -> None:
-    tally = run_trials(tmp_path, ["single"], 1, seed=1)["single"]
+    tally = run_trials(tmp_path, ["single"], 1, seed=1)["single", 1]
     assert tally.problems == []
     assert tally.identical == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from phalanx import Callback, Trainer
 from phalanx.callbacks import EarlyStopping, ModelCheckpoint
 from phalanx.framework.core.errors import RankError
+from phalanx.strategies import FSDPStrategy
 
 
 class Logging(Regressor):
@@ -23,6 +26,9 @@ class Logging(Regressor):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", torch.nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         output: Tensor = self(batch[0])
@@ -93,6 +99,78 @@ def test_evaluations_use_the_fitted_weights(tmp_path: Path) -> None:
     assert again[0].keys() == {"val_loss"}
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("hsdp", 4), ("zero3", 2)])
+def test_forked_ranks_with_sharded_weights_bring_everything_back(strategy: str, ranks: int, tmp_path: Path) -> None:
+    module, trainer = fitted(ranks, tmp_path / "sharded", strategy=strategy)
+    alone, single = fitted(1, tmp_path / "one")
+    torch.testing.assert_close(weights_of(module), weights_of(alone), rtol=1e-5, atol=1e-6)
+    assert (trainer.global_step, trainer.current_epoch) == (single.global_step, single.current_epoch) == (8, 2)
+    trained = weights_of(module)
+    (metrics,) = trainer.test(module, loader(16, 4), verbose=False)
+    assert metrics["val_loss"] == pytest.approx(float(single.callback_metrics["val_loss"]), rel=1e-5)
+    predictions = trainer.predict(module, loader(16, 4))
+    assert predictions is not None
+    assert torch.cat(predictions).shape == (16, 1)
+    assert torch.equal(weights_of(module), trained)
+
+
+def test_weights_that_a_strategy_does_not_gather_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Logging()
+    before = weights_of(module)
+    strategy = FSDPStrategy(gather_weights="none")
+    trainer = silent_trainer(devices=2, max_epochs=1, strategy=strategy, default_root_dir=tmp_path)
+    trainer.fit(module, loader(32, 4))
+    assert trainer.global_step == 4
+    assert torch.equal(weights_of(module), before)
+    assert "keeps the weights from before" in capsys.readouterr().out
+
+
+class Interrupting(Callback):
+    """Sends SIGINT to the process that forked the ranks, as an interpreter does, after some optimizer steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.step:
+            os.kill(os.getppid(), signal.SIGINT)
+
+    def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        if trainer.is_global_zero:
+            os.kill(os.getppid(), signal.SIGINT)
+        signal.pause()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_an_interrupt_brings_back_what_was_trained(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "phalanx_logs" / "version_3").mkdir(parents=True)
+    module = Logging()
+    trainer = silent_trainer(
+        devices=2,
+        max_epochs=500,
+        strategy=strategy,
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+        callbacks=[Interrupting(3)],
+    )
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="SIGINT: stopped after optimizer step"):
+        trainer.fit(module, loader(32, 4))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert trainer.global_step >= 3
+    assert trainer.state.status == "interrupted"
+    assert trainer.run_dir == tmp_path / "phalanx_logs" / "version_4"
+    saved = Logging.load_from_checkpoint(trainer.checkpoint_dir / "preempted.ckpt")
+    assert torch.equal(weights_of(module), weights_of(saved))
+    trained = weights_of(module)
+    with pytest.raises(KeyboardInterrupt, match=r"test was interrupted, and its ranks have ended\."):
+        trainer.test(module, loader(32, 4))
+    assert torch.equal(weights_of(module), trained)
+    assert trainer.global_step >= 3
+
+
 def test_an_error_in_a_rank_is_raised_in_the_notebook(tmp_path: Path) -> None:
     class Failing(Logging):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -100,8 +178,11 @@ def test_an_error_in_a_rank_is_raised_in_the_notebook(tmp_path: Path) -> None:
                 raise RuntimeError("broken on purpose")
             return super().training_step(batch, batch_idx)
 
-    trainer = silent_trainer(devices=2, max_epochs=1, default_root_dir=tmp_path)
+    (tmp_path / "phalanx_logs" / "version_0").mkdir(parents=True)
+    trainer = silent_trainer(devices=2, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
     with pytest.raises(RankError, match="broken on purpose"):
         trainer.fit(Failing(), loader(32, 4))
+    assert trainer.run_dir == tmp_path / "phalanx_logs" / "version_1"
+    assert trainer.state.status == "interrupted"
     trainer.fit(Logging(), loader(32, 4))
     assert trainer.global_step == 4
