@@ -109,8 +109,11 @@ class FitLoop:
             # The interrupted run has already drawn the random numbers of these hooks. Drawing them again would
             # shift the generators, and the resumed run would differ from an uninterrupted one.
             rejoin(run)
-        step = progress.global_step
-        self._end_epoch(whole=self._batches())
+        step, attempts = progress.global_step, progress.attempts
+        whole = self._batches()
+        if begins and whole and not progress.epoch_cut:
+            self.step.losses.check_epoch(progress.attempts - attempts)
+        self._end_epoch(whole)
         self.windows.close()
         if begins and progress.epoch_ended and progress.global_step == step:
             self._warn_of_no_end()
