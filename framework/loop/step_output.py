@@ -93,7 +93,7 @@ class LossWatch:
     """The losses of a fit under automatic optimization: checks the first one, and refuses an epoch without any.
 
     The first loss is checked as the user's step returned it. A strategy may wrap the step in functions that add a graph
-    to its output, so that a detached loss could no longer be told from others.
+    to its output, so that a detached loss could no longer be recognized.
     """
 
     def __init__(self, run: Run) -> None:

@@ -81,7 +81,7 @@ def test_a_validation_loader_without_batches_is_reported_once(tmp_path: Path, ki
     assert len(run_on_ranks(2, notes_of_empty, str(tmp_path), kind, 2)[0]) == 1
 
 
-def test_a_limit_of_zero_is_no_empty_loader(tmp_path: Path) -> None:
+def test_a_limit_of_zero_is_not_reported(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, [], max_epochs=1, limit_test_batches=0, limit_val_batches=0)
     notes = capturing(trainer)
     trainer.fit(Tiny(), rows(), rows(4))
@@ -89,7 +89,7 @@ def test_a_limit_of_zero_is_no_empty_loader(tmp_path: Path) -> None:
 
 
 def test_samplers_of_validation_loaders_are_given_the_epoch(tmp_path: Path) -> None:
-    class Told(SequentialSampler):
+    class Recording(SequentialSampler):
         def __init__(self, data: Any) -> None:
             super().__init__(data)
             self.epochs: list[int] = []
@@ -98,7 +98,7 @@ def test_samplers_of_validation_loaders_are_given_the_epoch(tmp_path: Path) -> N
             self.epochs.append(epoch)
 
     data = loader(8).dataset
-    sampler = Told(data)
+    sampler = Recording(data)
 
     class Silent(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
