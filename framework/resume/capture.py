@@ -77,6 +77,7 @@ def _add_training(
     state = {
         **_states(run),
         "metrics": values["callback"],
+        "measured": run.metrics.measured,
         "shown": {reader: values[reader] for reader in ("logged", "progress_bar")},
         "user": user,
     }
