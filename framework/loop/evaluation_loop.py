@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.common_stream import compare_streams
 from ..data.evaluation_source import EvaluationSource, NumberedBatches
 from ..diagnostics.isolated_step import fresh, isolated
 from ..metrics.metric_entry import Entry
@@ -46,8 +47,8 @@ class EvaluationPlan:
     seen: dict[int, int] = field(default_factory=dict)
     """Batches of each loader that this rank has seen so far, in all evaluations of this plan."""
 
-    noted: set[int] = field(default_factory=set)
-    """Loaders that were reported as empty."""
+    noted: set[int | str] = field(default_factory=set)
+    """The loaders that were reported as empty, and ``"ranks"`` once the ranks have compared their first batches."""
 
     def use_transfer(self, transfer: Callable[[Any, int], Any] | None) -> None:
         """Move batches to the device with this function; with None they are not moved."""
@@ -88,6 +89,7 @@ def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | Non
                 log.in_step = False
             log.loader = None
             _report_empty(run, plan)
+            _compare_ranks(run, plan)
             run.heartbeat.mark_sync_point()
             reduced = run.metrics.publish_epoch(
                 log, run.progress, run.hooks(f"on_{plan.prefix}_epoch_end"), run.sanity_checking
@@ -116,6 +118,7 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
             source.record_indices()
             _run_loader(run, plan, source, index, outputs=outputs[index] if keep else None)
         run.heartbeat.mark_sync_point()
+        _compare_ranks(run, plan)
         mine = outputs if run.world.counts_data else [[] for _ in plan.sources]
         results = _in_order(run.world.all_gather_object(mine)) if keep else [[] for _ in plan.sources]
         run.call("on_predict_epoch_end")
@@ -177,6 +180,16 @@ def _run_loader(
             outputs.append((place, on_host(output)))
     if metrics is not None:
         metrics.flush()
+
+
+def _compare_ranks(run: Run, plan: EvaluationPlan) -> None:
+    """Report a loader from which the ranks read different batches, once. Collective."""
+    if run.world.size == 1 or "ranks" in plan.noted:
+        return
+    plan.noted.add("ranks")
+    for source in plan.sources:
+        if source.first_batches():
+            compare_streams(run.world, source, run.note)
 
 
 def _report_empty(run: Run, plan: EvaluationPlan) -> None:
