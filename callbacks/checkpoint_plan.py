@@ -71,6 +71,8 @@ class SavePlan:
     """Whether a due checkpoint is saved now, with all the metrics that it needs."""
     missing: str | None = None
     """A sentence that names the metric that is not known yet; files that need it are saved later."""
+    waits: bool = False
+    """Whether that metric has a value of earlier weights: the next validation gives the one of these."""
 
     @property
     def targets(self) -> list[str]:

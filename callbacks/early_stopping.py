@@ -32,7 +32,8 @@ class EarlyStopping(Callback):
     """Stop training when a metric has not improved for a number of checks.
 
     The metric is checked after each validation, or at the end of each training epoch if the run validates at most once
-    per epoch. A stop that is requested on one rank stops all ranks at the same step.
+    per epoch. Epochs without a validation do not count as checks of its metrics. A stop that is requested on one rank
+    stops all ranks at the same step.
 
     Args:
         monitor: Name of the metric.
@@ -147,11 +148,17 @@ class EarlyStopping(Callback):
             return
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
+            if trainer.val_enabled and trainer.progress.validated_at < 0:
+                # The first validation may log it.
+                return
             error = missing_metric("EarlyStopping", self.monitor, metrics)
             if self.strict:
                 raise error
             if self.verbose:
                 trainer.note(f"{error} This check is skipped.")
+            return
+        if self.monitor in trainer.outdated_metrics:
+            # The value was judged when it was measured.
             return
         before = self._best
         reason, message = self._evaluate(float(metrics[self.monitor]))

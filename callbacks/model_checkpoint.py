@@ -30,8 +30,10 @@ class ModelCheckpoint(CheckpointRecords):
       newest ``keep_last``, or selected by ``keep_every_nth``. An old checkpoint is deleted only when the new one is on
       the disk, so there are never fewer than the rules promise.
     - Without ``monitor`` the newest checkpoint is the best (``save_top_k=1``), or all are retained (-1).
+    - A checkpoint that is due between validations is ranked by the next one, if ``monitor`` is a metric of validations.
     - ``last.ckpt`` is separate: it is written whenever a checkpoint is due and again at the end of the fit, for any
-      value of the metric. It shares its bytes on the disk with the checkpoint that was saved at the same time.
+      value of the metric. It shares its bytes on the disk with the checkpoint that was saved at the same time. A run
+      that would end without any due checkpoint, as its metric is not known, saves it too.
     - A checkpoint with weights that are not finite is never written, and one whose metric is NaN is never among the
       best.
     - Rank 0's values and clock decide, so that all ranks save together.
@@ -200,27 +202,29 @@ class ModelCheckpoint(CheckpointRecords):
             self._save_or_defer(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        if self.monitor is not None and not trainer.progress.epoch_ended:
-            self._leave_out_cut_epoch(trainer)
-            return
         at_epoch_end = acts_at_epoch_end(trainer, self.save_on_train_epoch_end)
-        if self._deferred or (at_epoch_end and self._schedule.epoch_is_due(trainer.current_epoch)):
-            self._save_or_defer(trainer, last_chance=self._validated or not trainer.val_enabled)
-
-    def _leave_out_cut_epoch(self, trainer: TrainerView) -> None:
-        """Drop a pending save of an epoch that a stop has cut short: it has no metrics to rank a checkpoint by."""
-        self._deferred = False
-        if not self._kept.paths and not self.save_last:
-            trainer.note(
-                f"No checkpoint was saved: the run ends at step {trainer.global_step}, before {self.monitor!r} was "
-                "known. ModelCheckpoint(save_last=True) saves the end in any case."
-            )
+        is_due = self._schedule.epoch_is_due(trainer.current_epoch)
+        # A stop has cut the epoch short: it has no validation, and metrics of training are those of a part of it.
+        is_cut = self.monitor is not None and not trainer.progress.epoch_ended
+        if self._deferred or (at_epoch_end and is_due):
+            self._save_or_defer(trainer, last_chance=not is_cut and (self._validated or not trainer.val_enabled))
+        elif is_cut and is_due:
+            self._deferred = True
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
         trainer.finish_saves()
         step = trainer.global_step
-        if self.save_last and step not in (self._saved_step, self._first_step) and not trainer.fast_dev_run:
-            self._save(trainer, replace(self._plan(trainer), path="", counts=False))
+        if step in (self._saved_step, self._first_step) or trainer.fast_dev_run:
+            return
+        # A run must not end without any checkpoint because the metric that ranks them is not known.
+        is_only_one = self._deferred and not self._kept.paths and not self.save_last
+        if self.save_last or is_only_one:
+            self._save(trainer, replace(self._plan(trainer, is_end=True), path="", counts=False))
+        if is_only_one:
+            trainer.note(
+                f"The run ends at step {step} without a value of {self.monitor!r} for its weights, so they were saved "
+                f"as {self.last_model_path}, which is not ranked."
+            )
 
     def _its_time(self, trainer: TrainerView) -> bool:
         """Whether the interval has passed by rank 0's clock; a signal informs all ranks at the next step."""
@@ -259,27 +263,30 @@ class ModelCheckpoint(CheckpointRecords):
         trainer.finish_saves()
         self._schedule.restart_clock()
         plan = self._plan(trainer)
-        if plan.missing is not None and last_chance:
+        if plan.missing is not None and last_chance and not plan.waits:
             raise MetricError(plan.missing)
         # ``last.ckpt`` needs no metric and is saved now.
         if plan.missing is None or trainer.global_step != self._saved_step:
             self._save(trainer, plan)
         self._deferred = plan.missing is not None
 
-    def _plan(self, trainer: TrainerView) -> SavePlan:
-        """Return rank 0's plan for the save. Collective."""
-        return trainer.world.broadcast_object(self._own_plan(trainer) if trainer.is_global_zero else SavePlan())
+    def _plan(self, trainer: TrainerView, is_end: bool = False) -> SavePlan:
+        """Return rank 0's plan for the save; ``is_end``: of ``last.ckpt`` in any case. Collective."""
+        return trainer.world.broadcast_object(self._own_plan(trainer, is_end) if trainer.is_global_zero else SavePlan())
 
-    def _own_plan(self, trainer: TrainerView) -> SavePlan:
+    def _own_plan(self, trainer: TrainerView, is_end: bool) -> SavePlan:
         logged, names = trainer.callback_metrics, self._names
         metrics: dict[str, Any] = {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
         # A checkpoint that is not in the records belongs to another run.
-        last = names.free(self.dirpath, metrics, self.last_model_path, names.last) if self.save_last else ""
+        saves_last = self.save_last or is_end
+        last = names.free(self.dirpath, metrics, self.last_model_path, names.last) if saves_last else ""
         if not self._kept.saves:
             return SavePlan(last)
         for name in [*self._template.metrics, *([self.monitor] if self.monitor else [])]:
             if name not in metrics:
                 return SavePlan(last, missing=str(missing_metric("ModelCheckpoint", name, logged)))
+        if self.monitor in trainer.outdated_metrics:
+            return SavePlan(last, missing=f"{self.monitor!r} was measured at earlier weights.", waits=True)
         score = float(metrics[self.monitor]) if self.monitor is not None else None
         accepted = self._kept.accepts(score)
         path = names.free(self.dirpath, metrics, self._kept.gives_way) if accepted else ""

@@ -66,11 +66,14 @@ class DataModule(HyperparametersMixin):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint: JSON values, tensors, and lists or dicts of them."""
+        """Return the state to save in a checkpoint: JSON values, tensors, and lists or dicts of them.
+
+        It is that of rank 0; every rank of a resumed run loads it, also on another number of ranks.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that ``state_dict`` returned."""
+        """Restore the state that ``state_dict`` returned; called between ``setup`` and the loaders."""
 
     def provides(self, hook: str) -> bool:
         """Whether ``hook``, such as a loader, is overridden in the class or on this object; None switches it off."""

@@ -5,12 +5,15 @@ Because the window is known before the first backward pass, so is the total weig
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from itertools import chain, islice
 from typing import Any
 
 from ..core.accumulation import AccumulationSchedule
 from ..core.progress import Progress
+from ..distributed.world import World
+from .common_stream import compare_streams
 from .training_source import NO_BATCH, TrainingSource
 
 _END = object()
@@ -99,6 +102,13 @@ class Windows:
                 index += 1
         finally:
             self._iterator = chain(seen, self._iterator)
+
+    def compare_ranks(self, world: World, note: Callable[[str], None]) -> None:
+        """Report a source from which the ranks read different batches. Reads this rank's first batch. Collective."""
+        if self._several_ranks and self.source.first_batches():
+            with closing(self.coming(self._progress.batch_in_epoch)) as coming:
+                next(coming, None)
+            compare_streams(world, self.source, note)
 
     def position(self) -> dict[str, Any]:
         """Return the position within the epoch, for a checkpoint."""

@@ -146,6 +146,9 @@ class CombinedTraining(TrainingSource):
         remaining = combined_length(self._mode, left)
         return None if remaining is None else self.batches_before(position) + remaining
 
+    def first_batches(self) -> list[str | None]:
+        return [mark for part in self._parts for mark in part.first_batches()]
+
     def batches_before(self, position: Position | None) -> int:
         if position is None:
             return 0
@@ -251,6 +254,9 @@ class CombinedEvaluation(EvaluationSource):
 
     def len_batches(self) -> int | None:
         return combined_length(self._mode, [part.len_batches() for part in self._parts])
+
+    def first_batches(self) -> list[str | None]:
+        return [mark for part in self._parts for mark in part.first_batches()]
 
     def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
         numbers: Iterator[int]

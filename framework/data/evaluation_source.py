@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ..core.position_rng import mix_seed
+from .common_stream import FirstBatch
 from .dataloader import (
     Passes,
     check_loader,
@@ -55,6 +56,10 @@ class EvaluationSource(ABC):
     def start(self, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
         """Yield (number in the one-process order, batch) for this rank's batches among the first ``limit``."""
         return self.start_from(self.rank, epoch=epoch, limit=limit)
+
+    def first_batches(self) -> list[str | None]:
+        """Return a fingerprint for each iterable that all ranks read in common: of its first batch, None before."""
+        return []
 
     def record_indices(self) -> None:
         """Record the dataset indices of each batch from now on, where they are known."""
@@ -119,15 +124,22 @@ class IterableEvaluation(EvaluationSource):
         self._seed = seed_of(loader, seed)
         self._loader = private_copy(loader, None, name) if isinstance(loader, DataLoader) else loader
         self._passes = Passes(self._loader, name)
+        self._first_batch = FirstBatch()
 
     def len_batches(self) -> int | None:
         return length_of(self._loader)
+
+    def first_batches(self) -> list[str | None]:
+        return [] if self.size == 1 else [self._first_batch.fingerprint]
 
     def start_from(self, first: int, *, epoch: int = 0, limit: int | None = None) -> NumberedBatches:
         pass_epoch_to(self._given, epoch)
         if isinstance(self._loader, DataLoader) and self._loader.generator is not None:
             self._loader.generator.manual_seed(mix_seed(self._seed, 0))
-        return itertools.islice(enumerate(self._passes.begin()), first, limit, self.size)
+        batches = self._passes.begin()
+        if self.size > 1:
+            batches = self._first_batch.noted(batches)
+        return itertools.islice(enumerate(batches), first, limit, self.size)
 
 
 class UserSharded(EvaluationSource):

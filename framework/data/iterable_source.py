@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..core.position_rng import mix_seed
 from ..distributed.data_parallel import ceil_div
+from .common_stream import FirstBatch
 from .dataloader import Passes, pass_epoch_to, private_copy, seed_of, skip
 from .orders import length_of
 from .training_source import NO_BATCH, CountedSource, Position
@@ -42,6 +43,7 @@ class IterableSource(CountedSource):
         self._passes = Passes(self._loader, name)
         self._stateful = _stateful_part(self._loader)
         self.keeps_state = self._stateful is not None
+        self._first_batch = FirstBatch()
         self._read = 0
         """Batches of the one-process order that were read in this epoch."""
         self._finished = False
@@ -71,7 +73,12 @@ class IterableSource(CountedSource):
         if self._stateful is not None:
             batches = self._counted(batches)
         skip(batches, first - self._read, self.name, self.announce)
-        return batches if self._size == 1 else _round_robin(batches, self._rank, self._size)
+        if self._size == 1:
+            return batches
+        return _round_robin(self._first_batch.noted(batches), self._rank, self._size)
+
+    def first_batches(self) -> list[str | None]:
+        return [] if self._size == 1 else [self._first_batch.fingerprint]
 
     def _begin(self, first: int, new_epoch: bool) -> Iterator[Any]:
         """Return an iterator from the restored state if that is at or before batch ``first``, else from the start.

@@ -85,6 +85,10 @@ class TrainingSource(ABC):
     def position_from(self, began_at: Position | None, batches: int) -> Position:
         """Return the position after ``batches`` batches of an epoch that was started at ``began_at``."""
 
+    def first_batches(self) -> list[str | None]:
+        """Return a fingerprint for each iterable that all ranks read in common: of its first batch, None before."""
+        return []
+
     def described(self) -> str | None:
         """Return a human-readable description of an epoch, or None if unknown; the same for any number of ranks."""
         return None

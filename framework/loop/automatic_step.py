@@ -39,7 +39,8 @@ from ..run.overrides import backward_of, is_overridden
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD, UPDATE
 from .filler_batches import FILLER, lockstep_filler
-from .step_base import TrainingStep, check_loss, loss_of, outputs_for_hooks
+from .step_base import TrainingStep
+from .step_output import loss_of, outputs_for_hooks
 from .user_update import UserUpdate
 from .window_totals import LocalTotals, ReducedTotals
 
@@ -61,6 +62,8 @@ class AutomaticStep(TrainingStep):
         self.updater.defer_scale(False)
         self.optimizer = run.optimizers[0]
         self.filler = lockstep_filler(run, transfer, windows)
+        # Until the first loss, after which the user's step is routed again without the check of its output.
+        self.is_watching = True
         self.forward = self.routed()
         # An instance attribute, so that the collective trace can replace it temporarily.
         self.backward = backward_of(module, self.strategy)
@@ -78,7 +81,6 @@ class AutomaticStep(TrainingStep):
         # starts first, so that it overlaps with the transfer of the batch.
         self.starts_early = self.is_distributed and bool(self.batch_start)
         self.unweighted_single_rank = not self.is_distributed and self.batch_weight is None
-        self.loss_type_checked = False
         self.has_loss = False
         self.last_batch: Any = None
 
@@ -150,8 +152,8 @@ class AutomaticStep(TrainingStep):
         batch = self.start_batch(batch, index)
         output = None if self.epoch_skipped else self.forward(batch, index)
         loss = output if output.__class__ is Tensor else loss_of(output)
-        if loss is not None and not self.loss_type_checked:
-            self._check(loss)
+        if loss is not None and self.is_watching:
+            self.is_watching, self.forward = False, self.routed()
         self._begin_backward()
         self.phase[0] = LAST_BACKWARD
         if loss is not None:
@@ -188,13 +190,9 @@ class AutomaticStep(TrainingStep):
         loss = output if output.__class__ is Tensor else loss_of(output)
         if loss is None:
             self._leave_out_of_log()
-        elif not self.loss_type_checked:
-            self._check(loss)
+        elif self.is_watching:
+            self.is_watching, self.forward = False, self.routed()
         return output, loss
-
-    def _check(self, loss: Tensor) -> None:
-        check_loss(loss)
-        self.loss_type_checked = True
 
     def _leave_out_of_log(self) -> None:
         """Allow this rank to log fewer names than the others, which may log in steps in which it has no loss."""
@@ -268,6 +266,8 @@ class AutomaticStep(TrainingStep):
                 self.averages.after_step(self.progress.global_step - 1)
             if self.step_schedulers:
                 self.run.update_learning_rates("step")
+        elif not has_loss:
+            self.losses.count_missing(self.epoch_skipped)
         self.advance(consumed)
 
     # ---- resolved once ---------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class AutomaticStep(TrainingStep):
 
     def user_step(self) -> StepFunction:
         """Return the user's step, wrapped so that a batch without a loss is replaced by a filler batch where needed."""
-        step = super().user_step()
+        step = self.losses.watched(super().user_step())
         return step if self.filler is None else self.filler.wrap(step)
 
     def flush(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.common_stream import compare_streams
 from ..data.evaluation_source import EvaluationSource, NumberedBatches
 from ..diagnostics.isolated_step import fresh, isolated
 from ..metrics.metric_entry import Entry
@@ -28,11 +29,9 @@ from ..metrics.metric_log import MetricLog
 from ..metrics.no_log import NoLog
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
-from ..run.run_metrics import as_numbers
+from .evaluation_metrics import StepMetrics
 from .filler_batches import in_rounds
 
-# Number of batches whose step values wait on the device before they are read for the loggers: each read synchronizes.
-_STEPS_WAITING = 256
 _PREFIX = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
@@ -48,6 +47,9 @@ class EvaluationPlan:
     seen: dict[int, int] = field(default_factory=dict)
     """Batches of each loader that this rank has seen so far, in all evaluations of this plan."""
 
+    noted: set[int | str] = field(default_factory=set)
+    """The loaders that were reported as empty, and ``"ranks"`` once the ranks have compared their first batches."""
+
     def use_transfer(self, transfer: Callable[[Any, int], Any] | None) -> None:
         """Move batches to the device with this function; with None they are not moved."""
         self.transfer = transfer
@@ -55,6 +57,10 @@ class EvaluationPlan:
     def use_sources(self, sources: Sequence[EvaluationSource], limits: Sequence[int | None]) -> None:
         """Evaluate other loaders from now on."""
         self.sources, self.limits = sources, limits
+
+    def share_notes(self, other: EvaluationPlan) -> None:
+        """Report a loader once in this plan and the other."""
+        self.noted = other.noted
 
     def count_in(self, seen: dict[int, int]) -> None:
         """Count the batches of each loader in this dict from now on."""
@@ -79,9 +85,11 @@ def evaluate(run: Run, plan: EvaluationPlan, evaluated: Callable[[], None] | Non
             for index, source in enumerate(plan.sources):
                 log.loader = index if several else None
                 log.in_step = True
-                _run_loader(run, plan, source, index, metrics=_StepMetrics(run, plan, log, index))
+                _run_loader(run, plan, source, index, metrics=StepMetrics(run, plan.seen, log, index))
                 log.in_step = False
             log.loader = None
+            _report_empty(run, plan)
+            _compare_ranks(run, plan)
             run.heartbeat.mark_sync_point()
             reduced = run.metrics.publish_epoch(
                 log, run.progress, run.hooks(f"on_{plan.prefix}_epoch_end"), run.sanity_checking
@@ -110,6 +118,7 @@ def predict(run: Run, plan: EvaluationPlan, keep: bool = True) -> list[list[Any]
             source.record_indices()
             _run_loader(run, plan, source, index, outputs=outputs[index] if keep else None)
         run.heartbeat.mark_sync_point()
+        _compare_ranks(run, plan)
         mine = outputs if run.world.counts_data else [[] for _ in plan.sources]
         results = _in_order(run.world.all_gather_object(mine)) if keep else [[] for _ in plan.sources]
         run.call("on_predict_epoch_end")
@@ -128,55 +137,24 @@ def _start(run: Run, plan: EvaluationPlan) -> None:
     run.call(f"on_{plan.prefix}_epoch_start")
 
 
-class _StepMetrics:
-    """Values logged with ``on_step=True`` in an evaluation, for the loggers, indexed by the number of batches seen.
-
-    Values are read in groups, since reading a value from a device waits for the device.
-    """
-
-    def __init__(self, run: Run, plan: EvaluationPlan, log: MetricLog, loader: int) -> None:
-        self._log = log
-        self._run = run
-        self._seen = plan.seen
-        self._loader = loader
-        self._waiting: list[tuple[int, dict[str, Any]]] = []
-
-    def begin(self, batch: Any) -> None:
-        """Weight the values that the step logs by this batch."""
-        self._log.begin_batch(batch)
-        self._log.fed.add(self._log.loader)
-
-    def record(self) -> None:
-        """Record the step values of a batch."""
-        seen = self._seen[self._loader] = self._seen.get(self._loader, 0) + 1
-        if (values := self._log.step_values("logger")) and not self._run.sanity_checking:
-            self._waiting.append((seen, values))
-            if len(self._waiting) >= _STEPS_WAITING:
-                self.flush()
-
-    def flush(self) -> None:
-        """Send the recorded values to the loggers."""
-        for step, values in self._waiting:
-            self._run.loggers.log_metrics({**as_numbers(values), "epoch": float(self._run.progress.epoch)}, step)
-        self._waiting = []
-
-
 def _run_loader(
     run: Run,
     plan: EvaluationPlan,
     source: EvaluationSource,
     index: int,
-    metrics: _StepMetrics | None = None,
+    metrics: StepMetrics | None = None,
     outputs: list[tuple[int, Any]] | None = None,
 ) -> None:
     """Run this rank's batches of a loader; record metrics and append the numbered outputs if these are given."""
     names = ("batch", "batch_idx", "dataloader_idx")
+    # Like Lightning: a step that takes any arguments gets no dataloader_idx where there is one loader.
+    given = len(names) - (len(plan.sources) == 1)
     context = run.fabric.forward_context()
-    user_step = with_arity(getattr(run.module, f"{plan.prefix}_step"), names)
+    user_step = with_arity(getattr(run.module, f"{plan.prefix}_step"), names, given)
     step = run.strategy.route(in_context(user_step, context), training=False)
-    batch_start = [with_arity(hook, names) for hook in run.hooks(f"on_{plan.prefix}_batch_start")]
-    batch_end = [with_arity(hook, ("outputs", *names)) for hook in run.hooks(f"on_{plan.prefix}_batch_end")]
-    numbered = source.start(limit=plan.limits[index])
+    batch_start = [with_arity(hook, names, given) for hook in run.hooks(f"on_{plan.prefix}_batch_start")]
+    batch_end = [with_arity(hook, ("outputs", *names), given + 1) for hook in run.hooks(f"on_{plan.prefix}_batch_end")]
+    numbered = source.start(epoch=run.progress.epoch, limit=plan.limits[index])
     if run.world.size > 1 and run.traits.forward_has_collectives:
         numbered = in_rounds(
             numbered, _certain_count(source, plan.limits[index]), run.world, _idle_step(run, plan, step, index)
@@ -202,6 +180,28 @@ def _run_loader(
             outputs.append((place, on_host(output)))
     if metrics is not None:
         metrics.flush()
+
+
+def _compare_ranks(run: Run, plan: EvaluationPlan) -> None:
+    """Report a loader from which the ranks read different batches, once. Collective."""
+    if run.world.size == 1 or "ranks" in plan.noted:
+        return
+    plan.noted.add("ranks")
+    for source in plan.sources:
+        if source.first_batches():
+            compare_streams(run.world, source, run.note)
+
+
+def _report_empty(run: Run, plan: EvaluationPlan) -> None:
+    """Report a loader without batches, once. Rank 0, which shows the message, evaluates the first batch of each."""
+    for index, source in enumerate(plan.sources):
+        if index in plan.noted or plan.seen.get(index) or (plan.limits[index] == 0 and source.len_batches()):
+            continue
+        plan.noted.add(index)
+        run.note(
+            f"{source.name} has no batches, so there are no {plan.prefix} steps and no metrics of it: check the length "
+            "of the dataset, the batch size and drop_last."
+        )
 
 
 def _with_indices(run: Run, source: EvaluationSource, index: int, numbered: NumberedBatches) -> NumberedBatches:

@@ -28,7 +28,7 @@ from ..parallel.strategy import StepFunction
 from ..parallel.sync_batch_norm import is_collective
 from ..parallel.zero_backward import Calls, CallWatch, zero_gradients
 from ..run.run import Run
-from .step_base import loss_of
+from .step_output import loss_of
 
 FILLER: Any = object()
 """A micro-batch of weight 0 without user data."""

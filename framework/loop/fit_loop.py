@@ -50,7 +50,7 @@ class FitLoop:
         self.reload: Callable[[], None] | None = None
         self.validation = FitValidation(run, plan, clock)
         self._step_limit = plan.step_limit
-        self._warned_of_no_end = False
+        self._warned_of_no_end = self._compared_ranks = False
 
     def use_step(self, step: AutomaticStep | ManualStep, transfer: Callable[[Any, int], Any] | None) -> None:
         """Train with this step; ``transfer`` moves validation batches to the device."""
@@ -109,8 +109,14 @@ class FitLoop:
             # The interrupted run has already drawn the random numbers of these hooks. Drawing them again would
             # shift the generators, and the resumed run would differ from an uninterrupted one.
             rejoin(run)
-        step = progress.global_step
-        self._end_epoch(whole=self._batches())
+        if not self._compared_ranks:
+            self._compared_ranks = True
+            self.windows.compare_ranks(run.world, run.note)
+        step, attempts = progress.global_step, progress.attempts
+        whole = self._batches()
+        if begins and whole and not progress.epoch_cut:
+            self.step.losses.check_epoch(progress.attempts - attempts)
+        self._end_epoch(whole)
         self.windows.close()
         if begins and progress.epoch_ended and progress.global_step == step:
             self._warn_of_no_end()

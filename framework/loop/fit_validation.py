@@ -98,7 +98,10 @@ class FitValidation:
         short = [limit if own is None else own if limit is None else min(own, limit) for own in whole.limits]
         run.set_sanity_checking(True)
         run.call("on_sanity_check_start")
-        evaluate(run, EvaluationPlan(whole.stage, whole.sources, short, whole.transfer, whole.inference_mode))
+        trial = EvaluationPlan(
+            whole.stage, whole.sources, short, whole.transfer, whole.inference_mode, noted=whole.noted
+        )
+        evaluate(run, trial)
         run.call("on_sanity_check_end")
         run.set_sanity_checking(False)
         run.metrics.clear()

@@ -1,62 +1,20 @@
-"""The common part of automatic and manual optimization: the user's step, its output and hooks, and loss checks."""
+"""The common part of automatic and manual optimization: the user's step, its hooks, and checks of its losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from ..core.errors import LoopError, NonFiniteError
+from ..core.errors import NonFiniteError
 from ..diagnostics.loss_spikes import DeviceLossWatch, LossSpikes
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
 from ..distributed.control import Signal
 from ..parallel.strategy import StepFunction
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
-
-_RULE = "training_step must return a scalar loss, a mapping with 'loss', or None"
-
-
-def loss_of(output: Any) -> Tensor | None:
-    """Return the loss; None if the step skips its batch.
-
-    Raises:
-        LoopError: the loss is not a tensor, or the mapping has no loss.
-    """
-    if output is None:
-        return None
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(output, Mapping) and "loss" not in output:
-        raise LoopError(f"training_step returned a mapping without 'loss' (it has {sorted(output)}). {_RULE}.")
-    if loss is not None and not isinstance(loss, Tensor):
-        raise LoopError(f"training_step returned a {type(loss).__name__}. {_RULE}.")
-    return loss
-
-
-def check_loss(loss: Tensor) -> None:
-    """Check the first loss of a run; later losses have the same shape and graph.
-
-    Raises:
-        LoopError: the loss is not a single number, or does not depend on a parameter that requires a gradient.
-    """
-    if loss.numel() != 1:
-        raise LoopError(f"training_step returned a loss of shape {tuple(loss.shape)}. {_RULE}: take its mean().")
-    if not loss.requires_grad:
-        raise LoopError(
-            "training_step returned a loss that does not depend on any parameter, so there is nothing to train. "
-            "Compute it from the module's output without detach(), item() or no_grad(), and check that parameters "
-            "require gradients."
-        )
-
-
-def outputs_for_hooks(output: Any) -> Any:
-    """Return the output without its graph."""
-    if output.__class__ is Tensor:
-        return {"loss": output.detach()}
-    if isinstance(output, Mapping):
-        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
-    return output
+from .step_output import LossWatch, no_manual_backward
 
 
 class TrainingStep:
@@ -78,6 +36,8 @@ class TrainingStep:
         self.after_backward = run.hooks("on_after_backward")
         self.before_update = run.hooks("on_before_optimizer_step")
         self.averages = run.averages if len(run.averages) else None
+        self.losses = LossWatch(run)
+        run.use_manual([], no_manual_backward)
         self.forward: StepFunction
         # Whether a hook has returned -1, which skips this batch and the rest of the epoch.
         self.epoch_skipped = False

@@ -17,6 +17,7 @@ from ..parallel.parameter_names import canonical_names, names_of
 from ..run.run import Run
 from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
+from .data_module_state import data_module_state
 from .rank_state import capture_rank
 
 
@@ -77,6 +78,7 @@ def _add_training(
     state = {
         **_states(run),
         "metrics": values["callback"],
+        "measured": run.metrics.measured,
         "shown": {reader: values[reader] for reader in ("logged", "progress_bar")},
         "user": user,
     }
@@ -90,7 +92,7 @@ def _add_training(
 
 
 def check_state(run: Run) -> None:
-    """Check before training that the states of schedulers, callbacks and modules can be saved.
+    """Check before training that the states of schedulers, callbacks, modules and the data module can be saved.
 
     Raises:
         ConfigurationError: a value has a type that cannot be saved; the message names its place.
@@ -104,6 +106,7 @@ def _states(run: Run) -> dict[str, Any]:
         "scaler": run.scaler.state_dict() if run.scaler is not None else None,
         "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
         "extra": extra_state(run.module),
+        "datamodule": data_module_state(run.context.datamodule),
     }
 
 

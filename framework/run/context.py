@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..api.contracts import TrainerView
+    from ..api.data_module import DataModule
     from ..checkpoint.save_request import SaveRequest
     from ..data.accumulation_window import Windows
     from ..system.run_directory import RunDirectory
@@ -34,6 +35,8 @@ class RunContext:
     """Whether a preempted SLURM job is requeued."""
     has_failed: Callable[[], bool]
     """Whether an error has ended the run. Other ranks may then never reach another collective."""
+    datamodule: DataModule | None
+    """The data module of the stage, if it was given one."""
     preemption_directory: Callable[[], Path | None]
     """The directory of the checkpoint of a preempted run; None if the run saves no checkpoints."""
 

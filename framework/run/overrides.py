@@ -86,23 +86,26 @@ def in_context(step: StepFunction, context: AbstractContextManager[Any] | None) 
     return run_in_context
 
 
-def with_arity(step: StepFunction, names: Sequence[str]) -> StepFunction:
+def with_arity(step: StepFunction, names: Sequence[str], given: int | None = None) -> StepFunction:
     """Return ``step`` as a function of the arguments ``names``, of which it may accept only the first ones.
+
+    A function that takes ``*args`` receives the first ``given`` arguments, or more if it requires more by name.
 
     Raises:
         LoopError: ``step`` requires more arguments than there are.
     """
     parameters = list(inspect.signature(step).parameters.values())
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return step
+    takes_all = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in positional if p.default is p.empty]
     name = getattr(step, "__name__", "the step")
-    if len(needed) > len(names) or not positional:
+    if len(needed) > len(names) or not (positional or takes_all):
         raise LoopError(
             f"{name} takes ({', '.join(p.name for p in positional)}); it is called with ({', '.join(names)})."
         )
     count = min(len(names), len(positional))
+    if takes_all:
+        count = max(len(names) if given is None else given, len(needed))
     return step if count == len(names) else lambda *args: step(*args[:count])
 
 

@@ -30,6 +30,8 @@ class RunMetrics:
         self.logs: list[MetricLog] = [train_log]
         """The logs in use: that of training, and that of an evaluation in progress."""
         self.values: dict[str, dict[str, Any]] = {"callback": {}, "logged": {}, "progress_bar": {}}
+        self.measured: dict[str, int] = {}
+        """For each metric of a validation, ``Progress.global_batch`` when it was measured."""
 
     def include(self, log: MetricLog) -> None:
         """Include the values of this log while it is in use."""
@@ -59,12 +61,12 @@ class RunMetrics:
         for reader, flag in _FLAGS.items():
             self.values[reader].update(log.step_values(flag))
         reduced, more = log.reduce(more=bool(hooks))
-        self._keep(reduced)
+        self._keep(reduced, log, progress)
         if more:
             for hook in hooks:
                 hook()
             later, _ = log.reduce()
-            self._keep(later)
+            self._keep(later, log, progress)
             reduced |= later
         log.finish()
         logged = {entry.epoch_name: value.item() for entry, value in reduced.items() if entry.logger}
@@ -77,9 +79,14 @@ class RunMetrics:
         step = max(0, progress.global_step - 1)
         self.loggers.log_metrics({**numbers, "epoch": float(progress.epoch)}, step)
 
-    def _keep(self, reduced: Mapping[Entry, Tensor]) -> None:
+    def _keep(self, reduced: Mapping[Entry, Tensor], log: MetricLog, progress: Progress) -> None:
         for entry, value in reduced.items():
             name = entry.epoch_name
+            for known in (name, entry.plain_name):
+                if log.stage == "validate":
+                    self.measured[known] = progress.global_batch
+                else:
+                    self.measured.pop(known, None)
             self.values["callback"][name] = value
             self.values["callback"][entry.plain_name] = value
             if entry.prog_bar:
@@ -94,6 +101,11 @@ class RunMetrics:
             values.update(log.current() if reader == "callback" else log.step_values(_FLAGS[reader]))
         return {name: torch.as_tensor(value) for name, value in values.items()}
 
+    def outdated(self, global_batch: int) -> frozenset[str]:
+        """Return the metrics that a validation measured before ``global_batch`` and training has not logged since."""
+        current = self.train_log.current()
+        return frozenset(name for name, at in self.measured.items() if at != global_batch and name not in current)
+
     def monitored(self, name: str, who: str) -> Tensor:
         """Return a logged value.
 
@@ -107,6 +119,7 @@ class RunMetrics:
 
     def clear(self) -> None:
         """Remove all values, for example those of a sanity check, which are not shown."""
+        self.measured.clear()
         for values in self.values.values():
             values.clear()
 

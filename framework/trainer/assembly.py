@@ -21,6 +21,7 @@ from ..parallel.strategy import Routed
 from ..parallel.sync_batch_norm import share_batch_statistics
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
 from ..resume.checkpoint_saver import Saver
+from ..resume.data_module_state import restore_data_module
 from ..resume.rank_state import restore_rank
 from ..resume.resume_point import Origin, claim_directory, find_checkpoint
 from ..run.overrides import batch_transfer, check_closure
@@ -45,7 +46,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
 
     The order of a resumed fit (docs/internals.md has more):
 
-        choose the checkpoint and verify it; the seed; prepare_data and setup
+        choose the checkpoint and verify it; the seed; prepare_data and setup; the state of the data module
         counters and position in the data
         configure_model, device, configure_optimizers
         compare the checkpoint on all ranks; nothing was loaded from it so far
@@ -70,6 +71,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     session.use_seed(_agreed_seed(run, checkpoint))
     session.attach_loggers()
     _prepare(run, request, "fit")
+    restore_data_module(run, checkpoint)
     run.use_accumulation(session.accumulation)
     data = _data(session, run, request)
     loop = build_loop(session, run, data, request, checkpoint)
@@ -103,19 +105,14 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
         claim_directory(session.directory, None, session.callbacks, run.world, session.note, session.writes)
     session.attach_loggers()
     _prepare(run, request, stage)
+    checkpoint = _evaluated_checkpoint(session, run, request)
+    restore_data_module(run, checkpoint)
     data = _data(session, run, request)
     sources = data.evaluation(stage)
     require_data(sources, stage)
     _place_model(session, run)
     run.strategy.setup(request.module, [], training=False, routed=Routed.FORWARD)
-    if request.ckpt_path is not None:
-        found = on_rank_zero(
-            run.world,
-            lambda: find_checkpoint(
-                request.ckpt_path or "", session.directory.root, session.directory.name, session.callbacks, session.note
-            ),
-        )
-        checkpoint = open_on_all_ranks(run.world, found)
+    if checkpoint is not None:
         load_model(run, checkpoint)
         session.records.keep_checkpoint(checkpoint.path)
     plan = evaluation_plan(session, stage, sources)
@@ -123,6 +120,20 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
     precision = run.precision
     plan.use_transfer(batch_transfer(run.world.device, precision, request.module, request.datamodule))
     return run, plan
+
+
+def _evaluated_checkpoint(session: Session, run: Run, request: StageRequest) -> Checkpoint | None:
+    """Return the verified checkpoint that an evaluation was given; None for the module's own weights. Collective."""
+    if request.ckpt_path is None:
+        return None
+    directory = session.directory
+    found = on_rank_zero(
+        run.world,
+        lambda: find_checkpoint(
+            request.ckpt_path or "", directory.root, directory.name, session.callbacks, session.note
+        ),
+    )
+    return open_on_all_ranks(run.world, found)
 
 
 # ---- stages of the assembly ----------------------------------------------------------------------

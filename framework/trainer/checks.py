@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..api.callback import Callback
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
@@ -16,47 +13,13 @@ from ..parallel.resources import Resources
 from ..parallel.strategy import Strategy, check_algorithm
 from ..run.overrides import is_overridden, with_arity
 from .data_sources import check_given
+from .hook_names import check_data_module_names, check_module_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from .resolved_settings import Settings
 
-_NOT_HOOKS = {"log", "print", "freeze", "unfreeze", "optimizers", "lr_schedulers", "all_gather"}
-
-
-def _names_of(cls: type) -> list[str]:
-    """Return the public methods of a class that users subclass, and of its bases in the same sub-package."""
-    package = cls.__module__.rpartition(".")[0]
-    own = [vars(base) for base in cls.__mro__ if base.__module__.rpartition(".")[0] == package]
-    methods = [name for table in own for name, value in table.items() if inspect.isfunction(value)]
-    return sorted({name for name in methods if not name.startswith("_")} - _NOT_HOOKS)
-
-
-_MODULE_HOOKS, _CALLBACK_HOOKS, _DATA_HOOKS = map(_names_of, (TrainModule, Callback, DataModule))
-# Hook names of older frameworks, which would never be called.
-_FORMER = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-    "training_step_end": "training_step",
-    "validation_step_end": "validation_step",
-    "test_step_end": "test_step",
-    "train_step": "training_step",
-    "val_step": "validation_step",
-    "on_epoch_start": "on_train_epoch_start",
-    "on_epoch_end": "on_train_epoch_end",
-    "on_batch_start": "on_train_batch_start",
-    "on_batch_end": "on_train_batch_end",
-    "on_val_epoch_start": "on_validation_epoch_start",
-    "on_val_epoch_end": "on_validation_epoch_end",
-    "on_pretrain_routine_start": "on_fit_start",
-    "on_pretrain_routine_end": "on_fit_start",
-    "configure_sharded_model": "configure_model",
-    "tng_dataloader": "train_dataloader",
-    "valid_dataloader": "val_dataloader",
-    "validation_dataloader": "val_dataloader",
-}
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
@@ -143,7 +106,7 @@ def split_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, DataModule | N
         )
     if loaders is not None:
         raise ConfigurationError("both loaders and a datamodule were given: leave one of them out.")
-    check_names(type(datamodule), DataModule, _DATA_HOOKS)
+    check_data_module_names(datamodule)
     return None, datamodule
 
 
@@ -162,7 +125,7 @@ def check_module(module: Any, stage: str) -> None:
     name = type(module).__name__
     if "_run" not in module.__dict__:
         raise ConfigurationError(f"{name}.__init__ did not call super().__init__(): do so before anything else.")
-    check_names(type(module), TrainModule, _MODULE_HOOKS)
+    check_module_names(module)
     needed = _STEPS.get(stage)
     if needed is not None and not is_overridden(needed, module):
         raise ConfigurationError(f"{name} has no {needed}, which Trainer.{stage} calls: define it.")
@@ -202,44 +165,6 @@ def check_devices(module: nn.Module) -> None:
             f"{type(module).__name__} has parameters on {len(homes)} devices ({where}): leave all on one, such as "
             "the CPU; the strategy moves them."
         )
-
-
-def check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
-    """Refuse methods with a name similar to a hook's, which phalanx never calls.
-
-    Raises:
-        ConfigurationError: there is such a method; the message names the most similar hook.
-    """
-    inherited = set(dir(base))
-    package = __name__.partition(".")[0]
-    for owner in cls.__mro__:
-        if owner.__module__.partition(".")[0] in (package, "torch", "builtins"):
-            continue
-        for name, value in vars(owner).items():
-            if not inspect.isfunction(value) or name.startswith("_") or name in inherited:
-                continue
-            meant = _meant(name, hooks)
-            if meant is not None and (name in _FORMER or getattr(cls, meant) is getattr(base, meant)):
-                raise ConfigurationError(
-                    f"phalanx never calls {cls.__name__}.{name}. Did you mean {meant!r}? "
-                    "If it is your own helper, give it a name less similar to a hook's."
-                )
-
-
-def _meant(name: str, hooks: Iterable[str]) -> str | None:
-    former = _FORMER.get(name)
-    if former is not None:
-        return former if former in hooks else None
-    return next(iter(get_close_matches(name, hooks, n=1, cutoff=0.88)), None)
-
-
-def check_callback(callback: Callback) -> None:
-    """Refuse a callback with a method whose name is similar to a hook's.
-
-    Raises:
-        ConfigurationError: there is such a method.
-    """
-    check_names(type(callback), Callback, _CALLBACK_HOOKS)
 
 
 def check_manual(module: TrainModule, settings: Settings) -> None:

@@ -9,7 +9,7 @@ from ..api.callback import Callback
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS, Registry
 from ..metrics.logger import Logger
-from .checks import check_callback
+from .hook_names import check_callback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

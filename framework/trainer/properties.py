@@ -272,6 +272,11 @@ class TrainerProperties(SettingProperties, DataProperties, FabricProperties):
         return self._metrics("callback")
 
     @property
+    def outdated_metrics(self) -> frozenset[str]:
+        """The names of ``callback_metrics`` that a validation measured at earlier weights."""
+        return self.run.metrics.outdated(self.progress.global_batch) if self.run is not None else frozenset()
+
+    @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """The values that were last sent to the loggers."""
         return self._metrics("logged")

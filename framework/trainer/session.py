@@ -163,6 +163,7 @@ class Session:
             writes=self.writes,
             requeue=self.settings.given.requeue,
             has_failed=lambda: self.state.status == "interrupted",
+            datamodule=self.datamodule,
             preemption_directory=self.preemption_directory,
         )
 

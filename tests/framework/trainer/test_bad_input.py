@@ -267,6 +267,10 @@ def test_a_lightning_module_is_refused_with_advice_for_conversion(lightning: Any
         ("on_epoch_end", "on_train_epoch_end"),
         ("configure_sharded_model", "configure_model"),
         ("val_dataloaders", "val_dataloader"),
+        ("forwrd", "forward"),
+        ("on_training_step", "on_train_batch_end"),
+        ("on_training_batch_begin", "on_train_batch_start"),
+        ("on_validation_end_epoch", "on_validation_epoch_end"),
     ],
 )
 def test_a_hook_that_is_never_called_is_refused(name: str, meant: str) -> None:
@@ -274,6 +278,33 @@ def test_a_hook_that_is_never_called_is_refused(name: str, meant: str) -> None:
     kind = type("Mine", (base,), {name: lambda self, *args: None})
     text = message(ConfigurationError, lambda: silent_trainer().fit(kind(), loader()))
     assert text.startswith(f"phalanx never calls Mine.{name}. Did you mean {meant!r}?")
+
+
+def test_a_misspelled_override_of_a_hook_that_the_class_has_is_refused_too() -> None:
+    class Base(Regressor):
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    class Mine(Base):
+        def validaton_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+
+    text = message(ConfigurationError, lambda: silent_trainer().fit(Mine(), loader()))
+    assert text.startswith("phalanx never calls Mine.validaton_step. Did you mean 'validation_step'?")
+
+
+def test_helpers_of_a_hook_are_fine() -> None:
+    class Mine(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.trainings_step(batch, batch_idx)
+
+        def trainings_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)
+
+        def training_step_alone(self, batch: Any) -> Any: ...
+        def forward_once(self, x: Tensor) -> None: ...
+        def on_validation_figure(self) -> None: ...
+
+    silent_trainer(max_steps=1).fit(Mine(), loader())
 
 
 def test_a_helper_with_a_name_of_its_own_is_fine() -> None:

@@ -1,0 +1,152 @@
+"""Misspelled names of hooks in the user's modules, callbacks and data modules: phalanx would never call them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from types import CodeType
+from typing import Any
+
+from ..api.callback import Callback
+from ..api.data_module import DataModule
+from ..api.train_module import TrainModule
+from ..core.errors import ConfigurationError
+
+_NOT_HOOKS = {"log", "print", "freeze", "unfreeze", "optimizers", "lr_schedulers", "all_gather"}
+
+
+def _names_of(cls: type) -> list[str]:
+    """Return the public methods of a class that users subclass, and of its bases in the same sub-package."""
+    package = cls.__module__.rpartition(".")[0]
+    own = [vars(base) for base in cls.__mro__ if base.__module__.rpartition(".")[0] == package]
+    methods = [name for table in own for name, value in table.items() if inspect.isfunction(value)]
+    return sorted({name for name in methods if not name.startswith("_")} - _NOT_HOOKS)
+
+
+_CALLBACK_HOOKS, _DATA_HOOKS = map(_names_of, (Callback, DataModule))
+_MODULE_HOOKS = [*_names_of(TrainModule), "forward"]
+# Hook names of older frameworks, which would never be called.
+_FORMER = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+    "train_step": "training_step",
+    "val_step": "validation_step",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_val_epoch_start": "on_validation_epoch_start",
+    "on_val_epoch_end": "on_validation_epoch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "configure_sharded_model": "configure_model",
+    "tng_dataloader": "train_dataloader",
+    "valid_dataloader": "val_dataloader",
+    "validation_dataloader": "val_dataloader",
+}
+# Words that are used in place of others in names of hooks that do not exist, such as on_training_step_end.
+_WORDS = {
+    "training": "train",
+    "val": "validation",
+    "valid": "validation",
+    "testing": "test",
+    "prediction": "predict",
+    "begin": "start",
+    "step": "batch",
+}
+
+
+def check_module_names(module: TrainModule) -> None:
+    """Refuse a module with a method whose name is similar to a hook's.
+
+    Raises:
+        ConfigurationError: there is such a method.
+    """
+    _check_names(type(module), TrainModule, _MODULE_HOOKS)
+
+
+def check_data_module_names(datamodule: DataModule) -> None:
+    """Refuse a data module with a method whose name is similar to a hook's.
+
+    Raises:
+        ConfigurationError: there is such a method.
+    """
+    _check_names(type(datamodule), DataModule, _DATA_HOOKS)
+
+
+def check_callback(callback: Callback) -> None:
+    """Refuse a callback with a method whose name is similar to a hook's.
+
+    Raises:
+        ConfigurationError: there is such a method.
+    """
+    _check_names(type(callback), Callback, _CALLBACK_HOOKS)
+
+
+def _check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
+    """Refuse methods with a name similar to a hook's, which phalanx never calls.
+
+    If the class has the hook as well, the method may be a helper of it: it is refused only if nothing in the class
+    uses it and its name does not begin with the hook's.
+
+    Raises:
+        ConfigurationError: there is such a method; the message names the most similar hook.
+    """
+    inherited = set(dir(base))
+    owners = [owner for owner in cls.__mro__ if _is_users(owner)]
+    for owner in owners:
+        for name, value in vars(owner).items():
+            if not inspect.isfunction(value) or name.startswith("_") or name in inherited:
+                continue
+            meant = _FORMER.get(name) if name in _FORMER else _similar(name, hooks)
+            if meant is None or meant not in hooks:
+                continue
+            is_missing = getattr(cls, meant) is getattr(base, meant) and meant != "forward"
+            if name in _FORMER or is_missing or not (name.startswith(meant) or _is_used(owners, name, value)):
+                raise ConfigurationError(
+                    f"phalanx never calls {cls.__name__}.{name}. Did you mean {meant!r}? "
+                    "If it is your own helper, give it a name less similar to a hook's."
+                )
+
+
+def _is_users(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] not in (__name__.partition(".")[0], "torch", "builtins")
+
+
+def _similar(name: str, hooks: Iterable[str]) -> str | None:
+    """Return the hook whose name differs from ``name`` by a few letters, or by the order or choice of words."""
+    if not name.startswith("on_"):
+        return next(iter(get_close_matches(name, hooks, n=1, cutoff=0.88)), None)
+    hooks = [hook for hook in hooks if hook.startswith("on_")]
+    by_words = {_words_of(hook): hook for hook in hooks}
+    same = by_words.get(_words_of(name)) or by_words.get(_words_of(f"{name}_end"))
+    return same or next(iter(get_close_matches(name, hooks, n=1, cutoff=0.88)), None)
+
+
+def _words_of(name: str) -> tuple[str, ...]:
+    return tuple(sorted(_WORDS.get(word, word) for word in name.split("_")))
+
+
+def _is_used(owners: Iterable[type], name: str, method: Any) -> bool:
+    """Whether another method of these classes refers to ``name``."""
+    return any(name in names for owner in owners for names in _names_used(owner, method))
+
+
+def _names_used(owner: type, but: Any) -> Iterator[set[str]]:
+    """Yield the names that each method of a class refers to, except for the method ``but``."""
+    for value in vars(owner).values():
+        function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        if value is not but and callable(function):
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if code is not None:
+                yield _names_in(code)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *(name for each in inner for name in _names_in(each))}
