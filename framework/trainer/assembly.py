@@ -117,6 +117,7 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
         )
         checkpoint = open_on_all_ranks(run.world, found)
         load_model(run, checkpoint)
+        session.records.weights_replaced(request.module, checkpoint.path)
         session.records.keep_checkpoint(checkpoint.path)
     plan = evaluation_plan(session, stage, sources)
     session.attach_evaluation(plan)
