@@ -14,9 +14,6 @@ from torch import nn
 
 from .logger import Logger
 
-LoggerMarks = list[tuple[str, dict[str, Any]]]
-"""The name of each logger, and its state after all calls made so far; filled in by the logger's thread."""
-
 # How often a writer polls for new calls, in seconds. Waking a thread for each call costs more than logging.
 _PERIOD_SECONDS = 0.25
 # Calls beyond this many in a queue are dropped: the logger is too slow, and the queue would fill the memory.
@@ -79,7 +76,7 @@ class LoggerFanout:
         """Ask every logger to flush its buffered records soon."""
         self._send("save")
 
-    def state_dicts(self, marks: LoggerMarks | None = None) -> list[dict[str, Any]]:
+    def state_dicts(self, marks: list[tuple[str, dict[str, Any]]] | None = None) -> list[dict[str, Any]]:
         """Flush all loggers and return the state of each, now or at ``marks``, for a checkpoint.
 
         A logger that takes too long is not waited for again; its state is unknown from that time.
@@ -90,7 +87,7 @@ class LoggerFanout:
         self._leave_out_failed()
         return [{"kind": name, "state": dict(state)} for name, state in marks]
 
-    def mark(self) -> LoggerMarks:
+    def mark(self) -> list[tuple[str, dict[str, Any]]]:
         """Return, for a later ``state_dicts``, the state of each logger after all calls made so far."""
         return [(writer.name, writer.mark()) for writer in self._writers]
 

@@ -15,7 +15,6 @@ from ..checkpoint.consolidate import AVERAGES
 from ..checkpoint.manifest import JSON
 from ..checkpoint.write_plan import Shard, Snapshot
 from ..data.accumulation_window import Windows
-from ..metrics.logger_threads import LoggerMarks
 from ..parallel.parameter_names import canonical_names, names_of
 from ..run.run import Run
 from ..state.module_state import encode_known, extra_state, model_state
@@ -62,7 +61,7 @@ class RunState:
         canonical = canonical_names(run.module)
         self._buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
 
-    def add_training(self, run: Run, windows: Windows | None, seed: int, marks: LoggerMarks | None) -> None:
+    def add_training(self, run: Run, windows: Windows | None, seed: int, marks: list[tuple[str, Any]] | None) -> None:
         """Add optimizers and the position in the data. Collective.
 
         Args:

@@ -10,9 +10,9 @@ from ..core.errors import ConfigurationError
 from ..distributed.control import Signal
 from ..resume import check_export, export_module, export_run, make_ready
 from ..system.atomic_files import absolute
+from ..system.console import print_line
 from .late_save import save_ended_fit
 from .properties import TrainerProperties
-from .run_report import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -119,7 +119,7 @@ class TrainerActions(TrainerProperties):
         if not self.is_global_zero:
             return
         if not any(callback.show(text) for callback in self.callbacks):
-            say(text)
+            print_line(text)
 
     def print(self, *args: Any) -> None:
         """Print on rank 0."""
