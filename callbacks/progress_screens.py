@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from ..framework.system.console import EncodableStream, print_line
 
 UNKNOWN = float("inf")
 """The total of a stage whose number of batches is not known."""
@@ -89,9 +90,7 @@ class Lines:
         self.seconds = seconds
 
     def show(self, text: str) -> None:
-        # A single write, so that the output of other ranks on the same pipe cannot split the line.
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        print_line(text)
 
     def draw(self, frame: Frame, metrics_text: str) -> None:
         self.show(f"{frame.label}: {frame.position()} batches, {frame.pace()}{metrics_text}")
@@ -117,7 +116,7 @@ class Live:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.seconds = seconds
-        self._console = Console(force_terminal=True) if force else Console()
+        self._console = Console(file=cast(Any, EncodableStream()), force_terminal=True if force else None)
         self._columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24))
         self._text = TextColumn("{task.fields[text]}", markup=False)
         self._progress_class = Progress

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from ..framework.system.console import encodable
 
 
 def printable(text: str) -> str:
@@ -19,7 +22,7 @@ def printable(text: str) -> str:
 
 def say(text: str = "") -> None:
     """Print one line."""
-    print(printable(text))
+    print(encodable(printable(text), sys.stdout))
 
 
 def say_json(value: Any) -> None:
@@ -68,7 +71,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     lines = [list(map(printable, row)) for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 _MAX_LINES = 20

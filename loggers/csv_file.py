@@ -86,8 +86,8 @@ class CSVLogger(FileLogger):
                 return
             if self._table is None:
                 self._table = _Table(self._make_log_dir() / _METRICS_FILE)
-            rows, self._rows = self._rows, []
-            self._table.append(rows)
+            self._table.append(self._rows)
+            self._rows = []
 
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
@@ -125,8 +125,15 @@ class _Table:
         new = {key for row in rows for key in row} - set(self._columns)
         if new:
             self._rewrite(sorted({*self._columns, *new}), self._rows())
-        with self._path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self._columns).writerows(rows)
+        size = self._path.stat().st_size
+        try:
+            with self._path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns).writerows(rows)
+        except BaseException:
+            # The rows are appended again by the next call.
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, size)
+            raise
         if self._count is not None:
             self._count += len(rows)
 

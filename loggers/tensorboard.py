@@ -108,6 +108,10 @@ class TensorBoardLogger(FileLogger):
         for summary in columns:
             files.add_summary(summary, step or 0)
 
+    @property
+    def records_graph(self) -> bool:
+        return self._log_graph
+
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Record the graph of ``model`` on ``input_array`` or its ``example_input_array``, if ``log_graph=True``."""
         if not self._log_graph:

@@ -9,7 +9,7 @@ Third-party packages add names through entry points of the groups ``phalanx.stra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -154,3 +154,12 @@ CALLBACKS = Registry(
         "lambda": ".callbacks.lambda_callback:LambdaCallback",
     },
 )
+
+
+def as_list(given: Any) -> list[Any]:
+    """Return the plug-ins that a user gave: None, an object or a name, or a sequence or set of objects and names."""
+    if given is None:
+        return []
+    if isinstance(given, str) or not isinstance(given, Sequence | Set):
+        return [given]
+    return list(given)

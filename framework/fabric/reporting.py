@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
-from collections.abc import Callable, Generator, Mapping
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError
-from ..core.registry import CALLBACKS, LOGGERS, Registry
+from ..core.registry import CALLBACKS, LOGGERS, Registry, as_list
 from ..metrics.logger import Logger
 from ..parallel.resources import Resources
 
@@ -31,6 +35,7 @@ class Reporting:
         self.loggers: list[Logger] = _resolved(loggers, LOGGERS)
         self.updates = updates
         self._resources = resources
+        self._at_exit: Callable[[], None] | None = None
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a hook of all callbacks that have it, in order, with those keyword arguments that each one accepts."""
@@ -61,11 +66,18 @@ class Reporting:
         if step is None:
             step = self.updates()
         numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        if self._at_exit is None:
+            # Refers to the loggers only, so that this Fabric and its modules can be freed before the exit.
+            self._at_exit = partial(_flush, self.loggers, os.getpid())
+            atexit.register(self._at_exit)
         for logger in self.loggers:
             logger.log_metrics(numbers, step)
 
     def end_training(self) -> None:
-        """Close the loggers. Call it after the loop."""
+        """Close the loggers. Call it after the loop; without it they are flushed when the process exits."""
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+            self._at_exit = None
         if self._resources.place.rank == 0:
             for logger in self.loggers:
                 logger.finalize("success")
@@ -86,10 +98,20 @@ class Reporting:
             profiler.export_chrome_trace(str(directory / f"rank_{self._resources.place.rank}.json"))
 
 
+def _flush(loggers: Sequence[Logger], process: int) -> None:
+    """Flush loggers at the exit of a process; one that was forked from it holds copies of the buffered records."""
+    if os.getpid() != process:
+        return
+    for logger in loggers:
+        try:
+            logger.save()
+        except Exception as error:
+            sys.stderr.write(f"{type(logger).__name__}.save failed ({type(error).__name__}: {error}).\n")
+
+
 def _resolved(given: Any, registry: Registry) -> list[Any]:
     """Return a list of objects for None, a name, an object, or a list of names and objects."""
-    listed = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
-    return [registry.load(one)() if isinstance(one, str) else one for one in listed]
+    return [registry.load(one)() if isinstance(one, str) else one for one in as_list(given)]
 
 
 def _accepted(hook: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

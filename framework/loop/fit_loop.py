@@ -28,6 +28,7 @@ from typing import Any
 from ..core.errors import DataError
 from ..data.accumulation_window import Windows
 from ..metrics.no_log import NoLog
+from ..resume.ended_fit import EndedFit
 from ..resume.preempted_save import agree, leave_if_preempted
 from ..resume.rank_state import redone, rejoin
 from ..run.run import Run
@@ -51,6 +52,10 @@ class FitLoop:
         self.validation = FitValidation(run, plan, clock)
         self._step_limit = plan.step_limit
         self._warned_of_no_end = self._compared_ranks = False
+        self._cut_at: dict[str, Any] | None = None
+        """The state of this rank before the end of an epoch that a stop has cut short."""
+        self.ended: EndedFit | None = None
+        """The state of the end of the fit, once that is reached."""
 
     def use_step(self, step: AutomaticStep | ManualStep, transfer: Callable[[Any, int], Any] | None) -> None:
         """Train with this step; ``transfer`` moves validation batches to the device."""
@@ -85,6 +90,11 @@ class FitLoop:
                 break
             run.progress.next_epoch()
         run.averages.keep_in_module()
+        if self._cut_at is not None:
+            # A resumed run continues the epoch, with the values logged in it so far.
+            run.replay_from(self._cut_at)
+        # Before the hooks at the end, which may draw random numbers that a longer fit would not draw here.
+        self.ended = EndedFit(run, self.windows)
         with logging_to(run, NoLog("on_train_end or on_fit_end", "log in on_train_epoch_end instead")):
             run.call("on_train_end")
             # The save is complete before the hooks at the end run, so that the paths that they report exist.
@@ -214,8 +224,9 @@ class FitLoop:
         before, after = run.hooks_around("on_train_epoch_end")
         # A checkpoint that a hook saves here holds the metrics of before the reduction, which a resumed run repeats:
         # with the reduced values it would count the epoch twice.
-        with redone(run):
+        with redone(run) as state:
             run.metrics.publish_epoch(run.train_log, progress, before, run.sanity_checking)
+        self._cut_at = None if whole else state
         if whole:
             run.update_learning_rates("epoch")
             progress.end_epoch()

@@ -53,6 +53,11 @@ class Logger(ABC):
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Record hyperparameters."""
 
+    @property
+    def records_graph(self) -> bool:
+        """Whether ``log_graph`` records anything."""
+        return type(self).log_graph is not Logger.log_graph
+
     def log_graph(self, model: nn.Module) -> None:
         """Record the model's graph."""
 

@@ -21,6 +21,8 @@ _CAPACITY = 100_000
 # How long the end of a run waits for a logger that hangs, and after what time it reports this.
 _FINALIZE_SECONDS = 5.0
 _PATIENCE_SECONDS = 1.0
+# After so many failures of a method in a row a logger is no longer called: its disk is full, or its server is gone.
+_FAILURES_IN_A_ROW = 3
 # How long a checkpoint waits, once, for a logger to write the records made before it.
 _FLUSH_SECONDS = 2.0
 
@@ -33,8 +35,9 @@ class LoggerFanout:
     training thread such a call could not be timed out, and all ranks would wait for it. With threads, the cost of a
     step does not depend on the loggers, and training does not wait for the import of a heavy one.
 
-    A logger that raises is reported once and then skipped; the others continue. Reports are made in the thread that
-    calls these methods.
+    A call that raises is lost, and the first one of each method is reported. A logger whose method has raised three
+    times in a row is reported and no longer called; the others continue. Reports are made in the thread that calls
+    these methods.
 
     Args:
         loggers: the destinations, in order.
@@ -57,11 +60,16 @@ class LoggerFanout:
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self._send("log_hyperparams", dict(params))
 
+    @property
+    def records_graph(self) -> bool:
+        """Whether any logger records the model's graph."""
+        return any(writer.logger.records_graph for writer in self._writers)
+
     def log_graph(self, model: nn.Module) -> None:
         """Record the model's graph; in the calling thread, since it may run the model."""
         for writer in self._writers:
-            if type(writer.logger).log_graph is not Logger.log_graph:
-                writer.call(partial(writer.logger.log_graph, model))
+            if writer.logger.records_graph:
+                writer.call("log_graph", partial(writer.logger.log_graph, model))
         self._leave_out_failed()
 
     def save(self) -> None:
@@ -88,7 +96,7 @@ class LoggerFanout:
         same = [writer.name for writer in self._writers] == [state["kind"] for state in states]
         for number, writer in enumerate(self._writers):
             state = states[number]["state"] if same else {}
-            writer.call(partial(writer.logger.resume, step, state))
+            writer.call("resume", partial(writer.logger.resume, step, state))
         self._leave_out_failed()
 
     def finalize(self, status: str) -> None:
@@ -110,7 +118,7 @@ class LoggerFanout:
         failed = False
         for writer in self._writers:
             writer.put(method, *arguments)
-            failed = failed or writer.error is not None
+            failed = failed or bool(writer.reports) or writer.error is not None
         if failed:
             self._leave_out_failed()
 
@@ -129,6 +137,9 @@ class LoggerFanout:
                 writer.lost = 0
 
     def _leave_out_failed(self) -> None:
+        for writer in self._writers:
+            while writer.reports:
+                self._note(writer.reports.pop(0))
         failed = [writer for writer in self._writers if writer.error is not None]
         self._writers = [writer for writer in self._writers if writer.error is None]
         for writer in failed:
@@ -145,8 +156,12 @@ class _Writer:
         self.logger = logger
         self.name = type(logger).__name__
         self.error: BaseException | None = None
+        """The error for which the logger is no longer called."""
+        self.reports: list[str] = []
         self.lost = 0
-        self._calls: deque[Callable[[], Any]] = deque()
+        self._failures: dict[str, int] = {}
+        """For each method that has raised, how often in a row."""
+        self._calls: deque[tuple[str, Callable[[], Any]]] = deque()
         self._finishing = False
         # Set when another thread waits for this one, which otherwise polls at intervals.
         self._wanted = Event()
@@ -163,20 +178,35 @@ class _Writer:
         if len(self._calls) >= _CAPACITY:
             self.lost += 1
             return
-        self._calls.append(partial(getattr(self.logger, method), *arguments))
+        self._calls.append((method, partial(getattr(self.logger, method), *arguments)))
         if self._thread is None:
             self._start()
 
-    def call(self, function: Callable[[], Any]) -> None:
+    def call(self, method: str, function: Callable[[], Any]) -> None:
         """Make a call in this thread."""
-        if self.error is None:
-            try:
-                function()
-            except Exception as error:
-                self.error = error
-                # The logger is not called again, so release it and the resources that it holds.
-                with contextlib.suppress(Exception):
-                    self.logger.finalize("failed")
+        if self.error is not None:
+            return
+        try:
+            function()
+        except Exception as error:
+            self._failed(method, error)
+        else:
+            if self._failures:
+                self._failures.update({method: 0} if method in self._failures else {})
+
+    def _failed(self, method: str, error: Exception) -> None:
+        """Report the first failure of a method; give the logger up if the method keeps failing."""
+        if method not in self._failures:
+            self.reports.append(
+                f"{self.name}.{method} failed ({type(error).__name__}: {error}): this call is lost; the logger "
+                "remains in use."
+            )
+        self._failures[method] = self._failures.get(method, 0) + 1
+        if self._failures[method] >= _FAILURES_IN_A_ROW:
+            self.error = error
+            # The logger is not called again, so release it and the resources that it holds.
+            with contextlib.suppress(Exception):
+                self.logger.finalize("failed")
 
     def mark(self) -> dict[str, Any]:
         """Return a dict that is filled with the logger's state once all earlier calls are made; empty if it is too
@@ -184,9 +214,9 @@ class _Writer:
         state: dict[str, Any] = {}
         read = partial(_read_state, self.logger, state)
         if self._thread is None:
-            self.call(read)
+            self.call("state_dict", read)
         elif self._keeps_up:
-            self._calls.append(read)
+            self._calls.append(("state_dict", read))
         return state
 
     def flush(self, seconds: float) -> None:
@@ -194,7 +224,7 @@ class _Writer:
         if self._thread is None or not self._keeps_up:
             return
         written = self._written = Event()
-        self._calls += [self.logger.save, written.set]
+        self._calls += [("save", self.logger.save), ("flush", written.set)]
         self._wanted.set()
         self._keeps_up = written.wait(seconds)
         self._written = None
@@ -226,7 +256,7 @@ class _Writer:
             self._wanted.clear()
             finishing = self._finishing
             while self._calls and self.error is None:
-                self.call(self._calls.popleft())
+                self.call(*self._calls.popleft())
             if finishing:
                 return
         self._calls.clear()

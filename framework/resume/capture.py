@@ -6,6 +6,8 @@ State that differs between ranks (random generators, values logged in the epoch 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..checkpoint.codec import encode
@@ -31,22 +33,107 @@ def live_weights(run: Run) -> dict[str, Shard]:
 
 def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool) -> Snapshot:
     """Return the content of a checkpoint; with ``weights_only`` only the model and its hyperparameters. Collective."""
-    sections: dict[str, dict[str, Shard]] = {"model": live_weights(run)}
-    if averages := run.averages.shards():
-        sections[AVERAGES] = averages
-    document = _described(run, weights_only)
-    canonical = canonical_names(run.module)
-    buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
+    state = RunState(run)
     if weights_only:
-        if extra := extra_state(run.module):
-            document["state"], sections["state"] = _encoded({"extra": extra}, run)
-        return Snapshot(sections=sections, document=document, rank_document=None, buffers=buffers)
-    _add_training(run, windows, document, sections)
-    document["seed"] = seed
-    return Snapshot(sections=sections, document=document, rank_document=capture_rank(run, windows), buffers=buffers)
+        return state.weights()
+    state.add_training(run, windows, seed, run.marks)
+    # Hooks may draw random numbers, so the generators come last.
+    return replace(state.training(), rank_document=capture_rank(run, windows))
 
 
-def _described(run: Run, weights_only: bool) -> dict[str, Any]:
+class RunState:
+    """The state of a run at one moment, by reference, without a reference to the run itself.
+
+    Tensors are those of the module and its optimizers. The states of callbacks, schedulers and other objects are read
+    by ``weights`` and ``training``.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Read the weights. Collective."""
+        self.holders = StateHolders(run)
+        self._sections: dict[str, dict[str, Shard]] = {"model": live_weights(run)}
+        if averages := run.averages.shards():
+            self._sections[AVERAGES] = averages
+        self._optimizers: dict[str, Shard] = {}
+        self._document = _described(run)
+        self._training: dict[str, Any] = {}
+        self._user_hooks = run.hooks("on_save_checkpoint")
+        self._logger_states = partial(run.loggers.state_dicts, None)
+        canonical = canonical_names(run.module)
+        self._buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
+
+    def add_training(self, run: Run, windows: Windows | None, seed: int, marks: list[tuple[str, Any]] | None) -> None:
+        """Add optimizers and the position in the data. Collective.
+
+        Args:
+            run: the run.
+            windows: its windows, or None outside of a fit.
+            seed: the seed of the data order.
+            marks: the position of the loggers; None for that of the moment at which ``training`` is called.
+        """
+        names, strategy = names_of(run.module), run.strategy
+        states = [optimizer_state(strategy, optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
+        self._optimizers = {name: shard for _, shards in states for name, shard in shards.items()}
+        self._logger_states = partial(run.loggers.state_dicts, marks)
+        self._training = {
+            "optimizers": [described for described, _ in states],
+            "schedulers": [type(config.scheduler).__name__ for config in run.schedulers],
+            "data_ranks": run.world.data_size,
+            "position": windows.position() if windows is not None else None,
+            "data": windows.source.described() if windows is not None else None,
+            "seed": seed,
+        }
+
+    def weights(self) -> Snapshot:
+        """Return a snapshot of the model and its hyperparameters."""
+        document, sections = {**self._document, "weights_only": True}, dict(self._sections)
+        if extra := extra_state(self.holders.module):
+            document["state"], sections["state"] = self.holders.encoded({"extra": extra})
+        return Snapshot(sections=sections, document=document, buffers=self._buffers)
+
+    def training(self) -> Snapshot:
+        """Return a snapshot of the entire state except that of this rank alone; calls ``on_save_checkpoint``."""
+        user: dict[str, Any] = {}
+        for hook in self._user_hooks:
+            hook(user)
+        document = {**self._document, **self._training, "weights_only": False}
+        document["state"], tensors = self.holders.encoded({**self.holders.states(), "user": user})
+        document["loggers"] = self._logger_states()
+        sections = {**self._sections, "optimizer": self._optimizers, "state": tensors}
+        return Snapshot(sections=sections, document=document, buffers=self._buffers)
+
+
+class StateHolders:
+    """The objects of a run, beside tensors and optimizers, that have state."""
+
+    def __init__(self, run: Run) -> None:
+        self.module = run.module
+        self._schedulers, self._scaler = run.schedulers, run.scaler
+        self._callbacks = run.callbacks
+        self._values, self._measured = run.metrics.values, run.metrics.measured
+        self._datamodule = run.context.datamodule
+        self._writes = run.world.is_global_zero
+
+    def states(self) -> dict[str, Any]:
+        """Return the states by kind."""
+        return {
+            "schedulers": [config.scheduler.state_dict() for config in self._schedulers],
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "callbacks": {callback.state_key: callback.state_dict() for callback in self._callbacks},
+            "extra": extra_state(self.module),
+            "datamodule": data_module_state(self._datamodule),
+            "metrics": self._values["callback"],
+            "measured": self._measured,
+            "shown": {reader: self._values[reader] for reader in ("logged", "progress_bar")},
+        }
+
+    def encoded(self, state: dict[str, Any]) -> tuple[JSON, dict[str, Shard]]:
+        """Return a document and the tensors that it refers to, both from rank 0."""
+        encoded, tensors = encode(state)
+        return encoded, whole(tensors) if self._writes else {}
+
+
+def _described(run: Run) -> dict[str, Any]:
     """Return the part of the document that every checkpoint contains."""
     hparams, unsaved = encode_known(dict(run.module.hparams))
     document: dict[str, Any] = {
@@ -54,7 +141,6 @@ def _described(run: Run, weights_only: bool) -> dict[str, Any]:
         "hparams": hparams,
         "unsaved_hparams": unsaved,
         "progress": run.progress.state_dict(),
-        "weights_only": weights_only,
         "run": run.directory.identity,
         # For display by tools; no decision depends on them.
         "strategy": run.strategy.name,
@@ -65,52 +151,10 @@ def _described(run: Run, weights_only: bool) -> dict[str, Any]:
     return document
 
 
-def _add_training(
-    run: Run, windows: Windows | None, document: dict[str, Any], sections: dict[str, dict[str, Shard]]
-) -> None:
-    """Add optimizers, schedulers, other states and the position in the data. Collective."""
-    names, strategy = names_of(run.module), run.strategy
-    states = [optimizer_state(strategy, optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
-    sections["optimizer"] = {name: shard for _, shards in states for name, shard in shards.items()}
-    user: dict[str, Any] = {}
-    run.call("on_save_checkpoint", user)
-    values = run.metrics.values
-    state = {
-        **_states(run),
-        "metrics": values["callback"],
-        "measured": run.metrics.measured,
-        "shown": {reader: values[reader] for reader in ("logged", "progress_bar")},
-        "user": user,
-    }
-    document["optimizers"] = [described for described, _ in states]
-    document["schedulers"] = [type(config.scheduler).__name__ for config in run.schedulers]
-    document["state"], sections["state"] = _encoded(state, run)
-    document["data_ranks"] = run.world.data_size
-    document["position"] = windows.position() if windows is not None else None
-    document["data"] = windows.source.described() if windows is not None else None
-    document["loggers"] = run.loggers.state_dicts(run.marks)
-
-
 def check_state(run: Run) -> None:
     """Check before training that the states of schedulers, callbacks, modules and the data module can be saved.
 
     Raises:
         ConfigurationError: a value has a type that cannot be saved; the message names its place.
     """
-    encode(_states(run))
-
-
-def _states(run: Run) -> dict[str, Any]:
-    return {
-        "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
-        "scaler": run.scaler.state_dict() if run.scaler is not None else None,
-        "callbacks": {callback.state_key: callback.state_dict() for callback in run.callbacks},
-        "extra": extra_state(run.module),
-        "datamodule": data_module_state(run.context.datamodule),
-    }
-
-
-def _encoded(state: dict[str, Any], run: Run) -> tuple[JSON, dict[str, Shard]]:
-    """Return a document and the tensors that it refers to, both from rank 0."""
-    encoded, tensors = encode(state)
-    return encoded, whole(tensors) if run.world.is_global_zero else {}
+    encode(StateHolders(run).states())

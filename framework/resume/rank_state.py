@@ -34,15 +34,16 @@ def capture_rank(run: Run, windows: Windows | None) -> Any:
 
 
 @contextmanager
-def redone(run: Run) -> Generator[None, None, None]:
-    """Mark a section that a run resumed from a checkpoint saved within it repeats.
+def redone(run: Run) -> Generator[dict[str, Any], None, None]:
+    """Mark a section that a run resumed from a checkpoint saved within it repeats; yield the state at its start.
 
     Such a checkpoint holds the generators and metrics of the start of the section. With those of the moment of the save
     the repetition would draw other random numbers and count values twice.
     """
-    run.replay_from(_state(run))
+    state = _state(run)
+    run.replay_from(state)
     try:
-        yield
+        yield state
     finally:
         run.replay_from(None)
 

@@ -10,8 +10,9 @@ from ..core.errors import ConfigurationError
 from ..distributed.control import Signal
 from ..resume import check_export, export_module, export_run, make_ready
 from ..system.atomic_files import absolute
+from ..system.console import print_line
+from .late_save import save_ended_fit
 from .properties import TrainerProperties
-from .run_report import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -63,6 +64,9 @@ class TrainerActions(TrainerProperties):
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
         """Save the state of the run after the last optimizer step. Collective.
 
+        After a fit, save its state at the end, until the next fit begins. Where every rank has the full state, the
+        weights are those that the module holds now; otherwise they are those of the end of the fit.
+
         Args:
             filepath: the checkpoint's directory.
             weights_only: save only the model; no run can be resumed from such a checkpoint.
@@ -71,9 +75,14 @@ class TrainerActions(TrainerProperties):
                 and training continues; the third failure in a row ends the run.
 
         Raises:
+            ConfigurationError: there is no state to save: no fit has ended, or it has ended with an error, or in ranks
+                that were forked, or an evaluation has loaded other weights since then.
             NonFiniteError: a weight is NaN or infinite; no checkpoint was written.
             StorageError: the checkpoint could not be written; an existing one is unchanged.
         """
+        if self.run is None:
+            save_ended_fit(self._session, absolute(filepath), weights_only)
+            return
         self.request_save(SaveRequest(absolute(filepath), weights_only, asynchronous, tolerant=asynchronous))
 
     def export(
@@ -110,7 +119,7 @@ class TrainerActions(TrainerProperties):
         if not self.is_global_zero:
             return
         if not any(callback.show(text) for callback in self.callbacks):
-            say(text)
+            print_line(text)
 
     def print(self, *args: Any) -> None:
         """Print on rank 0."""

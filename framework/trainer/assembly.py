@@ -114,6 +114,7 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
     run.strategy.setup(request.module, [], training=False, routed=Routed.FORWARD)
     if checkpoint is not None:
         load_model(run, checkpoint)
+        session.records.weights_replaced(request.module, checkpoint.path)
         session.records.keep_checkpoint(checkpoint.path)
     plan = evaluation_plan(session, stage, sources)
     session.attach_evaluation(plan)

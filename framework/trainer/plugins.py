@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback
 from ..core.errors import ConfigurationError
-from ..core.registry import CALLBACKS, LOGGERS, Registry
+from ..core.registry import CALLBACKS, LOGGERS, Registry, as_list
 from ..metrics.logger import Logger
 from .hook_names import check_callback
 
@@ -38,8 +38,7 @@ def resolve_loggers(given: Any, settings: Settings) -> list[Logger]:
         )
     if given is None or given is True:
         given = "tensorboard"
-    items = given if isinstance(given, (list, tuple, set)) else [given]
-    loggers = [_built(LOGGERS, item, Logger, "logger") for item in items]
+    loggers = [_built(LOGGERS, item, Logger, "logger") for item in as_list(given)]
     return [] if settings.fast_dev_run else loggers
 
 
@@ -50,9 +49,8 @@ def resolve_callbacks(settings: Settings) -> list[Callback]:
         UnknownNameError: a name is not known.
         ConfigurationError: an object is not a callback, two share a state key, or two arguments contradict one another.
     """
-    given = settings.given.callbacks
-    items = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
-    callbacks: list[Callback] = [_built(CALLBACKS, item, Callback, "callback") for item in items]
+    given = as_list(settings.given.callbacks)
+    callbacks: list[Callback] = [_built(CALLBACKS, item, Callback, "callback") for item in given]
     for callback in callbacks:
         check_callback(callback)
     defaults = {name: getattr(settings.given, switch) for name, switch in _SWITCHES.items()}

@@ -139,9 +139,3 @@ def shortened(path: str | Path) -> str:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def say(text: str) -> None:
-    """Print one line, or one block of lines, in a single write."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

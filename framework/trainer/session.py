@@ -143,6 +143,7 @@ class Session:
         """Retain the counters, metrics and optimizers of the current run after its end."""
         if self.loop is not None:
             self.records.keep_fit(self.loop)
+            self.records.keep_end(self.loop.ended if self.state.finished else None)
         if self.run is not None:
             self.last_progress = self.run.progress
             self.last_metrics = {kind: self.run.metrics.view(kind) for kind in self.last_metrics}
@@ -214,6 +215,8 @@ class Session:
         """Restore the outcome that rank 0 has sent."""
         self.state, self.last_progress, self.last_metrics = outcome["state"], outcome["progress"], outcome["metrics"]
         self.records.take_numbers(outcome["records"])
+        if self.state.stage == "fit":
+            self.records.end_elsewhere()
         self.directory.adopt(*outcome["directory"])
         self.attach_loggers()
         for callback in self.callbacks:

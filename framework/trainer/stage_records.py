@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from ..api.train_module import TrainModule
     from ..core.accumulation import AccumulationSchedule
     from ..core.optimizer_config import SchedulerConfig
     from ..loop.evaluation_loop import EvaluationPlan
     from ..loop.fit_loop import FitLoop
+    from ..resume.ended_fit import EndedFit
 
 # The stages whose loaders a stage replaces: a fit requests validation loaders as well.
 _REPLACED = {"fit": ("train", "validate")}
@@ -38,6 +40,10 @@ class StageRecords:
     ckpt_path: str | None = None
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
+    ended_fit: EndedFit | None = None
+    """The state of the last fit at its end, if it ended without an error in this process."""
+    no_fit: str = "no fit has ended yet: call fit first, or save_checkpoint in one of its hooks"
+    """The reason why there is no ``ended_fit``."""
 
     def begin(self, stage: str) -> None:
         """Drop the records that a stage replaces. A fit frees the last optimizers before it creates new ones."""
@@ -48,6 +54,8 @@ class StageRecords:
         if stage == "fit":
             self.training_batches, self.length = math.inf, None
             self.optimizers, self.schedulers = [], []
+            self.ended_fit = None
+            self.no_fit = "the last fit ended with an error: resume from its newest checkpoint with ckpt_path='auto'"
 
     def keep_loaders(self, stage: str, loaders: Any) -> None:
         """Retain the loaders of a stage."""
@@ -64,14 +72,23 @@ class StageRecords:
     def keep_fit(self, loop: FitLoop) -> None:
         """Retain the optimizers and numbers of a fit.
 
-        Under a strategy that shards the state, the optimizers hold shards of the weights beside the full weights that
-        the module has again; they are dropped to free that memory.
+        Under a strategy that shards the state, the optimizers update shards, which the module does not have any more:
+        they are not retained.
         """
         windows, plan = loop.windows, loop.plan
         self.training_batches = math.inf if windows.end is None else windows.end
         self.length = plan.epoch_limit, plan.step_limit, windows.full, windows.schedule
         if loop.run.traits.replicates:
             self.optimizers, self.schedulers = loop.run.optimizers, loop.run.schedulers
+
+    def keep_end(self, ended: EndedFit | None) -> None:
+        """Retain the state of the end of a fit."""
+        self.ended_fit = ended
+
+    def weights_replaced(self, module: TrainModule, checkpoint: Path) -> None:
+        """Record that an evaluation has loaded a checkpoint into a module."""
+        if self.ended_fit is not None:
+            self.ended_fit.weights_replaced(module, checkpoint)
 
     def numbers(self) -> dict[str, Any]:
         """Return the records that a rank sends to the process that forked it."""
@@ -81,6 +98,13 @@ class StageRecords:
         """Restore the records that rank 0 has sent."""
         for name, value in numbers.items():
             setattr(self, name, value)
+
+    def end_elsewhere(self) -> None:
+        """Record that a fit has ended in forked ranks."""
+        self.no_fit = (
+            "the ranks of the fit have ended with its state: call it in on_train_end, add a ModelCheckpoint, or export "
+            "the weights"
+        )
 
 
 def rank_batches(plan: EvaluationPlan) -> list[int | float]:

@@ -92,7 +92,13 @@ def _begin(session: Session, loop: FitLoop) -> None:
         run.loggers.log_hyperparams(hyperparameters)
     if not run.world.is_global_zero:
         return
-    run.loggers.log_graph(run.module)
+    if not run.traits.forward_has_collectives:
+        run.loggers.log_graph(run.module)
+    elif run.loggers.records_graph:
+        session.note(
+            f"The module's graph is not recorded: under strategy={run.strategy.name!r} a forward pass takes all ranks, "
+            "and only rank 0 traces the module. Record it in a run with strategy='ddp' or on one device."
+        )
     if session.writes:
         _keep(session, "config.json", _configuration(session))
     _, unsaved = encode_known(dict(run.module.hparams))

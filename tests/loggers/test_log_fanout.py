@@ -81,7 +81,7 @@ def test_what_is_logged_after_the_end_starts_it_again() -> None:
     assert not our_threads()
 
 
-def test_a_logger_that_raises_is_reported_once_and_left_out() -> None:
+def test_a_logger_that_keeps_raising_is_reported_and_left_out() -> None:
     notes: list[str] = []
     good, bad = Recorder(), Failing()
     fanout = LoggerFanout([bad, good], notes.append)
@@ -91,7 +91,8 @@ def test_a_logger_that_raises_is_reported_once_and_left_out() -> None:
     fanout.log_metrics({}, 5)
     fanout.finalize("success")
     assert notes == [
-        "Failing failed (OSError: disk full): it is no longer used; training and the other loggers continue."
+        "Failing.log_metrics failed (OSError: disk full): this call is lost; the logger remains in use.",
+        "Failing failed (OSError: disk full): it is no longer used; training and the other loggers continue.",
     ]
     assert fanout.loggers == [good]
     assert [call[2] for call in good.calls if call[0] == "metrics"] == list(range(6))
@@ -141,5 +142,24 @@ def test_the_graph_is_recorded_in_the_calling_thread() -> None:
     fanout.log_graph(nn.Linear(1, 1))
     assert seen == [threading.current_thread().name]
     assert len(notes) == 1
-    assert notes[0].startswith("NoGraph failed (RuntimeError: cannot trace)")
+    assert notes[0].startswith("NoGraph.log_graph failed (RuntimeError: cannot trace): this call is lost")
+    assert len(fanout.loggers) == 2
     fanout.finalize("success")
+
+
+def test_a_call_that_fails_now_and_then_costs_that_call() -> None:
+    class Unsteady(Recorder):
+        def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+            if step % 3:
+                raise OSError("no answer")
+            super().log_metrics(metrics, step)
+
+    notes: list[str] = []
+    logger = Unsteady()
+    fanout = LoggerFanout([logger], notes.append)
+    for step in range(10):
+        fanout.log_metrics({}, step)
+    fanout.finalize("success")
+    assert [call[2] for call in logger.calls if call[0] == "metrics"] == [0, 3, 6, 9]
+    assert len(notes) == 1
+    assert fanout.loggers == [logger]

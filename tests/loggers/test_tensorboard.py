@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import silent_trainer
+from ranks import run_on_ranks
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.framework.api.train_module import TrainModule
 from phalanx.loggers import TensorBoardLogger
@@ -83,6 +86,30 @@ def test_the_graph_is_recorded_where_asked_for(tmp_path: Path) -> None:
     assert events(logger.log_dir).Tags()["graph"]
     TensorBoardLogger(tmp_path / "none").log_graph(model, torch.ones(1, 2))
     assert not (tmp_path / "none").exists()
+
+
+class Traced(Example):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def fitted_with_graph(strategy: str, root: str) -> None:
+    logger = TensorBoardLogger(root, "graph", version=0, log_graph=True)
+    trainer = silent_trainer(strategy=strategy, devices=2, max_epochs=1, log_every_n_steps=1, logger=logger)
+    trainer.fit(Traced(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_a_graph_that_cannot_be_recorded_costs_no_metric(tmp_path: Path, strategy: str) -> None:
+    run_on_ranks(2, fitted_with_graph, strategy, str(tmp_path))
+    found = events(str(tmp_path / "graph" / "version_0"))
+    assert len(found.Scalars("loss")) == 2
+    assert found.Tags()["graph"] == (strategy in ("ddp", "zero2"))
 
 
 def test_nothing_heavy_is_imported_before_the_first_figure() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from ranks import run_on_ranks, run_script
 from torch import Tensor, nn
 
-from phalanx import Fabric
+from phalanx import Callback, Fabric, Trainer
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
 from phalanx.loggers import CSVLogger
 
@@ -232,6 +233,40 @@ def test_hooks_are_called_by_name_with_what_they_take() -> None:
     fabric.call("on_train_epoch_end", 3, loss=0.5, model="not taken")
     fabric.call("on_anything_else")
     assert recorder.calls == [(3, 0.5)]
+
+
+LOGGED = """
+import sys
+from phalanx import Callback, Fabric, Trainer
+from phalanx.loggers import CSVLogger
+
+end, ranks, root = sys.argv[1:]
+fabric = Fabric(accelerator="cpu", devices=int(ranks), loggers=CSVLogger(root, name="run", version=0))
+fabric.launch()
+for step in range(5):
+    fabric.log("loss", 0.5, step)
+fabric.barrier()
+if end == "error" and fabric.is_global_zero:
+    raise RuntimeError("stop")
+if end == "exit":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("return", 0), ("exit", 3), ("error", 1)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_metrics_are_on_disk_when_the_process_has_ended(tmp_path: Path, end: str, code: int, ranks: int) -> None:
+    done = run_script(LOGGED, end, str(ranks), str(tmp_path))
+    assert done.returncode == code, done.stdout
+    assert len((tmp_path / "run" / "version_0" / "metrics.csv").read_text().splitlines()) == 6
+
+
+def test_loggers_in_any_sequence(tmp_path: Path) -> None:
+    given = UserList([CSVLogger(tmp_path), "csv"])
+    assert len(Fabric(accelerator="cpu", loggers=given).loggers) == 2
+    assert len(Trainer(accelerator="cpu", devices=1, logger=given, default_root_dir=tmp_path).loggers) == 2
+    callback = Callback()
+    assert callback in Trainer(accelerator="cpu", devices=1, callbacks=UserList([callback])).callbacks
 
 
 def test_metrics_are_sent_to_the_loggers(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_what_a_trainer_shows_without_a_run() -> None:
     for name in ("module", "estimated_stepping_batches"):
         with pytest.raises(ConfigurationError):
             getattr(trainer, name)
-    with pytest.raises(ConfigurationError, match="only during a run"):
+    with pytest.raises(ConfigurationError, match="no fit has ended"):
         trainer.save_checkpoint("x.ckpt")
 
 
