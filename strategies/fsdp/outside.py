@@ -66,7 +66,7 @@ class OutsideCalls:
     def __del__(self) -> None:
         self.ignore()
 
-    def begrouting(self) -> None:
+    def begin_step(self) -> None:
         """Leave the calls of a routed step alone: it gathers what they need, and a hook costs time in each call."""
         self.routing = True
         self.ignore()
