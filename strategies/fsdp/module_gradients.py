@@ -1,7 +1,8 @@
-"""Gradients of a sharded module, as ``parameters()`` and ``zero_grad()`` of the module and its submodules find them.
+"""Sharded parameters and their gradients, as methods of a module and its submodules find them.
 
 A forward pass without a backward pass leaves parameters gathered. Gathered parameters hold no gradients, except those
-that were accumulated without reduction: clipping them, or resetting their gradients, would have no effect.
+that were accumulated without reduction: clipping them, or resetting their gradients, would have no effect. Their memory
+is freed later, so ``state_dict()`` returns the sharded parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-_OVERRIDDEN = ("named_parameters", "zero_grad")
+_OVERRIDDEN = ("named_parameters", "zero_grad", "state_dict")
 
 
 class ModuleGradients:
@@ -82,8 +83,14 @@ class ModuleGradients:
             self.drop(held, set_to_none)
             type(part).zero_grad(part, set_to_none)
 
+        def state_dict(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._keeps_gathered():
+                # The memory of gathered tensors is freed later.
+                self._reshard()
+            return type(part).state_dict(part, *args, **kwargs)
+
         for part in self._parts:
-            for function in (named_parameters, zero_grad):
+            for function in (named_parameters, zero_grad, state_dict):
                 # A copy of the module binds a bound method to the copy, and a pickle finds it by its name.
                 object.__setattr__(part, function.__name__, MethodType(function, part))
 

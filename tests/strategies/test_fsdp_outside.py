@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,30 @@ def test_a_module_resets_and_clips_its_gradients_after_a_forward_pass(strategy: 
     expected = dropped(model, optimizer, lambda loss: loss.backward(), lambda run: run(), set_to_none)
     for found in run_on_ranks(2, dropped_in_fabric, strategy, set_to_none):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def saved_state_dict(strategy: str, path: str) -> list[dict[str, Tensor]]:
+    fabric, model, optimizer = coder_in_fabric(strategy)
+    fabric.backward(model(X).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    model(X)
+    state = model.state_dict()
+    fabric.backward(model(X).square().mean())
+    fabric.save(path, {"weights": state, "decoder": [model.decoder.state_dict()]})
+    loaded = fabric.load(path)
+    return [loaded["weights"], loaded["decoder"][0]]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_the_state_dict_of_a_sharded_module_can_be_saved(strategy: str, tmp_path: Path) -> None:
+    model = Coder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(X).square().mean().backward()
+    optimizer.step()
+    expected = dict(model.state_dict()), dict(model.decoder.state_dict())
+    for loaded in run_on_ranks(2, saved_state_dict, strategy, str(tmp_path / "state.ckpt")):
+        torch.testing.assert_close(tuple(dict(each) for each in loaded), expected, rtol=1e-4, atol=1e-6)
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
