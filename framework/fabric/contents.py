@@ -16,6 +16,7 @@ from ..checkpoint.write_plan import Shard, Snapshot
 from ..core.errors import ConfigurationError, unknown
 from ..parallel.parameter_names import names_of
 from ..parallel.strategy import Strategy
+from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
 from .module import engine_of, unwrap
@@ -129,7 +130,8 @@ def snapshot_of(
     extra = {key: extra_state(module) for key, module in contents.modules.items()}
     encoded, tensors = encode({"stateful": stateful, "values": values, "own": dict(own), "extra": extra})
     only = next(iter(contents.modules.values())) if len(contents.modules) == 1 else None
-    hparams, _ = encode_known(dict(getattr(only, "hparams", None) or {}))
+    given = dict(getattr(only, "hparams", None) or {})
+    hparams, _ = encode_known(given)
     return Snapshot(
         sections={
             "model": shards,
@@ -140,6 +142,7 @@ def snapshot_of(
         document={
             "module": "" if only is None else f"{type(only).__module__}.{type(only).__qualname__}",
             "hparams": hparams,
+            "class_hparams": class_names(given),
             "weights_only": True,
             "progress": {"global_step": steps},
             "optimizers": [described for described, _ in states],

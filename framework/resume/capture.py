@@ -15,6 +15,7 @@ from ..checkpoint.write_plan import Shard, Snapshot
 from ..data.accumulation_window import Windows
 from ..parallel.parameter_names import canonical_names, names_of
 from ..run.run import Run
+from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
 from .rank_state import capture_rank
@@ -52,6 +53,7 @@ def _described(run: Run, weights_only: bool) -> dict[str, Any]:
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
         "hparams": hparams,
         "unsaved_hparams": unsaved,
+        "class_hparams": class_names(run.module.hparams),
         "progress": run.progress.state_dict(),
         "weights_only": weights_only,
         "run": run.directory.identity,
