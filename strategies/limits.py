@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from ..framework.core.errors import ConfigurationError
 
 # With these the update of an element depends on others of its tensor, of which each rank holds only a part.
-NEED_WHOLE_TENSORS = ("LBFGS", "SparseAdam", "Adafactor")
+NEED_WHOLE_TENSORS = ("LBFGS", "SparseAdam", "Adafactor", "Muon")
 
 
 def check_dense(module: nn.Module, strategy: str) -> None:

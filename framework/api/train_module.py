@@ -46,7 +46,8 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
     checkpoint_renames: ClassVar[Mapping[str, str]] = {}
     """Renamed prefixes of parameter names, from those in checkpoints to the current ones: ``{"net": "body.net"}``."""
     example_input_array: Any = None
-    _metric_log: MetricLog | NoLog | None
+    _routed_steps: ClassVar = ("training_step", "validation_step", "test_step", "predict_step")
+    _metric_log: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +73,15 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
         self.log_to(None)
         if self._run is not None:
             self._run = OutsideRun(self._run.trainer)
+
+    def join_fabric(self, run: AttachedRun | None, log: Any) -> None:
+        """Read from a Fabric, and log to it; None leaves it. Called by the Fabric that sets this module up."""
+        self._run, self._metric_log = run, log
+
+    @property
+    def forward_methods(self) -> tuple[str, ...]:
+        """The methods that a Fabric calls as ``forward``: the steps. A manual step runs backward passes itself."""
+        return self._routed_steps if self.automatic_optimization else self._routed_steps[1:]
 
     def log_to(self, log: MetricLog | NoLog | None) -> MetricLog | NoLog | None:
         """Make ``self.log`` write to another log, or to none; return the previous log. Called by loops."""

@@ -119,10 +119,14 @@ class Precision:
         return None
 
     def convert_module(self, module: nn.Module) -> None:
-        """Convert a module in place, before its optimizers are set up. By default to ``parameter_dtype``."""
+        """Convert a module in place, before its optimizers are set up.
+
+        By default floating-point parameters and buffers are cast to ``parameter_dtype``. Complex ones are unchanged:
+        ``module.to(dtype)`` would drop their imaginary parts.
+        """
         # A fp32 run leaves modules as they are: a user may have made some parameters fp64 on purpose.
         if self.parameter_dtype != torch.float32:
-            module.to(self.parameter_dtype)
+            module._apply(self._cast)
 
     def convert_batch(self, batch: Any) -> Any:
         """Return the batch that is passed to the step methods. By default floating-point tensors are cast to

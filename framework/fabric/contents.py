@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ..checkpoint.codec import encode, encode_inline
 from ..checkpoint.write_plan import Shard, Snapshot
 from ..core.errors import ConfigurationError, unknown
 from ..parallel.parameter_names import names_of
 from ..parallel.strategy import Strategy
+from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
 from .module import engine_of, unwrap
@@ -123,10 +126,12 @@ def snapshot_of(
         for number, (key, one) in enumerate(contents.optimizers.items())
     ]
     stateful = {key: _filtered(value.state_dict(), filter.get(key)) for key, value in contents.stateful.items()}
+    stateful, values = tree_map(_whole_tensor, (stateful, contents.values))
     extra = {key: extra_state(module) for key, module in contents.modules.items()}
-    encoded, tensors = encode({"stateful": stateful, "values": contents.values, "own": dict(own), "extra": extra})
+    encoded, tensors = encode({"stateful": stateful, "values": values, "own": dict(own), "extra": extra})
     only = next(iter(contents.modules.values())) if len(contents.modules) == 1 else None
-    hparams, _ = encode_known(dict(getattr(only, "hparams", None) or {}))
+    given = dict(getattr(only, "hparams", None) or {})
+    hparams, _ = encode_known(given)
     return Snapshot(
         sections={
             "model": shards,
@@ -137,6 +142,7 @@ def snapshot_of(
         document={
             "module": "" if only is None else f"{type(only).__module__}.{type(only).__qualname__}",
             "hparams": hparams,
+            "class_hparams": class_names(given),
             "weights_only": True,
             "progress": {"global_step": steps},
             "optimizers": [described for described, _ in states],
@@ -148,6 +154,11 @@ def snapshot_of(
         },
         rank_document=None if rank_state is None else encode_inline(rank_state),
     )
+
+
+def _whole_tensor(value: Any) -> Any:
+    """Return a sharded tensor, as in the ``state_dict()`` of a sharded module, in full. Collective."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _model_section(contents: Contents, filter: Filter) -> dict[str, Shard]:

@@ -106,7 +106,7 @@ class Fabric(RankProperties):
         self.updater = Updater(self.strategy, self.scaler)
         self._ranks = Collectives(self.resources)
         self._prepared = Prepared(self.strategy, self.scaler, self.strategy_scales_losses)
-        self._setup = Setup(self._ranks, self._prepared, self.precision)
+        self._setup = Setup(self._ranks, self._prepared, self.precision, self)
         self._training = Training(self._ranks, self._prepared, self.precision, self.accumulation)
         self._checkpoints = Checkpoints(self._ranks, self._prepared, self._training)
 

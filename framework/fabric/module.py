@@ -115,6 +115,8 @@ def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precisi
     # torch and the user's methods read them from ``__dict__``, so delegation by ``__getattr__`` would not reach them.
     object.__setattr__(wrapped, "__dict__", module.__dict__)
     object.__setattr__(wrapped, "_calls", _Calls(engine, compiled, precision, device_type))
+    for name in getattr(module, "forward_methods", ()):
+        wrapped.mark_forward_method(name)
     return wrapped
 
 

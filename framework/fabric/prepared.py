@@ -12,6 +12,7 @@ from ..parallel.canonical_state import parameters_of
 from ..parallel.strategy import Strategy
 from .loaders import FabricLoader, Reading
 from .module import engine_of
+from .module_run import leave_fabric
 from .objects import Engine, FabricOptimizer, FabricScheduler
 
 
@@ -48,6 +49,7 @@ class Prepared:
         """Release everything that was set up."""
         for engine in self.engines:
             engine.strategy.teardown()
+            leave_fabric(engine.module)
         self.engines.clear()
         self.schedulers.clear()
         self.loaders.clear()

@@ -20,6 +20,7 @@ from ..parallel.strategy import Routed
 from .collectives import Collectives
 from .loaders import FabricLoader, Sharing, SkippedBatches
 from .module import FabricModule, unwrap, wrap_module
+from .module_run import join_fabric
 from .objects import Engine, FabricOptimizer, FabricScheduler
 from .prepared import Prepared
 
@@ -29,8 +30,9 @@ M = TypeVar("M", bound=nn.Module)
 class Setup:
     """Prepares modules, optimizers, schedulers and loaders for training on many ranks."""
 
-    def __init__(self, ranks: Collectives, prepared: Prepared, precision: Precision) -> None:
+    def __init__(self, ranks: Collectives, prepared: Prepared, precision: Precision, fabric: Any) -> None:
         self._ranks = ranks
+        self._fabric = fabric
         self._prepared = prepared
         self._precision = precision
 
@@ -60,6 +62,7 @@ class Setup:
         # Forward passes call the module as given, which may be a compiled one around the original that is trained.
         wrapped = wrap_module(engine, module, self._precision, world.device.type)
         engine.optimizers = [FabricOptimizer(optimizer, engine) for optimizer in ready]
+        join_fabric(original, self._fabric, self._prepared, engine)
         return (wrapped, *engine.optimizers) if optimizers else wrapped
 
     def setup_module(self, module: M, move_to_device: bool = True) -> M:

@@ -17,6 +17,7 @@ from ..checkpoint.write_plan import Shard, Snapshot
 from ..data.accumulation_window import Windows
 from ..parallel.parameter_names import canonical_names, names_of
 from ..run.run import Run
+from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
 from .data_module_state import data_module_state
@@ -140,6 +141,7 @@ def _described(run: Run) -> dict[str, Any]:
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
         "hparams": hparams,
         "unsaved_hparams": unsaved,
+        "class_hparams": class_names(run.module.hparams),
         "progress": run.progress.state_dict(),
         "run": run.directory.identity,
         # For display by tools; no decision depends on them.

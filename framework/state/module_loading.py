@@ -22,6 +22,7 @@ from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..distributed.seed import capture, restore
 from ..parallel.parameter_names import canonical_table, state_tensors
+from .class_hyperparameters import imported_classes
 from .module_state import StateTensors, check_model, put_extra_state, saved_extra_state, state_of
 from .state_matching import listed
 
@@ -117,13 +118,16 @@ def _built(cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any])
                 f"load_from_checkpoint was given {name}=..., which {cls.__name__}.__init__ does not take."
                 f"{did_you_mean(name, known)} It takes: {', '.join(known) or 'nothing'}."
             )
+    named = document.get("class_hparams")
+    saved.update(imported_classes(named, parameters))
     arguments = {name: value for name, value in saved.items() if takes_any or name in parameters}
     arguments.update(overrides)
-    missing = [name for name in document.get("unsaved_hparams", []) if name not in arguments]
+    unsaved = [*document.get("unsaved_hparams", []), *(named if isinstance(named, dict) else ())]
+    missing = [name for name in dict.fromkeys(unsaved) if name not in arguments and (takes_any or name in parameters)]
     if missing:
         raise CheckpointError(
-            f"{cls.__name__} was built with {', '.join(missing)}, which {checkpoint.path} could not hold: "
-            f"pass load_from_checkpoint(..., {missing[0]}=...)."
+            f"{cls.__name__} was built with {', '.join(missing)}, which {checkpoint.path} does not hold, or names as a "
+            f"class that this process has not imported: pass load_from_checkpoint(..., {missing[0]}=...)."
         )
     try:
         return cls(**arguments)

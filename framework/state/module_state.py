@@ -22,6 +22,7 @@ from ..core.errors import ConfigurationError
 from ..parallel.parameter_names import canonical_names, canonical_table, renamed
 from ..parallel.strategy import Strategy
 from ..system.redaction import holds_secret
+from .class_hyperparameters import is_named_class
 from .state_matching import ModelMatch, SavedModel, match_model, refuse
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -74,13 +75,15 @@ def check_model(
 def encode_known(hparams: Mapping[str, Any]) -> tuple[JSON, list[str]]:
     """Encode the hyperparameters that a checkpoint can hold; return them and the names of the others.
 
-    Secret values are not encoded.
+    Secret values are not encoded. Classes are left to ``class_names``.
     """
     known: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in hparams.items():
         if holds_secret(name, value):
             unknown.append(name)
+            continue
+        if is_named_class(value):
             continue
         try:
             encode_inline({name: value})

@@ -28,8 +28,6 @@ _ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 _NOT_FOLLOWED = ("params", "fused", "foreach")
 # Options of torch's Adam that DeepSpeed's Adam lacks.
 _TORCH_ONLY = ("amsgrad", "maximize", "differentiable")
-# These need rows and columns, which flat pieces do not have.
-_NEED_WHOLE_TENSORS = (*NEED_WHOLE_TENSORS, "Muon")
 
 
 def engine_size(parameter: Tensor) -> int:
@@ -55,7 +53,7 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
     """
     name = type(optimizer).__name__
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if kinds & set(_NEED_WHOLE_TENSORS):
+    if kinds & set(NEED_WHOLE_TENSORS):
         raise ConfigurationError(
             f"{name} needs full tensors, and ZeRO stage {options.stage} leaves each rank flat pieces of them: use an "
             "optimizer that updates each element independently, such as AdamW, or strategy='ddp'."

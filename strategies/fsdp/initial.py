@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
@@ -11,10 +12,35 @@ from torch import Tensor, nn
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
+from ...framework.parallel.meta_device import Owner
 from .deferred import Deferred
 from .state import whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
+
+
+@dataclass
+class Source:
+    """An original parameter: the modules in which it is registered, and the optimizer groups that hold it."""
+
+    name: str
+    given: nn.Parameter
+    owners: list[Owner]
+    lists: list[tuple[list[Any], int]] = field(default_factory=list)
+
+    @property
+    def now(self) -> nn.Parameter:
+        part, key = self.owners[0]
+        parameter = part._parameters[key]
+        assert parameter is not None
+        return parameter
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Replace this parameter by another one, in modules and optimizers."""
+        for part, key in self.owners:
+            part._parameters[key] = parameter
+        for held, position in self.lists:
+            held[position] = parameter
 
 
 class Origins:

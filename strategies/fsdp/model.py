@@ -1,17 +1,16 @@
 """A model sharded in place by torch's ``fully_shard``, filled with rank 0's weights, and unsharded after the fit.
 
-The model is sharded while its parameters are on the meta device, and filled one parameter at a time. So besides the
-weights that rank 0 holds anyway, at most one full parameter is in memory: a model that does not fit into the memory of
-one rank can still be sharded.
+The model is sharded on the meta device and filled one parameter at a time. Besides the weights that rank 0 holds, at
+most one full parameter is in memory, so a model that does not fit into the memory of one rank can be sharded.
 
-Private functions of torch's FSDP are called where no public one exists: to run a backward pass inside the outermost
-call, to apply changes of ``requires_grad`` to gathered parameters, and to raise errors in set-up.
+Private functions of torch's FSDP are called to run a backward pass inside the outermost call, to apply changes of
+``requires_grad`` to gathered parameters, and to raise errors in set-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,15 +23,17 @@ from torch.optim import Optimizer
 
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import parameters_of
-from ...framework.parallel.meta_device import Owner, owners_of, replace_tensors
+from ...framework.parallel.meta_device import owners_of, replace_tensors
 from ...framework.parallel.strategy import StepAdapter
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts, plain_forward
 from .deferred import Deferred
-from .initial import Origins, allocate_buffers, check_buffers
+from .initial import Origins, Source, allocate_buffers, check_buffers
+from .module_gradients import ModuleGradients
+from .outside import Context, OutsideCalls, explain_sharded
 from .state import box_in, box_of, like, local_of, shard_slots, whole_of_parts
 from .tensor import split_layers, tie_again
 from .undo import Footprint
-from .units import Units, check_parameters, find_units, without_shared
+from .units import Units, check_parameters, find_units, prefetch, without_shared
 
 
 @dataclass
@@ -47,32 +48,10 @@ class Sharding:
     cpu_offload: bool
     prefetch: int
     checkpointed: Checkpointed
+    context: Callable[[], Context]
+    """Returns the context of forward passes in the gathered parameters' dtype, None if they need none."""
     backward_inside: bool = False
     """Whether the model runs again after a backward pass before its outermost call returns (manual optimization)."""
-
-
-@dataclass
-class _Source:
-    """An original parameter: the modules in which it is registered, and the optimizer groups that hold it."""
-
-    name: str
-    given: nn.Parameter
-    owners: list[Owner]
-    lists: list[tuple[list[Any], int]] = field(default_factory=list)
-
-    @property
-    def now(self) -> nn.Parameter:
-        part, key = self.owners[0]
-        parameter = part._parameters[key]
-        assert parameter is not None
-        return parameter
-
-    def put(self, parameter: nn.Parameter) -> None:
-        """Replace this parameter by another one, in modules and optimizers."""
-        for part, key in self.owners:
-            part._parameters[key] = parameter
-        for held, position in self.lists:
-            held[position] = parameter
 
 
 class ShardedModel:
@@ -108,7 +87,7 @@ class ShardedModel:
         # torch would do this in the first forward pass: done here, its errors appear in set-up.
         self._state._lazy_init()
         self._footprint.close()
-        self._prefetch(sharding.prefetch)
+        prefetch(self.root, list(self.units), sharding.prefetch)
         for part in self.checkpointed:
             checkpoint_forward(part)
         self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
@@ -120,6 +99,8 @@ class ShardedModel:
             # created as inference tensors by an evaluation, which training cannot use.
             sharded.unshard()
             sharded.reshard()
+        self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
+        self.gradients = ModuleGradients(module, self.parts, self._in_forward, self.reshard)
 
     @property
     def _state(self) -> Any:
@@ -128,7 +109,7 @@ class ShardedModel:
 
     # ---- building -------------------------------------------------------------------------------------------------
 
-    def _take_away(self) -> list[_Source]:
+    def _take_away(self) -> list[Source]:
         """Replace the original parameters by parameters on the meta device; return the original ones."""
         owners = owners_of(self.module)
         places: dict[int, list[tuple[list[Any], int]]] = {}
@@ -137,7 +118,7 @@ class ShardedModel:
                 for position, parameter in enumerate(group["params"]):
                     places.setdefault(id(parameter), []).append((group["params"], position))
         sources = [
-            _Source(name, parameter, owners[id(parameter)], places.get(id(parameter), []))
+            Source(name, parameter, owners[id(parameter)], places.get(id(parameter), []))
             for name, parameter in self.module.named_parameters()
         ]
         for source in sources:
@@ -146,13 +127,13 @@ class ShardedModel:
             source.put(nn.Parameter(shape, requires_grad=given.requires_grad))
         return sources
 
-    def _split(self, sources: list[_Source], mesh: DeviceMesh) -> None:
+    def _split(self, sources: list[Source], mesh: DeviceMesh) -> None:
         """Split layers over the ranks of a tensor-parallel group; tied parameters stay tied. Collective."""
         split_layers(self.module, mesh)
         for source in sources:
             source.put(tie_again(source.name, source.owners))
 
-    def _shard(self, sources: list[_Source]) -> None:
+    def _shard(self, sources: list[Source]) -> None:
         sharding = self.sharding
         units, left, shared = without_shared(self.module, self.units)
         self.units = units
@@ -176,7 +157,7 @@ class ShardedModel:
         fully_shard(self.root, **arguments)
 
     @torch.no_grad()
-    def _fill(self, sources: list[_Source], origins: Origins) -> None:
+    def _fill(self, sources: list[Source], origins: Origins) -> None:
         """Give every rank its shard of rank 0's weights, one parameter at a time. Collective."""
         device = torch.device("cpu") if self.sharding.cpu_offload else self.world.device
         while sources:
@@ -195,7 +176,7 @@ class ShardedModel:
             if source.given.is_meta:
                 origins.deferred.forget(source.given)
 
-    def _leave_to_root(self, shared: list[nn.Parameter], sources: list[_Source]) -> None:
+    def _leave_to_root(self, shared: list[nn.Parameter], sources: list[Source]) -> None:
         """Assign parameters that several units share to the root, as none of the units gathers them."""
         if not shared:
             return
@@ -204,15 +185,6 @@ class ShardedModel:
         for source in sources:
             if id(source.now) in numbers:
                 source.owners.append((held, numbers[id(source.now)]))
-
-    def _prefetch(self, count: int) -> None:
-        if not count:
-            return
-        units: list[Any] = self.units
-        self.root.set_modules_to_forward_prefetch(units[:count])
-        for index, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
-            unit.set_modules_to_backward_prefetch(units[max(0, index - count) : index][::-1])
 
     # ---- in use ---------------------------------------------------------------------------------------------------
 
@@ -236,17 +208,16 @@ class ShardedModel:
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
         """Drop unreduced gradients of a window that was interrupted."""
-        if not self._unreduced:
-            return
-        dropped = {id(parameter) for parameter in parameters_of(optimizer)}
-        for each in self._parameters():
-            if id(each.sharded_param) in dropped:
-                each.unsharded_accumulated_grad = None
-                each.unsharded_param.grad = None
+        if self._unreduced:
+            self.gradients.drop_unreduced(parameters_of(optimizer))
+
+    def _in_forward(self) -> bool:
+        # Gradients are those of the previous step, unless this one runs backward passes itself.
+        return self.outside.routing and not self.sharding.backward_inside
 
     def refresh(self) -> None:
         """Apply changes of ``requires_grad`` to sharded parameters and to those that are gathered now."""
-        for each in self._parameters():
+        for each in self.gradients.parameters():
             if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
                 each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
         now = self._trainables()
@@ -259,15 +230,21 @@ class ShardedModel:
     def _trainables(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.module.parameters()]
 
-    def _parameters(self) -> Iterator[Any]:
-        for part in self.parts:
-            for group in part._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
-
-    def evaluate(self, *arguments: Any, **options: Any) -> Any:
-        """Run a step without a backward pass; free the parameters that it has gathered."""
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """Run a step that a backward pass follows."""
+        self.outside.begin_step()
         try:
             return self.root(*arguments, **options)
+        except RuntimeError as error:
+            explain_sharded(error, self.module)
+            raise
+        finally:
+            self.outside.end_step()
+
+    def evaluate(self, *arguments: Any, **options: Any) -> Any:
+        """Run a step without a backward pass after it; free the parameters that it has gathered."""
+        try:
+            return self.train(*arguments, **options)
         finally:
             self.reshard()
 
@@ -275,10 +252,13 @@ class ShardedModel:
         """Free gathered parameters, so that the module holds the sharded parameters that optimizers update."""
         for part in self.parts:
             part.reshard()
+        self.outside.watch()  # what runs later in the same step gathers its parameters again
 
     def take_off(self) -> None:
         """Remove all of torch's hooks and classes; the parameters stay sharded."""
         self.reshard()
+        self.outside.ignore()
+        self.gradients.release()
         for part in self.checkpointed:
             plain_forward(part)
         self._footprint.undo()

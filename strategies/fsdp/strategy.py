@@ -168,6 +168,7 @@ class FSDPStrategy(Strategy):
             self.cpu_offload,
             self.prefetch,
             self.activation_checkpointing if training else False,
+            self._context,
             training and routed is Routed.STEP,
         )
         self._routed = routed
@@ -178,6 +179,10 @@ class FSDPStrategy(Strategy):
         if routed is Routed.STEP:
             self._stop_hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
         return list(optimizers)
+
+    def _context(self) -> AbstractContextManager[Any] | None:
+        # Gathered parameters are narrow only in mixed precision.
+        return self.precision.forward_context(self.world.device.type) if self.precision.is_mixed else None
 
     def _policy(self) -> MixedPrecisionPolicy:
         precision = self.precision
@@ -207,7 +212,7 @@ class FSDPStrategy(Strategy):
         # With manual optimization no backward pass follows the step, so its gathered parameters are freed after it, as
         # in an evaluation.
         direct = training and self._routed is not Routed.STEP
-        return partial(self._sharded.root if direct else self._sharded.evaluate, step)
+        return partial(self._sharded.train if direct else self._sharded.evaluate, step)
 
     def sync_gradients(self, enabled: bool) -> None:
         """Reduce-scatter gradients in the next backward pass, or accumulate full gradients locally."""

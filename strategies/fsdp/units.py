@@ -103,6 +103,16 @@ def without_shared(
     return [unit for unit in units if own[unit]], left, shared
 
 
+def prefetch(root: Any, units: list[Any], count: int) -> None:
+    """Make each unit gather the next ``count`` units while it computes, in forward and in backward."""
+    if not count:
+        return
+    root.set_modules_to_forward_prefetch(units[:count])
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
+        unit.set_modules_to_backward_prefetch(units[max(0, index - count) : index][::-1])
+
+
 def _note_owners(
     part: nn.Module,
     unit: nn.Module | None,

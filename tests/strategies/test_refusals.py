@@ -39,6 +39,11 @@ class WholeTensors(Regressor):
         return torch.optim.Adafactor(self.parameters())
 
 
+class Orthogonal(Regressor):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([each for each in self.parameters() if each.ndim == 2])
+
+
 class Unused(Regressor):
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +78,8 @@ def test_sparse_gradients_are_refused_before_a_process_starts(strategy: str) -> 
         (Late, "fsdp", "words is an Embedding(sparse=True), and strategy='fsdp'"),
         (Late, "zero2", "words is an Embedding(sparse=True), and strategy='zero2'"),
         (WholeTensors, "fsdp", "Adafactor needs full tensors, and strategy='fsdp'"),
+        (Orthogonal, "hsdp", "Muon needs full tensors, and strategy='hsdp'"),
+        (Orthogonal, "zero2", "Muon needs full tensors, and ZeRO stage 2"),
         (
             Unused,
             "ddp",
@@ -80,7 +87,7 @@ def test_sparse_gradients_are_refused_before_a_process_starts(strategy: str) -> 
         ),
         (Hollow, "zero3", "hollow.weight is on the meta device"),
     ],
-    ids=["late fsdp", "late zero2", "whole tensors", "unused", "hollow"],
+    ids=["late fsdp", "late zero2", "whole tensors", "muon hsdp", "muon zero2", "unused", "hollow"],
 )
 def test_ranks_say_what_they_cannot_take(module: type[Regressor], strategy: str, sentence: str) -> None:
     for told in run_on_ranks(2, refusal, module, strategy):

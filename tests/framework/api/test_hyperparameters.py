@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn, optim
 
 from phalanx import DataModule, TrainModule
 from phalanx.framework.core.errors import CheckpointError, ConfigurationError
+from phalanx.framework.state.class_hyperparameters import imported_classes
 
 
 class Plain(TrainModule):
@@ -65,6 +68,51 @@ def test_a_subclass_adds_its_own() -> None:
     # What the outermost class was given, which is what it is rebuilt with.
     assert Child(3, 0.1).hparams == {"width": 3, "rate": 0.1, "depth": 5, "name": "plain"}
     assert Both(3, 0.1).hparams == {"width": 3, "rate": 0.1, "depth": 5, "name": "plain"}
+
+
+class Widths:
+    """A class that is neither a module, an optimizer nor a scheduler."""
+
+    hidden = 3
+
+
+class Assembled(TrainModule):
+    def __init__(
+        self, encoder_class: type = nn.Linear, optimizer_class: type = optim.SGD, widths: type = Widths
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = encoder_class(6, widths.hidden)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.encoder(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.hparams.optimizer_class(self.parameters(), lr=0.1)
+
+
+class Encoder(nn.Linear):
+    """A module given as a hyperparameter."""
+
+
+def test_classes_are_kept_by_name_and_taken_from_imported_modules(tmp_path: Path) -> None:
+    module = Assembled(Encoder, optim.Adam)
+    module.on_train_batch_end = lambda *_: trainer.save_checkpoint(tmp_path / "classes.ckpt")  # type: ignore[method-assign]
+    trainer = silent_trainer(max_steps=1)
+    trainer.fit(module, loader(batch_size=4))
+    again = Assembled.load_from_checkpoint(tmp_path / "classes.ckpt")
+    assert type(again.encoder) is Encoder
+    assert again.hparams == {"encoder_class": Encoder, "optimizer_class": optim.Adam, "widths": Widths}
+    assert torch.equal(again.encoder.weight, module.encoder.weight)
+
+
+@pytest.mark.parametrize("named", ["subprocess:Popen", "antigravity:Antigravity", "builtins:eval", "torch:nn.Gone", 3])
+def test_a_class_is_found_only_where_it_cannot_run_other_code(named: Any) -> None:
+    parameters = inspect.signature(Assembled.__init__).parameters
+    assert imported_classes({"encoder_class": named}, parameters) == {}
+    assert "antigravity" not in sys.modules
+    assert imported_classes({"encoder_class": "torch.nn.modules.linear:Linear"}, parameters)
+    assert imported_classes([named], parameters) == {}
 
 
 def test_mistakes_get_a_sentence() -> None:

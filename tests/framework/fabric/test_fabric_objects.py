@@ -28,6 +28,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.register_buffer("offset", torch.zeros(2))
+        self.register_buffer("rotations", torch.polar(torch.ones(2), torch.ones(2)))
         self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def test_a_module_behaves_like_the_original() -> None:
     original = Scorer()
     model = fabric.setup_module(original)
     assert isinstance(model, Scorer)
-    assert list(model.state_dict()) == ["offset", "layer.weight", "layer.bias"]
+    assert list(model.state_dict()) == ["offset", "rotations", "layer.weight", "layer.bias"]
     assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
     assert next(model.parameters()) is next(original.parameters())
     model(torch.ones(1, 2))
@@ -85,7 +86,8 @@ def test_a_module_runs_in_the_precision(precision: str, stored: torch.dtype, see
     fabric = Fabric(accelerator="cpu", precision=precision)
     model = fabric.setup_module(Scorer())
     output = model(torch.ones(1, 2))
-    assert model.layer.weight.dtype is stored
+    assert model.layer.weight.dtype is model.offset.dtype is stored
+    assert torch.equal(model.rotations, Scorer().rotations)
     assert model.seen is seen
     assert output.dtype is (torch.float64 if stored is torch.float64 else torch.float32)
     assert torch.get_default_dtype() is torch.float32

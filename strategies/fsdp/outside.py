@@ -1,0 +1,149 @@
+"""Calls of a sharded module's parts outside of a routed step.
+
+The hooks of torch's FSDP gather a submodule's parameters only if the call comes through the outermost module. A hook, a
+callback or a method other than ``forward`` calls submodules directly. A hook on all calls of modules, which is
+registered only while no routed step is running, gathers the parameters of such a call and frees them afterwards.
+
+Private names of torch's FSDP are used: the states of modules with their hooks, and the state of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_map
+
+from ...framework.core.errors import ConfigurationError
+
+Context: TypeAlias = "AbstractContextManager[Any] | None"
+
+
+class OutsideCalls:
+    """Gathers parameters for calls of a model's submodules that do not come through its outermost module.
+
+    Args:
+        root: the sharded adapter around the user's module.
+        context: returns the context of a forward pass, None if it needs none.
+        reshard: frees all gathered parameters.
+    """
+
+    def __init__(self, root: Any, context: Callable[[], Context], reshard: Callable[[], None]) -> None:
+        self._root = root
+        self._context = context
+        self._reshard = reshard
+        self.routing = False
+        self._above = dict(_states_above(root, ()))
+        self._outermost: nn.Module | None = None
+        self._handle: Any = None
+        self.watch()
+
+    def watch(self) -> None:
+        """Gather parameters for calls from now on."""
+        if self._handle is None:
+            # A weak reference: torch's table of hooks must not keep a model alive that was not torn down.
+            own = ref(self)
+
+            def hook(module: nn.Module, args: Any) -> Any:
+                calls = own()
+                return None if calls is None else calls._before(module, args)
+
+            self._handle = register_module_forward_pre_hook(torch._dynamo.disable(hook))
+
+    def ignore(self) -> None:
+        """Leave calls alone."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.ignore()
+
+    def begin_step(self) -> None:
+        """Leave the calls of a routed step alone: it gathers what they need, and a hook costs time in each call."""
+        self.routing = True
+        self.ignore()
+
+    def end_step(self) -> None:
+        """Gather parameters again after a routed step."""
+        self.routing = False
+        self.watch()
+
+    def _before(self, module: nn.Module, args: Any) -> Any:
+        """Gather the parameters of an outermost call, and free them at its end. Collective."""
+        states = self._above.get(module)
+        if states is None or self._outermost is not None:
+            return None
+        if any(state._training_state == TrainingState.PRE_BACKWARD for state in states):
+            # A checkpointed part is recomputed, and the backward pass has gathered its parameters.
+            return None
+        routing = self.routing
+        if routing:
+            # The step frees its parameters at its end; here some were freed before it.
+            self._root.unshard()
+            states = tuple(state for state in states if state._modules[0] is not self._root)
+            if not states:
+                return None
+        self._outermost = module
+        frees = not routing and not torch.is_grad_enabled()
+        context = None if routing else self._context()
+        if context is not None:
+            context.__enter__()
+        for state in states:
+            args, _ = state._pre_forward(module, args, {})
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            handle.remove()
+            self._outermost = None
+            if context is not None:
+                context.__exit__(None, None, None)
+                output = tree_map(_at_least_fp32, output)
+            for state in reversed(states):
+                output = state._post_forward(module, args, output)
+            if frees:
+                self._reshard()
+            return output
+
+        handle = module.register_forward_hook(after, always_call=True)
+        return args
+
+
+def explain_sharded(error: RuntimeError, module: nn.Module) -> None:
+    """Replace torch's error about a sharded parameter in a step by one that names the module.
+
+    Raises:
+        ConfigurationError: the error is about a sharded parameter.
+    """
+    if "got mixed torch.Tensor and DTensor" not in str(error):
+        return
+    names = {part: name for name, part in module.named_modules()}
+    found, frame = module, error.__traceback__
+    while frame is not None:
+        part = frame.tb_frame.f_locals.get("self")
+        found = part if isinstance(part, nn.Module) and part in names else found
+        frame = frame.tb_next
+    raise ConfigurationError(
+        f"{names[found] or 'the module'} ({type(found).__name__}) computed with a parameter that is sharded at this "
+        "point, because the unit that gathers it was not called: call the unit as a whole, or make this part a unit "
+        "with FSDPStrategy(units=...)."
+    ) from error
+
+
+def _states_above(part: Any, above: tuple[Any, ...]) -> Iterator[tuple[nn.Module, tuple[Any, ...]]]:
+    """Yield each submodule with the states of the sharded modules around it, the outermost first."""
+    if isinstance(part, FSDPModule):
+        above = (*above, part._get_fsdp_state())
+    for child in part.children():
+        yield child, above
+        yield from _states_above(child, above)
+
+
+def _at_least_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
