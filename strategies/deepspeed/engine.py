@@ -22,6 +22,7 @@ from ...framework.distributed.world import World
 from .ops import load_ops
 from .outputs import restore_output_support, support_any_output
 from .swap import growing_buffers
+from .torch_clipping import allow_torch_clipping
 
 
 class _NoHints(logging.Filter):
@@ -169,6 +170,7 @@ def release_globals() -> None:
 
     parameter_offload.FWD_MODULE_STACK.clear()
     restore_output_support()
+    allow_torch_clipping()
     linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if linear is not None:
         torch.nn.functional.linear = linear

@@ -37,6 +37,7 @@ from .setup import (
     split_parameters,
 )
 from .state import EngineState
+from .torch_clipping import refuse_torch_clipping
 from .update import EngineUpdate
 
 
@@ -143,6 +144,7 @@ class EngineSession:
         if optimizers:
             self._classes = allow_exact_statistics(module) if self._compute_dtype is not None else {}
             self.update = EngineUpdate(self._engine, Following(optimizers[0], groups.inner))
+            refuse_torch_clipping()
 
     def _sized_config(self, module: nn.Module, training: bool) -> dict[str, Any]:
         sizes = [engine_size(parameter) for parameter in module.parameters()]
@@ -220,8 +222,8 @@ class EngineSession:
             parameter_name, change = min(changes)
             remedy = "set requires_grad" if change.endswith("frozen") else "change parameters"
             raise ConfigurationError(
-                f"{parameter_name} was {change} during a fit under strategy={name!r}, whose flat tensors are fixed when "
-                f"the fit starts: {remedy} before the fit, or use strategy='ddp' or 'fsdp'."
+                f"{parameter_name} was {change} during a fit under strategy={name!r}, whose flat tensors are fixed "
+                f"when the fit starts: {remedy} before the fit, or use strategy='ddp' or 'fsdp'."
             )
 
     # ---- the end --------------------------------------------------------------------------------------------------
