@@ -79,6 +79,14 @@ class FabricModule(nn.Module):
         """Run the forward pass in the precision's context and through the strategy."""
         return self._calls("__call__", args, kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the module's gradients as ``zero_grad`` of its optimizers does, wherever the strategy stores them."""
+        engine = self._calls.engine
+        for optimizer in engine.optimizers:
+            optimizer.zero_grad(set_to_none)
+        if engine.window is None or not engine.optimizers:
+            super().zero_grad(set_to_none)
+
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
         """Let another method that computes a loss or an output be called as ``forward`` is.
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..core.precision import LossScaler
 from ..parallel.canonical_state import parameters_of
+from ..parallel.closures import evaluate_once, needs_closure
 from ..parallel.optimizer_step import Updater
 from ..parallel.strategy import Strategy
 from .gradient_window import GradientWindow
@@ -130,13 +131,23 @@ class FabricOptimizer(Proxy):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply an update, inside ``accumulate`` at the end of a window only. Collective.
 
+        Args:
+            closure: computes the loss and its gradients. It is called in every micro-batch, unless the optimizer
+                evaluates it several times for an update.
+
         Returns:
-            What the closure returned; None without one or where the window does not end.
+            What the closure returned; None without one or where it was not called.
+
+        Raises:
+            ConfigurationError: the optimizer evaluates the closure several times, and the strategy shards weights or
+                losses are scaled.
         """
-        if self.waits:
-            return None
         optimizer, strategy = self.optimizer, self.engine.strategy
         result: Any = None
+        if closure is not None and self._evaluates_first:
+            result, closure = evaluate_once(optimizer, closure, strategy.name), None
+        if self.waits:
+            return result
 
         def apply() -> bool:
             nonlocal result
@@ -167,6 +178,16 @@ class FabricOptimizer(Proxy):
     def load_applied(self, count: int) -> None:
         """Set the number of updates to that of a checkpoint."""
         self.applied = count
+
+    @property
+    def _evaluates_first(self) -> bool:
+        """Whether a closure runs before the update: its gradients are scaled, unscaled or applied outside the original.
+
+        An original that never steps would not call it at all.
+        """
+        engine = self.engine
+        own = engine.strategy.traits.reduces_in_backward or engine.updater.scaler is not None
+        return own or (engine.window is not None and not needs_closure(self.optimizer))
 
     @property
     def waits(self) -> bool:

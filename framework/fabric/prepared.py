@@ -92,9 +92,11 @@ class Prepared:
         """Return the engine that a loss belongs to, None if it may be of several."""
         if model is not None:
             return self.engine_for(model, "backward")
-        if len(self.engines) == 1:
-            return self.engines[0]
-        if len(self.engines) > 1 and self.strategy_scales_losses:
+        # Modules without an optimizer, such as a teacher, have no gradients of their own.
+        trained = [engine for engine in self.engines if engine.optimizers] or self.engines
+        if len(trained) == 1:
+            return trained[0]
+        if len(trained) > 1 and self.strategy_scales_losses:
             raise ConfigurationError(
                 f"strategy={self.strategy.name!r} with several modules: call backward(loss, model=...) to say which."
             )

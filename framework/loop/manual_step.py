@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from ..core.errors import ConfigurationError
 from ..diagnostics.nonfinite_guard import NonFiniteGuard
 from ..parallel.canonical_state import parameters_of
+from ..parallel.closures import evaluate_once
 from ..parallel.strategy import Traits
 from ..parallel.zero_backward import zero_loss
-from ..run.overrides import is_overridden, needs_closure
+from ..run.overrides import is_overridden
 from ..run.run import Run
 from .step_base import TrainingStep
 
@@ -48,7 +49,7 @@ class ManualOptimizer:
         optimizer, fabric = self.optimizer, self._run.fabric
         result: Any = None
         if closure is not None and self._reduced_before:
-            result, closure = self._evaluate_once(closure), None
+            result, closure = evaluate_once(optimizer, closure, fabric.strategy.name), None
 
         def apply() -> bool:
             nonlocal result
@@ -109,20 +110,6 @@ class ManualOptimizer:
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         self._run.updater.forget(self.optimizer)
-
-    def _evaluate_once(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure before the update, for an optimizer that evaluates the loss once.
-
-        Raises:
-            ConfigurationError: the optimizer evaluates the loss several times and changes the weights in between.
-        """
-        if needs_closure(self.optimizer):
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__} evaluates the loss several times for an update, and changes full "
-                f"weights in between, which strategy={self._run.strategy.name!r} splits over ranks: use another "
-                "optimizer, or strategy='ddp'."
-            )
-        return closure()
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Generator[None, None, None]:

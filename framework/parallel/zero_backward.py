@@ -122,19 +122,33 @@ def _partial() -> LoopError:
     )
 
 
+_PLAIN = (str, bytes, int, float, type(None), type, nn.Module)
+
+
 def tensors_in(data: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a nested collection."""
+    """Yield the tensors in a nested collection, and in the attributes of objects in it."""
+    return _tensors_in(data, set())
+
+
+def _tensors_in(data: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(data, Tensor):
         yield data
-    elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from tensors_in(value)
-    elif isinstance(data, (list, tuple)):
-        for value in data:
-            yield from tensors_in(value)
-    elif is_dataclass(data) and not isinstance(data, type):
-        for each in fields(data):
-            yield from tensors_in(getattr(data, each.name))
+        return
+    if isinstance(data, _PLAIN) or id(data) in seen:
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(data, Mapping):
+        parts = data.values()
+    elif isinstance(data, (list, tuple, set, frozenset)):
+        parts = data
+    elif is_dataclass(data):
+        parts = (getattr(data, each.name, None) for each in fields(data))
+    elif not callable(data):
+        parts = getattr(data, "__dict__", {}).values()
+    # An object may contain itself.
+    seen.add(id(data))
+    for part in parts:
+        yield from _tensors_in(part, seen)
 
 
 @contextmanager

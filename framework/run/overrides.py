@@ -18,6 +18,7 @@ from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, LoopError
 from ..core.precision import Precision
 from ..fabric.collectives import to_device
+from ..parallel.closures import needs_closure
 from ..parallel.strategy import StepFunction, Strategy
 
 
@@ -107,12 +108,6 @@ def with_arity(step: StepFunction, names: Sequence[str], given: int | None = Non
     if takes_all:
         count = max(len(names) if given is None else given, len(needed))
     return step if count == len(names) else lambda *args: step(*args[:count])
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's ``step`` requires a closure that computes the loss."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
 
 
 def check_closure(optimizer: Optimizer) -> None:

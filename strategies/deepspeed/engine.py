@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 
 from ...framework.distributed.world import World
 from .ops import load_ops
+from .outputs import restore_output_support, support_any_output
 from .swap import growing_buffers
+from .torch_clipping import allow_torch_clipping
 
 
 class _NoHints(logging.Filter):
@@ -63,6 +65,8 @@ def start_engine(adapter: nn.Module, optimizer: Optimizer | None, config: dict[s
     """Return DeepSpeed's engine around an adapter with identical tensors on all ranks. Collective, in ``backend``."""
     with _nothing_sent(), _memory_shown(config.get("memory_breakdown", False)):
         import deepspeed
+
+        support_any_output()
 
         engine, *_ = deepspeed.initialize(
             model=adapter,
@@ -165,6 +169,8 @@ def release_globals() -> None:
     from deepspeed.utils import debug, groups
 
     parameter_offload.FWD_MODULE_STACK.clear()
+    restore_output_support()
+    allow_torch_clipping()
     linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if linear is not None:
         torch.nn.functional.linear = linear

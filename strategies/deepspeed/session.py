@@ -24,9 +24,9 @@ from .config import engine_config
 from .engine import backend, converter, start_engine, stop_engine
 from .ops import needed_ops
 from .optimizer import Following, engine_optimizer, engine_size
+from .outputs import OutputAdapter
 from .pieces import FlatGroups
 from .setup import (
-    TensorsOnlyAdapter,
     allow_exact_statistics,
     broadcast_module,
     expand_missing,
@@ -37,6 +37,7 @@ from .setup import (
     split_parameters,
 )
 from .state import EngineState
+from .torch_clipping import refuse_torch_clipping
 from .update import EngineUpdate
 
 
@@ -62,10 +63,10 @@ class EngineSession:
         self._world = world
         self._precision = precision
         self._engine: Any = None
-        self._adapter: TensorsOnlyAdapter | None = None
+        self._adapter: OutputAdapter | None = None
         self._original: OriginalAttributes | None = None
         self._classes: dict[nn.Module, type[nn.Module]] = {}
-        self._trainable: list[bool] = []
+        self._trainable: list[tuple[str, nn.Parameter, bool]] = []
         self._swap_folder: Path | None = None
         self._restore_environment: Callable[[], None] | None = None
 
@@ -121,7 +122,7 @@ class EngineSession:
             for parameter in module.parameters():
                 if id(parameter) not in trained:
                     parameter.requires_grad_(False)
-        self._trainable = [parameter.requires_grad for parameter in module.parameters()]
+        self._trainable = [(name, one, one.requires_grad) for name, one in module.named_parameters()]
 
     def _start_engine(
         self,
@@ -130,17 +131,20 @@ class EngineSession:
         fp32_weights: dict[int, Tensor],
         config: dict[str, Any],
     ) -> None:
-        self._adapter = TensorsOnlyAdapter(module)
+        self._adapter = OutputAdapter(module)
         # Stage 3 reads LOCAL_RANK in forward passes.
         self._restore_environment = self._world.set_variables()
         with backend(self._world, self._ops):
             inner = engine_optimizer(optimizers[0], self._options, self._world.device.type) if optimizers else None
             self._engine = start_engine(self._adapter, inner, config)
+        if self._options.stage == 3:
+            self._adapter.hook_tensors(getattr(self._engine.optimizer, "parameter_offload", self._engine.optimizer))
         groups = FlatGroups(self._engine, self._world)
         self.state = EngineState(groups, load_full_precision(groups, module, fp32_weights, self._world), self._world)
         if optimizers:
             self._classes = allow_exact_statistics(module) if self._compute_dtype is not None else {}
             self.update = EngineUpdate(self._engine, Following(optimizers[0], groups.inner))
+            refuse_torch_clipping()
 
     def _sized_config(self, module: nn.Module, training: bool) -> dict[str, Any]:
         sizes = [engine_size(parameter) for parameter in module.parameters()]
@@ -181,10 +185,7 @@ class EngineSession:
         """
         if self._engine is None or self._adapter is None or (not training and self._options.stage < 3):
             return step
-        routed = partial(self._engine, step)
-        if self._options.stage < 3:
-            return routed
-        unpack = self._adapter.unpack
+        routed, unpack = partial(self._engine, step), self._adapter.unpack
         if training:
             return lambda *args, **kwargs: unpack(routed(*args, **kwargs))
 
@@ -198,22 +199,32 @@ class EngineSession:
         return evaluate
 
     def check_trainable(self, module: nn.Module, name: str) -> None:
-        """Refuse parameters that were frozen or unfrozen since the start: the engine's flat tensors cannot change.
+        """Refuse parameters that were frozen, unfrozen, added, removed or replaced since the start.
+
+        The engine's flat tensors cannot change.
 
         Args:
             module: the module that was started with.
             name: the name of the strategy, for the error.
 
         Raises:
-            ConfigurationError: on all ranks; a parameter was frozen or unfrozen.
+            ConfigurationError: on all ranks; the parameters are not those of the start.
         """
-        for trained, (parameter_name, parameter) in zip(self._trainable, module.named_parameters(), strict=True):
-            if trained != parameter.requires_grad:
-                raise ConfigurationError(
-                    f"{parameter_name} was {'frozen' if trained else 'unfrozen'} during a fit under "
-                    f"strategy={name!r}, whose flat tensors are fixed when the fit starts: set requires_grad before "
-                    "the fit, or use strategy='ddp' or 'fsdp'."
-                )
+        now = dict(module.named_parameters())
+        changes = [(parameter, "added") for parameter in now.keys() - {known for known, *_ in self._trainable}]
+        for parameter_name, parameter, trained in self._trainable:
+            found = now.get(parameter_name)
+            if found is not parameter:
+                changes.append((parameter_name, "removed" if found is None else "replaced"))
+            elif trained != parameter.requires_grad:
+                changes.append((parameter_name, "frozen" if trained else "unfrozen"))
+        if changes:
+            parameter_name, change = min(changes)
+            remedy = "set requires_grad" if change.endswith("frozen") else "change parameters"
+            raise ConfigurationError(
+                f"{parameter_name} was {change} during a fit under strategy={name!r}, whose flat tensors are fixed "
+                f"when the fit starts: {remedy} before the fit, or use strategy='ddp' or 'fsdp'."
+            )
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

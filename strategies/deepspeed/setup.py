@@ -13,49 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import replace_tensors, tensors_of, without_data
-from ...framework.parallel.strategy import StepAdapter, StepFunction
 from .pieces import FlatGroups, Piece, even_piece, full_shape, is_split, local_piece
 from .state import EngineState
-
-
-class TensorsOnlyAdapter(StepAdapter):
-    """Gives DeepSpeed's hooks tensors in containers that they support, for any output of the step.
-
-    Stage 3 hooks the backward pass to the tensors that it finds in the output of a forward pass. It searches only
-    tuples, lists and dicts: without a hook on a loss in a dataclass, parameters would stay split in the backward pass.
-    """
-
-    _replaced: tuple[Any] | None = None
-
-    def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
-        """Call ``step``. Where DeepSpeed cannot look into its output, return the list of its tensors instead."""
-        output = step(*args, **kwargs)
-        if output is None or output.__class__ in (Tensor, tuple, list) or _plain_dict(output):
-            return output
-        tensors: list[Tensor] = []
-        apply_to_collection(output, Tensor, tensors.append)
-        # In a tuple, because nn.Module would register a bare parameter as one of its own.
-        self._replaced = (output,)
-        return tensors
-
-    def unpack(self, output: Any) -> Any:
-        """Return the step's own output, with the tensors that came out of the hooks in it."""
-        if self._replaced is None:
-            return output
-        (replaced,), self._replaced = self._replaced, None
-        tensors = iter(output)
-        return apply_to_collection(replaced, Tensor, lambda _: next(tensors))
-
-
-def _plain_dict(output: Any) -> bool:
-    return output.__class__ is dict and all(key.__class__ is str for key in output)
 
 
 def rebind(module: nn.Module, optimizers: Sequence[Optimizer], new: Mapping[int, Tensor]) -> None:

@@ -171,8 +171,22 @@ class DeepSpeedStrategy(Strategy):
             self._update.sync(enabled)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients through the engine, which scales the loss in fp16 and reduces them."""
-        self.gradients.update.backward(loss, **options)
+        """Compute gradients through the engine, which scales the loss in fp16 and reduces them.
+
+        A strategy without a module leaves them to the engines of the modules that the loss depends on.
+
+        Raises:
+            ConfigurationError: the module was set up without an optimizer.
+        """
+        if self._session is None:
+            loss.backward(**options)
+        elif self._update is None:
+            raise ConfigurationError(
+                f"strategy={self.name!r} computes gradients in an engine that starts with an optimizer, and the module "
+                "of this loss was set up without one: call setup(module, optimizer)."
+            )
+        else:
+            self._update.backward(loss, **options)
 
     def trainability_changed(self, module: nn.Module) -> bool:
         """Refuse parameters that were frozen or unfrozen since set-up: the engine's flat tensors cannot change.

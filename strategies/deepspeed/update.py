@@ -7,12 +7,15 @@ and cached, so that the step does not compute it again.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .optimizer import Following
+from .stages import stage_of
 
 
 class EngineUpdate:
@@ -29,12 +32,13 @@ class EngineUpdate:
         self._raw: Tensor | None = None
         self._factor = 1.0
         self._first = True
-        self._use = _USES[self._kind()](self)
-
-    def _kind(self) -> str:
-        if hasattr(self.zero, "fp32_groups_gradients_flat"):
-            return "bf16"
-        return "parameters" if hasattr(self.zero, "fp16_partitioned_groups_flat") else "gradients"
+        self._stage = stage_of(self)
+        self._running = False
+        self._running_outside = False
+        self._reduced = False
+        self._prologue = self.zero.backward_prologue
+        self.zero.backward_prologue = self._begin_outside
+        self.zero.register_grad_acc_post_hook(self._end_outside)
 
     def sync(self, enabled: bool) -> None:
         """Set whether the next backward pass ends its window. Only then does the engine complete its reductions."""
@@ -43,20 +47,55 @@ class EngineUpdate:
             self.engine.set_gradient_accumulation_boundary(enabled)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients, which the engine scales in fp16 and reduces. Collective."""
-        self.engine.backward(loss, scale_wrt_gas=False, **options)
+        """Add the gradients of a loss, which the engine scales in fp16 and reduces. Collective."""
+        self._begin()
+        self._running = True
+        try:
+            with kept_counts(self.engine.module) if options.get("retain_graph") else nullcontext():
+                self.engine.backward(loss, scale_wrt_gas=False, **options)
+        finally:
+            self._running = False
+        self._end()
+
+    def _begin(self) -> None:
+        # The engine counts backward passes by forward passes: without this, the second pass through one forward pass,
+        # or after two, would replace the gradients of the first.
+        self.zero.clear_backward_seen_flag()
+        # The engine leaves a pass once, but enters it once for each output of a forward pass.
+        self.zero._backward_active_depth = 0
+        self._running_outside = False
+        self._raw = None
+        if self._reduced:
+            self._reduced = False
+            self._stage.reopen()
+        self._prologue()
+
+    def _end(self) -> None:
         self.holds_gradients = True
         # Parameters unused in a micro-batch have stale or missing gradients, which the update would apply.
         if self._first:
             self._first = False
-            self._use.clear_unused()
+            self._stage.clear_unused()
         if self.ends_window:
-            self._use.complete()
+            self._stage.complete()
+            self._reduced = True
+
+    def _begin_outside(self) -> None:
+        """Note a backward pass that was not started here: of another module's loss, which depends on this module."""
+        # Called once for each forward pass. The second of two could clear gradients that the first has added.
+        if not self._running and not self._running_outside:
+            self._begin()
+            self._running_outside = True
+
+    def _end_outside(self) -> None:
+        if self._running_outside:
+            self._running_outside = False
+            self._end()
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""
         if self._raw is None:
-            self._raw = torch.as_tensor(self._use.raw_norm(), dtype=torch.float32)
+            self._raw = torch.as_tensor(self._stage.raw_norm(), dtype=torch.float32)
         norm = self._raw / self._scale()
         return torch.where(norm < 0, torch.full_like(norm, math.inf), norm)
 
@@ -66,7 +105,7 @@ class EngineUpdate:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor: at once in stage 1 in bf16, else with effect in the next step."""
-        self._use.scale(factor)
+        self._stage.scale(factor)
 
     def clip(self, max_norm: float) -> None:
         """Scale gradients in the next step so that their norm is at most ``max_norm``."""
@@ -81,13 +120,14 @@ class EngineUpdate:
         """Update the weights; return whether the update was applied. Collective."""
         # The user's schedulers change the groups of the user's optimizer, which the engine does not read.
         self.follow()
+        self._stage.release()
         self.engine.step()
         if self._factor != 1.0:
             self._factor = 1.0
             self.zero.custom_loss_scaler = False
         self.zero.clip_grad = 0.0
         self._raw = None
-        self.holds_gradients = False
+        self.holds_gradients = self._reduced = False
         self._first = True
         # False if the gradients have overflowed under the engine's own loss scale.
         applied: bool = self.engine.was_step_applied()
@@ -97,13 +137,13 @@ class EngineUpdate:
         """Drop gradients that no update has used."""
         if not self.holds_gradients:
             return
-        self._use.drop()
+        self._stage.drop()
         if self._factor != 1.0:
             self._factor = 1.0
             self.zero.custom_loss_scaler = False
         self.zero.clip_grad = 0.0
         self._raw = None
-        self.holds_gradients = False
+        self.holds_gradients = self._reduced = False
         self._first = True
 
     def scale_by_loss_scale(self, factor: float) -> None:
@@ -122,155 +162,12 @@ class EngineUpdate:
         return float(getattr(self.zero, "loss_scale", 1.0))
 
 
-class _SplitGradients:
-    """Stages 1 and 2."""
-
-    def __init__(self, update: EngineUpdate) -> None:
-        self.update, self.zero = update, update.zero
-        self._compute = self.zero.scaled_global_norm
-        self.zero.scaled_global_norm = self._norm_of_step
-        self._mine = (
-            {
-                self.zero.get_param_id(parameter): (group, parameter)
-                for group, parameters in enumerate(self.zero.params_in_partition)
-                for parameter in parameters
-            }
-            if self.zero.cpu_offload
-            else {}
-        )
-
-    def _norm_of_step(self, norm_type: float = 2) -> Any:
-        known = self.update.known_norm()
-        return self._compute(norm_type) if known is None else known
-
-    def raw_norm(self) -> Any:
-        self.zero._wait_for_offload_copies()
-        return self._compute()
-
-    def scale(self, factor: float) -> None:
-        self.update.scale_by_loss_scale(factor)
-
-    def clear_unused(self) -> None:
-        """Zero stale gradients of the last update for parameters without a gradient in this one so far."""
-        kept = self.zero.accumulated_grads_in_cpu if self._mine else {}
-        used = self.zero._offload_accumulated_param_ids if kept else set()
-        for number in kept.keys() - used if len(used) < len(kept) else ():
-            kept[number].zero_()
-
-    def complete(self) -> None:
-        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
-        zero = self.zero
-        if not self._mine or len(zero.norm_for_param_grads) == len(self._mine):
-            return
-        for number, (group, parameter) in self._mine.items():
-            if number in zero.norm_for_param_grads:
-                continue
-            if number not in zero._offload_accumulated_param_ids:
-                _, _, start, length = zero.grad_position[number]
-                zero.single_partition_of_fp32_groups[group].grad.narrow(0, int(start), int(length)).zero_()
-            elif zero._use_compact_grad_partition_buffer(group):
-                zero.copy_grads_in_partition(parameter, group)
-            else:
-                zero._restore_cpu_offload_grad_to_gpu(parameter)
-                zero.set_norm_for_param_grad_in_gpu(parameter)
-                zero.update_offload_overflow_tracker_for_param_grad(parameter)
-                zero.async_inplace_copy_grad_to_fp32_buffer_from_gpu(parameter)
-
-    def drop(self) -> None:
-        zero = self.zero
-        zero.micro_step_id = -1
-        zero.zero_grad(set_to_none=True)
-        zero._release_preflattened_grad_buffers()
-        if zero.cpu_offload:
-            zero._offload_accumulated_param_ids = set()
-            zero.reset_cpu_buffers()
-            return
-        for kept in (zero.averaged_gradients, zero.all_grad_tensors):
-            for group in kept:
-                kept[group] = None
-
-
-class _SplitParameters:
-    """Stage 3."""
-
-    def __init__(self, update: EngineUpdate) -> None:
-        self.update, self.zero = update, update.zero
-        self._compute = self.zero._get_norm_groups
-        self.zero._get_norm_groups = self._norms_of_step
-        rank_of = self.zero._get_param_partition_rank
-        self._mine = {
-            parameter.ds_id: parameter
-            for parameters in self.zero.fp16_groups
-            for parameter in parameters
-            if parameter.partition_numel() * rank_of(parameter) < parameter.ds_numel
-        }
-        self._gradients = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-
-    def _norms_of_step(self) -> list[Any]:
-        known = self.update.known_norm()
-        norms: list[Any] = self._compute() if known is None else [known]
-        return norms
-
-    def raw_norm(self) -> Any:
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
-        return combine_grad_norm_groups(self._compute())
-
-    def scale(self, factor: float) -> None:
-        self.update.scale_by_loss_scale(factor)
-
-    def clear_unused(self) -> None:
-        """Zero stale gradients of the last update for parameters that have no gradient in this one so far."""
-        used = self.zero._offload_boundary_param_ids
-        if len(used) == len(self._mine):
-            return
-        for number in self._mine.keys() - used:
-            self._gradients[number].zero_()
-
-    def complete(self) -> None:
-        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
-        zero = self.zero
-        if zero.offload_optimizer and len(zero.norm_for_param_grads) < len(self._mine):
-            zero._offload_boundary_param_ids.update(self._mine)
-            zero._finalize_offload_gradient_accumulation()
-
-    def drop(self) -> None:
-        zero = self.zero
-        zero.zero_grad(set_to_none=True)
-        zero._offload_boundary_param_ids = set()
-        for bucket in zero.ipg_buckets.values():
-            bucket.clear_params()
-        if zero.offload_optimizer:
-            zero.reset_cpu_buffers()
-        else:
-            zero.averaged_gradients = {}
-
-
-class _WholeGradients:
-    """Stage 1 in bf16: the engine's bf16 optimizer, which accumulates full gradients in fp32 on every rank."""
-
-    def __init__(self, update: EngineUpdate) -> None:
-        self.update, self.zero = update, update.zero
-
-    def raw_norm(self) -> Any:
-        from deepspeed.runtime.utils import get_global_norm_of_tensors
-
-        gradients, _ = self.zero.get_grads_for_norm()
-        return get_global_norm_of_tensors(input_tensors=gradients, mpu=None, norm_type=self.zero.norm_type)
-
-    def scale(self, factor: float) -> None:
-        torch._foreach_mul_(self.zero.fp32_groups_gradients_flat, factor)
-        self.update.scale_norm(factor)
-
-    def clear_unused(self) -> None:
-        """Do nothing: gradients are zeroed after each update."""
-
-    def complete(self) -> None:
-        """Do nothing: gradients are accumulated in one place."""
-
-    def drop(self) -> None:
-        self.zero.clear_hp_grads()
-        self.zero.clear_lp_grads()
-
-
-_USES: dict[str, Any] = {"gradients": _SplitGradients, "parameters": _SplitParameters, "bf16": _WholeGradients}
+@contextmanager
+def kept_counts(module: nn.Module) -> Iterator[None]:
+    """Restore the counts by which stage 3 gathers parameters in a backward pass, for another pass through the graph."""
+    names = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+    counts = [(part, {name: vars(part)[name] for name in names if name in vars(part)}) for part in module.modules()]
+    yield
+    for part, found in counts:
+        for name, count in found.items():
+            setattr(part, name, count)

@@ -1,0 +1,118 @@
+"""Passes outputs of any kind through DeepSpeed's hooks as they are.
+
+DeepSpeed starts the work of a backward pass at the tensors that it finds in the output of a forward pass. It searches
+only tuples, lists and dicts, and stage 3 replaces the tensors in them. Here hooks are set on the tensors themselves,
+wherever they are, and the output stays the user's own object.
+
+The names in ``parameter_offload`` are private to DeepSpeed; they were checked with 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...framework.parallel.strategy import StepAdapter, StepFunction
+from ...framework.parallel.zero_backward import tensors_in
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class OutputAdapter(StepAdapter):
+    """Gives DeepSpeed's hooks the tensors in the output of a step, in a container that they support."""
+
+    _output: tuple[Any] | None = None
+
+    def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
+        """Call ``step``. Return a tensor as it is, and instead of any other output a tuple of its tensors."""
+        output = step(*args, **kwargs)
+        if output is None or output.__class__ is Tensor:
+            return output
+        # In a tuple, because nn.Module would register a bare module or parameter as one of its own.
+        self._output = (output,)
+        return tuple(tensors_in(output))
+
+    def unpack(self, output: Any) -> Any:
+        """Return the step's own output."""
+        if self._output is None:
+            return output
+        (own,), self._output = self._output, None
+        return own
+
+    def hook_tensors(self, offload: Any) -> None:
+        """Let stage 3 hook tensors instead of replacing them.
+
+        Args:
+            offload: DeepSpeed's object that gathers parameters.
+        """
+        self.pre_bwd_fn = _HookedTensors(lambda: offload.pre_sub_module_backward_function(self))
+
+
+class _HookedTensors:
+    """The function that stage 3 applies to each tensor in an output."""
+
+    def __init__(self, before_backward: Callable[[], Any]) -> None:
+        self._before_backward = before_backward
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """Call the function before the backward pass of a tensor's node; return the tensor."""
+        if tensor.requires_grad:
+            tensor.register_hook(self._run)
+        return tensor
+
+    def _run(self, _: Tensor) -> None:
+        self._before_backward()
+
+
+def support_any_output() -> None:
+    """Let stage 3 support modules that return other objects than tensors, tuples, lists and dicts."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    if parameter_offload.apply_to_tensors_only is _apply_to_tensors:
+        return
+    _ORIGINAL.append(parameter_offload.apply_to_tensors_only)
+    parameter_offload.apply_to_tensors_only = _apply_to_tensors
+    # Its hook calls ``vars`` with the output, which raises for an object without attributes.
+    parameter_offload.vars = lambda output: getattr(output, "__dict__", {})
+
+
+def restore_output_support() -> None:
+    """Undo ``support_any_output``."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    if _ORIGINAL:
+        parameter_offload.apply_to_tensors_only = _ORIGINAL.pop()
+        del parameter_offload.vars
+
+
+_ORIGINAL: list[Callable[..., Any]] = []
+
+
+def _apply_to_tensors(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
+    """Apply DeepSpeed's autograd function to all tensors, or hook those that it could not replace."""
+    if value.__class__ is Tensor or _is_supported(value) or not _is_before_backward(function):
+        # Without its hooks on inputs a module releases its parameters later, after the backward pass.
+        return _ORIGINAL[0](function, value, warning_msg_fn)
+    tensors = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    if tensors and torch.is_grad_enabled():
+        # The node of a tensor of DeepSpeed's function carries the work and its module, and counts it.
+        node = function(torch.empty(0, requires_grad=True)).grad_fn
+        for tensor in tensors:
+            tensor.register_hook(lambda _: node.pre_backward_function(node.module))
+    return value
+
+
+def _is_before_backward(function: Any) -> bool:
+    return getattr(getattr(function, "__self__", None), "__name__", "") == "PreBackwardFunctionForModule"
+
+
+def _is_supported(value: Any) -> bool:
+    kind = value.__class__
+    if kind is Tensor or kind is nn.Parameter or kind in _PLAIN:
+        return True
+    if kind is tuple or kind is list:
+        return all(_is_supported(one) for one in value)
+    return kind is dict and all(_is_supported(one) for one in value.values())

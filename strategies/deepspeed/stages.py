@@ -1,0 +1,230 @@
+"""Operations on gradients that differ between the three optimizers of DeepSpeed's engine.
+
+``SplitGradients`` belongs to stages 1 and 2, ``SplitParameters`` to stage 3, ``WholeGradients`` to stage 1 in bf16. The
+attributes read here are private to DeepSpeed; they were checked with 0.19.8.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Scaling(Protocol):
+    """The part of ``EngineUpdate`` that a stage uses."""
+
+    zero: Any
+
+    def known_norm(self) -> Tensor | None:
+        """Return the norm including the loss scale if it was computed since the last backward pass, else None."""
+
+    def scale_by_loss_scale(self, factor: float) -> None:
+        """Multiply gradients through the loss scale that the next step divides by."""
+
+    def scale_norm(self, factor: float) -> None:
+        """Scale the cached norm with gradients that were multiplied."""
+
+
+class SplitGradients:
+    """Stages 1 and 2."""
+
+    def __init__(self, update: Scaling) -> None:
+        self.update, self.zero = update, update.zero
+        self._compute = self.zero.scaled_global_norm
+        self.zero.scaled_global_norm = self._norm_of_step
+        self._mine = (
+            {
+                self.zero.get_param_id(parameter): (group, parameter)
+                for group, parameters in enumerate(self.zero.params_in_partition)
+                for parameter in parameters
+            }
+            if self.zero.cpu_offload
+            else {}
+        )
+        self._reduced: dict[int, list[Tensor]] = {}
+        self._flat_partition = self.zero.get_flat_partition
+        self.zero.get_flat_partition = self._keep_reduced
+
+    def _keep_reduced(self, *args: Any, param_group_idx: int, **options: Any) -> Any:
+        self._reduced[param_group_idx] = self.zero.all_grad_tensors[param_group_idx]
+        return self._flat_partition(*args, param_group_idx=param_group_idx, **options)
+
+    def reopen(self) -> None:
+        """Let the next backward pass add to reduced gradients: DeepSpeed would replace them."""
+        zero = self.zero
+        if not self._mine:
+            zero.all_grad_tensors.update(self._reduced)
+            return
+        kept, accumulated = zero.accumulated_grads_in_cpu, zero._offload_accumulated_param_ids
+        for number, (group, parameter) in self._mine.items():
+            if zero._use_compact_grad_partition_buffer(group) or number not in zero.norm_for_param_grads:
+                continue
+            _, source, start, length = (int(one) for one in zero.grad_position[number])
+            if number not in accumulated:
+                found = zero.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, start, length)
+                if zero.low_precision_master_weights_and_grads:
+                    kept[number] = found
+                else:
+                    kept.setdefault(number, torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device))
+                    kept[number].narrow(0, source, length).copy_(found)
+                accumulated.add(number)
+        # The pass that ends the window next writes them, and `complete` those of parameters that it leaves unused.
+        zero.norm_for_param_grads = {}
+
+    def release(self) -> None:
+        """Drop references to gradients, which the engine frees in its step."""
+        self._reduced.clear()
+
+    def _norm_of_step(self, norm_type: float = 2) -> Any:
+        known = self.update.known_norm()
+        return self._compute(norm_type) if known is None else known
+
+    def raw_norm(self) -> Any:
+        self.zero._wait_for_offload_copies()
+        return self._compute()
+
+    def scale(self, factor: float) -> None:
+        self.update.scale_by_loss_scale(factor)
+
+    def clear_unused(self) -> None:
+        """Zero stale gradients of the last update for parameters without a gradient in this one so far."""
+        kept = self.zero.accumulated_grads_in_cpu if self._mine else {}
+        used = self.zero._offload_accumulated_param_ids if kept else set()
+        for number in kept.keys() - used if len(used) < len(kept) else ():
+            kept[number].zero_()
+
+    def complete(self) -> None:
+        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
+        zero = self.zero
+        if not self._mine or len(zero.norm_for_param_grads) == len(self._mine):
+            return
+        for number, (group, parameter) in self._mine.items():
+            if number in zero.norm_for_param_grads:
+                continue
+            if number not in zero._offload_accumulated_param_ids:
+                _, _, start, length = zero.grad_position[number]
+                zero.single_partition_of_fp32_groups[group].grad.narrow(0, int(start), int(length)).zero_()
+            elif zero._use_compact_grad_partition_buffer(group):
+                zero.copy_grads_in_partition(parameter, group)
+            else:
+                zero._restore_cpu_offload_grad_to_gpu(parameter)
+                zero.set_norm_for_param_grad_in_gpu(parameter)
+                zero.update_offload_overflow_tracker_for_param_grad(parameter)
+                zero.async_inplace_copy_grad_to_fp32_buffer_from_gpu(parameter)
+
+    def drop(self) -> None:
+        zero = self.zero
+        self.release()
+        zero.micro_step_id = -1
+        zero.zero_grad(set_to_none=True)
+        zero._release_preflattened_grad_buffers()
+        if zero.cpu_offload:
+            zero._offload_accumulated_param_ids = set()
+            zero.reset_cpu_buffers()
+        for kept in (zero.averaged_gradients, zero.all_grad_tensors):
+            for group in kept:
+                kept[group] = None
+
+
+class SplitParameters:
+    """Stage 3."""
+
+    def __init__(self, update: Scaling) -> None:
+        self.update, self.zero = update, update.zero
+        self._compute = self.zero._get_norm_groups
+        self.zero._get_norm_groups = self._norms_of_step
+        rank_of = self.zero._get_param_partition_rank
+        self._mine = {
+            parameter.ds_id: parameter
+            for parameters in self.zero.fp16_groups
+            for parameter in parameters
+            if parameter.partition_numel() * rank_of(parameter) < parameter.ds_numel
+        }
+        self._gradients = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+
+    def _norms_of_step(self) -> list[Any]:
+        known = self.update.known_norm()
+        norms: list[Any] = self._compute() if known is None else [known]
+        return norms
+
+    def reopen(self) -> None:
+        """Do nothing: the engine adds to its pieces in every backward pass of an update."""
+
+    def release(self) -> None:
+        """Do nothing: only the engine refers to the gradients."""
+
+    def raw_norm(self) -> Any:
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        return combine_grad_norm_groups(self._compute())
+
+    def scale(self, factor: float) -> None:
+        self.update.scale_by_loss_scale(factor)
+
+    def clear_unused(self) -> None:
+        """Zero stale gradients of the last update for parameters that have no gradient in this one so far."""
+        used = self.zero._offload_boundary_param_ids
+        if len(used) == len(self._mine):
+            return
+        for number in self._mine.keys() - used:
+            self._gradients[number].zero_()
+
+    def complete(self) -> None:
+        """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""
+        zero = self.zero
+        if zero.offload_optimizer and len(zero.norm_for_param_grads) < len(self._mine):
+            zero._offload_boundary_param_ids.update(self._mine)
+            zero._finalize_offload_gradient_accumulation()
+
+    def drop(self) -> None:
+        zero = self.zero
+        zero.zero_grad(set_to_none=True)
+        zero._offload_boundary_param_ids = set()
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear_params()
+        if zero.offload_optimizer:
+            zero.reset_cpu_buffers()
+        else:
+            zero.averaged_gradients = {}
+
+
+class WholeGradients:
+    """Stage 1 in bf16: the engine's bf16 optimizer, which accumulates full gradients in fp32 on every rank."""
+
+    def __init__(self, update: Scaling) -> None:
+        self.update, self.zero = update, update.zero
+
+    def reopen(self) -> None:
+        """Do nothing: the average over ranks of an average is the same."""
+
+    def release(self) -> None:
+        """Do nothing: only the engine refers to the gradients."""
+
+    def raw_norm(self) -> Any:
+        from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+        gradients, _ = self.zero.get_grads_for_norm()
+        return get_global_norm_of_tensors(input_tensors=gradients, mpu=None, norm_type=self.zero.norm_type)
+
+    def scale(self, factor: float) -> None:
+        torch._foreach_mul_(self.zero.fp32_groups_gradients_flat, factor)
+        self.update.scale_norm(factor)
+
+    def clear_unused(self) -> None:
+        """Do nothing: gradients are zeroed after each update."""
+
+    def complete(self) -> None:
+        """Do nothing: gradients are accumulated in one place."""
+
+    def drop(self) -> None:
+        self.zero.clear_hp_grads()
+        self.zero.clear_lp_grads()
+
+
+def stage_of(update: Scaling) -> Any:
+    """Return the operations for the optimizer of an engine."""
+    if hasattr(update.zero, "fp32_groups_gradients_flat"):
+        return WholeGradients(update)
+    return (SplitParameters if hasattr(update.zero, "fp16_partitioned_groups_flat") else SplitGradients)(update)
