@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...framework.distributed.world import placement
 
 __all__ = ["get_logger"]
 
 
-class _RankLogger(logging.LoggerAdapter[logging.Logger]):
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # not generic in Python 3.10
+
+
+class _RankLogger(_Adapter):
     """Drops records of ranks other than 0, unless a call has ``main_process_only=False``."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:

@@ -15,8 +15,8 @@ from .absent import ABSENT
 if TYPE_CHECKING:
     from ... import __version__ as __version__
     from ...framework.api.callback import Callback as Callback
-    from ...framework.api.data_module import DataModule as LightningDataModule  # noqa: F401
-    from ...framework.api.train_module import TrainModule as LightningModule  # noqa: F401
+    from ...framework.api.data_module import DataModule
+    from ...framework.api.train_module import TrainModule
     from ...framework.distributed.seed import seed_everything as seed_everything
     from ...framework.fabric.fabric import Fabric as Fabric
     from ...framework.trainer.trainer import Trainer as Trainer
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
         trainer as trainer,
         utilities as utilities,
     )
+
+    LightningDataModule = DataModule
+    LightningModule = TrainModule
 
 _HOMES = {
     ".": "callbacks core fabric loggers strategies trainer utilities",

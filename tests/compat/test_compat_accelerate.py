@@ -150,13 +150,13 @@ def test_local_sgd_averages_weights_after_some_updates() -> None:
 def test_a_smaller_batch_is_tried_when_memory_runs_out() -> None:
     seen = []
 
-    @find_executable_batch_size(starting_batch_size=10)
-    def train(batch_size: int, extra: str) -> str:
+    def attempt(batch_size: int, extra: str) -> str:
         seen.append(batch_size)
         if batch_size > 8:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return extra
 
+    train = find_executable_batch_size(attempt, starting_batch_size=10)
     assert train("done") == "done"
     assert seen == [10, 9, 8]
     with pytest.raises(TypeError, match="gets the batch size as its first argument"):

@@ -193,7 +193,7 @@ def test_the_package_has_its_folders_as_attributes() -> None:
 
 def test_another_name_of_an_object_is_reported() -> None:
     with pytest.raises(ImportError, match="it is called TrainModule; phalanx"):
-        from phalanx import LightningModule  # type: ignore[attr-defined] # noqa: F401
+        from phalanx import LightningModule  # noqa: F401
 
 
 def test_flops_of_a_linear_layer() -> None:
