@@ -101,6 +101,10 @@ class RunMetrics:
             values.update(log.current() if reader == "callback" else log.step_values(_FLAGS[reader]))
         return {name: torch.as_tensor(value) for name, value in values.items()}
 
+    def restore_measured(self, measured: Mapping[str, int]) -> None:
+        """Restore ``measured`` from a checkpoint."""
+        self.measured.update(measured)
+
     def outdated(self, global_batch: int) -> frozenset[str]:
         """Return the metrics that a validation measured before ``global_batch`` and training has not logged since."""
         current = self.train_log.current()
