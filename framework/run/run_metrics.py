@@ -77,7 +77,7 @@ class RunMetrics:
     def send(self, numbers: Mapping[str, float], progress: Progress) -> None:
         """Send numbers and the epoch to the loggers, at the index of the newest optimizer step."""
         step = max(0, progress.global_step - 1)
-        self.loggers.log_metrics({**numbers, "epoch": float(progress.epoch)}, step)
+        self.loggers.log_metrics({**numbers, "epoch": progress.epoch}, step)
 
     def _keep(self, reduced: Mapping[Entry, Tensor], log: MetricLog, progress: Progress) -> None:
         for entry, value in reduced.items():
