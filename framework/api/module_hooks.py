@@ -39,13 +39,13 @@ class ModuleHooks(nn.Module):
         """
         raise NotImplementedError
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Any, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch; with several loaders also takes ``dataloader_idx=0``."""
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch: Any, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch."""
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Return predictions for one batch; the default calls the module on it."""
         return self(batch)
 

@@ -76,7 +76,7 @@ class LoopError(PhalanxError):
     """A step method returned something the loop cannot use."""
 
 
-class MetricError(PhalanxError, KeyError):
+class MetricError(PhalanxError, KeyError, ValueError):
     """A metric is unknown, or differs between ranks."""
 
     def __str__(self) -> str:

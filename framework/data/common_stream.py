@@ -71,9 +71,9 @@ def compare_streams(world: World, source: _Source, note: Callable[[str], None]) 
     for marks in zip(*ranks, strict=False):
         if len(set(marks) - {None}) > 1:
             note(
-                f"The ranks read different batches from {source.name}. They should all read the same, of which each "
-                f"keeps one in {world.data_size}. A dataset that shards itself by rank loses the others: pass "
-                "Trainer(use_distributed_sampler=False). A dataset that shuffles must be seeded alike on all ranks. "
+                f"The ranks read different batches from {source.name}. They should all read the same ones, of which "
+                f"each rank uses 1/{world.data_size}. If the dataset shards itself by rank, the rest of its data is "
+                "lost: pass Trainer(use_distributed_sampler=False). If it shuffles, use the same seed on all ranks. "
                 "Nothing is lost if only random augmentation differs."
             )
             return

@@ -41,5 +41,5 @@ class StepMetrics:
     def flush(self) -> None:
         """Send the recorded values to the loggers."""
         for step, values in self._waiting:
-            self._run.loggers.log_metrics({**as_numbers(values), "epoch": float(self._run.progress.epoch)}, step)
+            self._run.loggers.log_metrics({**as_numbers(values), "epoch": self._run.progress.epoch}, step)
         self._waiting = []

@@ -195,7 +195,7 @@ def restore_run(run: Run, plan: Resumption) -> None:
             f"it is not loaded: {listed(forgotten)}"
         )
     run.metrics.values["callback"].update(state["metrics"])
-    run.metrics.measured.update(state.get("measured", {}))
+    run.metrics.restore_measured(state.get("measured", {}))
     for kind, values in state.get("shown", {}).items():
         run.metrics.values[kind].update(values)
     run.progress.load_state_dict(checkpoint.document["progress"])

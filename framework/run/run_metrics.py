@@ -77,7 +77,7 @@ class RunMetrics:
     def send(self, numbers: Mapping[str, float], progress: Progress) -> None:
         """Send numbers and the epoch to the loggers, at the index of the newest optimizer step."""
         step = max(0, progress.global_step - 1)
-        self.loggers.log_metrics({**numbers, "epoch": float(progress.epoch)}, step)
+        self.loggers.log_metrics({**numbers, "epoch": progress.epoch}, step)
 
     def _keep(self, reduced: Mapping[Entry, Tensor], log: MetricLog, progress: Progress) -> None:
         for entry, value in reduced.items():
@@ -100,6 +100,10 @@ class RunMetrics:
         for log in self.logs:
             values.update(log.current() if reader == "callback" else log.step_values(_FLAGS[reader]))
         return {name: torch.as_tensor(value) for name, value in values.items()}
+
+    def restore_measured(self, measured: Mapping[str, int]) -> None:
+        """Restore ``measured`` from a checkpoint."""
+        self.measured.update(measured)
 
     def outdated(self, global_batch: int) -> frozenset[str]:
         """Return the metrics that a validation measured before ``global_batch`` and training has not logged since."""

@@ -39,11 +39,13 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
     source, full = sources()
     windows = Windows(source, run.accumulation, run.progress, full, run.world.size)
     validation = None
-    if is_overridden("validation_step", run.module):
+    # Where validation is switched off its loaders are not requested, since their data may be missing.
+    is_on = settings.limits["validate"] != 0
+    if is_on and is_overridden("validation_step", run.module):
         validation = evaluation_plan(session, "validate", data.evaluation("validate"))
         if validation is not None:
             validation.count_in(run.evaluated_batches)
-    elif request.given.get("validate") is not None and run.module.validation_step is not None:
+    elif is_on and request.given.get("validate") is not None and run.module.validation_step is not None:
         raise ConfigurationError(f"val_dataloaders was given, but {type(run.module).__name__} has no validation_step.")
     plan = _fit_plan(settings, validation, full)
     loop = FitLoop(run, plan, windows, time.monotonic)
@@ -103,6 +105,8 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
         sanity_batches=None if sanity == -1 else sanity,
     )
     interval = settings.val_check_interval
+    if validation is None:
+        return plan
     if isinstance(interval, timedelta):
         plan.validate_every_seconds = interval.total_seconds()
         plan.validate_at_epoch_end = False

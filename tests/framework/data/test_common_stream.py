@@ -70,7 +70,7 @@ def test_ranks_that_read_different_batches_are_reported_once(tmp_path: Path) -> 
         }
         (text,) = found["sharded", "training"]
         assert "from train_dataloaders." in text
-        assert "one in 2" in text
+        assert "1/2" in text
         assert "use_distributed_sampler=False" in text
 
 

@@ -77,7 +77,7 @@ def test_the_state_is_restored_on_all_ranks_and_on_another_number_of_them(tmp_pa
         assert (data.made, data.events) == (2, ["setup", "load_state_dict"])
 
 
-def test_a_state_that_nobody_loads_is_reported(tmp_path: Path) -> None:
+def test_a_state_of_another_class_is_reported(tmp_path: Path) -> None:
     fitted(str(tmp_path), Counting(), "single", 1)
     notes = fitted(str(tmp_path), data := Other(), "single", 1, str(tmp_path / "kept" / "model.ckpt"))
     assert data.events == ["setup", "train_dataloader"]
