@@ -21,6 +21,7 @@ from . import plan_memory
 from .actions import TrainerActions
 from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
+from .compiled_module import original_of
 from .plugins import resolve_callbacks, resolve_loggers
 from .resolved_settings import resolve_settings
 from .rules import flag
@@ -76,7 +77,7 @@ class Trainer(TrainerActions):
         """Train a module. Collective.
 
         Args:
-            model: the module.
+            model: the module, or the result of ``torch.compile`` for it, whose steps then run compiled.
             train_dataloaders: a loader, or a list or dict of loaders whose batches are combined.
             val_dataloaders: a loader or several.
             datamodule: provides the loaders instead.
@@ -90,10 +91,12 @@ class Trainer(TrainerActions):
         """
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
+        model, compiler = original_of(model, self.strategy)
         check_fit(model, given, datamodule, self.settings, self.fabric.resources)
         for callback in self.callbacks:
             callback.check(self, "fit")
-        self._launched_or_here("fit", StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path)))
+        request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)
+        self._launched_or_here("fit", request)
 
     def plan(
         self,
@@ -116,6 +119,7 @@ class Trainer(TrainerActions):
             raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders}
+        model, _ = original_of(model, self.strategy)
         check_plan(
             model,
             given,
@@ -186,14 +190,16 @@ class Trainer(TrainerActions):
         self, stage: str, model: TrainModule | None, dataloaders: Any, ckpt_path: Any, datamodule: Any
     ) -> StageRequest:
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule)
-        module = model if model is not None else self._session.module
+        module, compiler = self._session.module, self._session.compiler
+        if model is not None:
+            module, compiler = original_of(model, self.strategy)
         if module is None:
             raise ConfigurationError(f"Trainer.{stage} was given no model, and none was fitted before: pass model=...")
         if datamodule is None and model is None:
             datamodule = self.datamodule
         given = {stage: dataloaders}
         check_evaluation(stage, module, given, datamodule, self.fabric.resources, self.settings.shards_data)
-        return StageRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path))
+        return StageRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)
 
     def _launched_or_here(self, stage: str, request: StageRequest) -> Any:
         """Run a stage in this rank; start the ranks first if they are not running."""
