@@ -115,7 +115,7 @@ def _begin(session: Session, loop: FitLoop) -> None:
             "save_hyperparameters(ignore=...)."
         )
     if not session.settings.barebones:
-        logs = session.directory.path if session.loggers else None
+        logs = _log_directory(session) or (str(session.directory.path) if session.loggers else None)
         saves = session.checkpoint_directory() if session.checkpoint_callback is not None else None
         session.note(box("phalanx", start_lines(run, loop.plan, loop.windows, logs, saves)))
 

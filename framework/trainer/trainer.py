@@ -15,6 +15,7 @@ from ..fabric.fabric import Fabric
 from ..launch import launch_script
 from ..launch.exit_hooks import install_exit_codes
 from ..resume.resume_point import checked_checkpoint_path
+from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
 from ..system.run_directory import RunDirectory
 from . import plan_memory
@@ -31,6 +32,8 @@ from .stages import run_in_function, run_stage
 
 if TYPE_CHECKING:
     from ..memory.memory_plan import MemoryPlan
+    from ..metrics.logger import Logger
+    from .resolved_settings import Settings
 
 _DEFAULT_NAME = "phalanx_logs"
 
@@ -59,7 +62,7 @@ class Trainer(TrainerActions):
             fabric=fabric,
             loggers=loggers,
             callbacks=resolve_callbacks(settings),
-            directory=RunDirectory(settings.root, name, 0),
+            directory=RunDirectory(_root(loggers, settings), name, 0),
             accumulation=settings.accumulation,
         )
         _set_backends(given.deterministic, given.benchmark)
@@ -215,6 +218,12 @@ class Trainer(TrainerActions):
             self.note(f"max_restarts={max_restarts} has no effect on this run, since {started}.")
         run = run_in_function if resources.must_launch else run_stage
         return run(self._session, stage, request)
+
+
+def _root(loggers: list[Logger], settings: Settings) -> Path:
+    """Return the root of the run's directory: that of the first logger, if the user gave it one."""
+    given = loggers[0].given_save_dir if loggers else None
+    return settings.root if given is None else absolute(given)
 
 
 def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> None:

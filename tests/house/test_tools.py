@@ -82,7 +82,7 @@ def test_an_ordinary_user_installs_with_sudo_as_far_as_that_goes(machine: Path, 
     assert ("apt-get" in calls) == (lacking != "password")
 
 
-def test_the_last_line_of_the_tests_tells_what_was_left_out(machine: Path) -> None:
+def test_the_last_line_of_the_tests_lists_tests_that_were_left_out(machine: Path) -> None:
     code, lines, calls = make(machine, "test")
     assert (code, lines[-1]) == (0, LEFT_OUT)
     assert "-m phalanx.strategies.deepspeed.ops --without async_io" in calls
