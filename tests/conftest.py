@@ -20,6 +20,14 @@ from ranks import changed_variables, close_pools, lasting_threads, pool_pids, se
 _IGNORED_FILES = ("pymp-", "torchinductor_")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests with a parameter that names NVMe, so that `-m "not nvme"` leaves them out as well."""
+    for item in items:
+        given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and "zero3-nvme" in value for value in given):
+            item.add_marker(pytest.mark.nvme)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _private_temp_dir() -> Iterator[None]:
     """Give the session a temporary directory of its own, so that what is left there was left by a test."""

@@ -68,6 +68,10 @@ class FileLogger(Logger):
         return str(self._run[0]) if self._run else os.curdir
 
     @property
+    def given_save_dir(self) -> str | None:
+        return self._fixed_save_dir
+
+    @property
     def root_dir(self) -> str:
         """The directory that contains all versions of this experiment."""
         return os.path.join(self.save_dir, self.name)

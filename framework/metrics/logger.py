@@ -15,7 +15,8 @@ class Logger(ABC):
     """Base class of loggers.
 
     All loggers of a run share its directory: ``attach`` passes it before anything is written, unless the user set
-    ``save_dir``. A logger opens and creates nothing before the first metric arrives.
+    ``save_dir``. The run's directory is below the ``save_dir`` of its first logger, if that was set. A logger opens and
+    creates nothing before the first metric arrives.
     """
 
     @property
@@ -31,6 +32,11 @@ class Logger(ABC):
     @property
     def save_dir(self) -> str | None:
         """The root directory of ``name/version``, or None if the logger writes no files."""
+        return None
+
+    @property
+    def given_save_dir(self) -> str | None:
+        """The root directory that the user gave to this logger, or None if it follows the run."""
         return None
 
     @property

@@ -32,7 +32,7 @@ def counted(number: int, what: str) -> str:
 
 
 def start_lines(
-    run: Run, plan: FitPlan, windows: Windows, run_dir: Path | None, checkpoint_dir: Path | None
+    run: Run, plan: FitPlan, windows: Windows, log_dir: str | None, checkpoint_dir: Path | None
 ) -> list[str]:
     """Return at most six lines about the configuration of a fit."""
     world, fabric = run.world, run.fabric
@@ -43,8 +43,8 @@ def start_lines(
         f"batch      {_global_batch(run, windows)}",
         f"length     {_length(plan, windows)}",
     ]
-    if run_dir is not None:
-        lines.append(f"logs       {shortened(run_dir)}")
+    if log_dir is not None:
+        lines.append(f"logs       {shortened(log_dir)}")
     if checkpoint_dir is not None:
         lines.append(f"saves      {shortened(checkpoint_dir)}")
     if run.resumed is not None:

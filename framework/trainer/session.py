@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..parallel.resources import Resources
     from ..run.run import Run
     from ..system.run_directory import RunDirectory
+    from .compiled_module import Compiler
     from .resolved_settings import Settings
 
 METRIC_KINDS = ("callback", "logged", "progress_bar")
@@ -56,6 +57,8 @@ class StageRequest:
     datamodule: DataModule | None = None
     ckpt_path: str | Path | None = None
     keep_predictions: bool = True
+    compiler: Compiler | None = None
+    """Compiles the steps, if the module was given as the result of ``torch.compile``."""
 
 
 @dataclass
@@ -81,6 +84,8 @@ class Session:
     """The plan of the evaluation in progress, outside of a fit."""
     module: TrainModule | None = None
     """The module of the current or last stage."""
+    compiler: Compiler | None = None
+    """The compiler of this module's steps."""
     datamodule: DataModule | None = None
     """The DataModule of the current or last stage."""
     records: StageRecords = field(default_factory=StageRecords)
@@ -99,6 +104,7 @@ class Session:
         self.state = TrainerState(stage, "running")
         self.records.begin(stage)
         self.module, self.datamodule = request.module, request.datamodule
+        self.compiler = request.compiler
         if request.datamodule is not None:
             request.datamodule.attach(self.view)
 

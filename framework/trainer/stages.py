@@ -20,6 +20,7 @@ from ..system.redaction import without_secrets
 from ..system.run_directory import REPORT
 from ..trainer import assemble_evaluation, assemble_fit, choose_strategy
 from ..watchdog import watched
+from .compiled_module import compiled_steps
 from .run_report import box, end_lines, report, start_lines
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
     """Run a stage; return None for a fit, else a list with the results of each loader. Collective."""
-    with running(session, stage, request):
+    with running(session, stage, request), compiled_steps(request.module, request.compiler):
         if stage == "fit":
             return _fit(session, request)
         run, plan = assemble_evaluation(session, request, stage)
@@ -109,7 +110,7 @@ def _begin(session: Session, loop: FitLoop) -> None:
             "save_hyperparameters(ignore=...)."
         )
     if not session.settings.barebones:
-        logs = session.directory.path if session.loggers else None
+        logs = _log_directory(session) or (str(session.directory.path) if session.loggers else None)
         saves = session.checkpoint_directory() if session.checkpoint_callback is not None else None
         session.note(box("phalanx", start_lines(run, loop.plan, loop.windows, logs, saves)))
 

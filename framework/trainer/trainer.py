@@ -14,12 +14,14 @@ from ..core.errors import ConfigurationError, is_count
 from ..launch import launch_script
 from ..launch.exit_hooks import install_exit_codes
 from ..resume.resume_point import checked_checkpoint_path
+from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
 from ..system.run_directory import RunDirectory
 from . import plan_memory
 from .actions import TrainerActions
 from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
+from .compiled_module import original_of
 from .forked_stage import run_in_function
 from .lone_stage import TrainerFabric, run_alone
 from .plugins import resolve_callbacks, resolve_loggers
@@ -31,6 +33,8 @@ from .stages import run_stage
 
 if TYPE_CHECKING:
     from ..memory.memory_plan import MemoryPlan
+    from ..metrics.logger import Logger
+    from .resolved_settings import Settings
 
 _DEFAULT_NAME = "phalanx_logs"
 
@@ -59,7 +63,7 @@ class Trainer(TrainerActions):
             fabric=fabric,
             loggers=loggers,
             callbacks=resolve_callbacks(settings),
-            directory=RunDirectory(settings.root, name, 0),
+            directory=RunDirectory(_root(loggers, settings), name, 0),
             accumulation=settings.accumulation,
         )
         _set_backends(given.deterministic, given.benchmark)
@@ -77,7 +81,7 @@ class Trainer(TrainerActions):
         """Train a module. Collective.
 
         Args:
-            model: the module.
+            model: the module, or the result of ``torch.compile`` for it, whose steps then run compiled.
             train_dataloaders: a loader, or a list or dict of loaders whose batches are combined.
             val_dataloaders: a loader or several.
             datamodule: provides the loaders instead.
@@ -91,10 +95,12 @@ class Trainer(TrainerActions):
         """
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
+        model, compiler = original_of(model, self.strategy)
         check_fit(model, given, datamodule, self.settings, self.fabric.resources)
         for callback in self.callbacks:
             callback.check(self, "fit")
-        self._launched_or_here("fit", StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path)))
+        request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)
+        self._launched_or_here("fit", request)
 
     def plan(
         self,
@@ -117,6 +123,7 @@ class Trainer(TrainerActions):
             raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders}
+        model, _ = original_of(model, self.strategy)
         check_plan(
             model,
             given,
@@ -187,14 +194,16 @@ class Trainer(TrainerActions):
         self, stage: str, model: TrainModule | None, dataloaders: Any, ckpt_path: Any, datamodule: Any
     ) -> StageRequest:
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule)
-        module = model if model is not None else self._session.module
+        module, compiler = self._session.module, self._session.compiler
+        if model is not None:
+            module, compiler = original_of(model, self.strategy)
         if module is None:
             raise ConfigurationError(f"Trainer.{stage} was given no model, and none was fitted before: pass model=...")
         if datamodule is None and model is None:
             datamodule = self.datamodule
         given = {stage: dataloaders}
         check_evaluation(stage, module, given, datamodule, self.fabric.resources, self.settings.shards_data)
-        return StageRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path))
+        return StageRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)
 
     def _launched_or_here(self, stage: str, request: StageRequest) -> Any:
         """Run a stage in this rank; start the ranks first if they are not running."""
@@ -212,6 +221,12 @@ class Trainer(TrainerActions):
             self.note(f"max_restarts={max_restarts} has no effect on this run, since {started}.")
         run = run_in_function if resources.must_launch else run_stage
         return run(self._session, stage, request)
+
+
+def _root(loggers: list[Logger], settings: Settings) -> Path:
+    """Return the root of the run's directory: that of the first logger, if the user gave it one."""
+    given = loggers[0].given_save_dir if loggers else None
+    return settings.root if given is None else absolute(given)
 
 
 def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> None:

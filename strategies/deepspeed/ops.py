@@ -4,8 +4,8 @@ DeepSpeed builds an op at its first use, which is inside a rank: without a messa
 collective, and without end if an earlier build was killed. Therefore the first process of a node builds missing ops
 before the ranks meet, in a child process with a time limit, and each rank then only loads them.
 
-Run as a program (``python -m phalanx.strategies.deepspeed.ops``) it builds all ops that a CPU needs, or those named on
-the command line.
+Run as a program (``python -m phalanx.strategies.deepspeed.ops``) it builds all ops that a CPU needs, those named on
+the command line, or after ``--without`` all others.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def main(names: list[str]) -> int:
 
     try:
         require_deepspeed("zero2")
-        wanted = names or list(OPS)
+        left_out = names[1:] if names[:1] == ["--without"] else []
+        wanted = [name for name in OPS if name not in left_out] if left_out or not names else names
         check_toolchain(missing_ops(wanted))
         ensure_ops(wanted, note)
     except ConfigurationError as error:

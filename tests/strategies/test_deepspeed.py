@@ -175,6 +175,7 @@ def test_losses_norms_and_weights_equal_plain_torch(place: str) -> None:
     compare(2, PLACES[place])
 
 
+@pytest.mark.nvme
 def test_a_disk_holds_what_memory_would(tmp_path: Path) -> None:
     place = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
     compare(2, place, nvme=str(tmp_path / "swap"))

@@ -89,6 +89,7 @@ def check(late: bool, arguments: ZeroArguments) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nvme
 @pytest.mark.parametrize("late", [False, True], ids=["whole", "split as built"])
 def test_offload_to_a_disk_does_not_change_training(late: bool, tmp_path: Path) -> None:
     check(late, {"offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": str(tmp_path)})

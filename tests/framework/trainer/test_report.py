@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Regressor, loader
+from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks, run_script
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.framework.trainer.run_report import box, counted
+from phalanx.loggers import CSVLogger
 
 
 class Watched(Regressor):
@@ -229,3 +230,29 @@ def times_shown(root: str) -> int:
     )  # fmt: skip
     trainer.fit(Regressor(), loader(32))
     return sum("4 x 2 x 2 = 16 samples" in note for note in notes)
+
+
+def test_logs_and_checkpoints_share_the_directory_of_the_first_logger(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version in (0, 1):
+        logger = CSVLogger(tmp_path / "given", name="exp")
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path / "other", logger=logger,
+            enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        )  # fmt: skip
+        trainer.fit(Regressor(), loader(8))
+        run = tmp_path / "given" / "exp" / f"version_{version}"
+        assert Path(logger.log_dir) == trainer.run_dir == run
+        assert list((run / "checkpoints").iterdir())
+        assert (run / "report.json").exists()
+        assert re.search(rf"logs +{re.escape(str(run))} ", capsys.readouterr().out)
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_directory_of_logs_is_shown_where_a_logger_has_a_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = CSVLogger(tmp_path, name="exp", version="mine")
+    silent_trainer(devices=1, max_epochs=1, logger=logger).fit(Regressor(), loader(8))
+    assert re.search(rf"logs +{re.escape(str(tmp_path / 'exp' / 'mine'))} ", capsys.readouterr().out)
