@@ -431,3 +431,35 @@ def test_a_scheduler_may_go_by_the_loop_instead_of_by_updates() -> None:
     for _ in range(2):
         scheduler.step()
     assert scheduler.get_last_lr() == [0.25]
+
+
+def unsynchronized() -> list[tuple[float, float]]:
+    fabric = Fabric(accelerator="cpu", devices="auto", strategy="ddp", accumulate=2)
+    original = nn.Linear(1, 1, bias=False)
+    model = fabric.setup(original)
+    found = []
+
+    def gradient() -> float:
+        model.weight.grad = None
+        fabric.backward(model(torch.full((1, 1), float(fabric.global_rank))).sum())
+        value: float = model.weight.grad.item()
+        return value
+
+    with fabric.no_backward_sync(model):
+        for _ in range(2):
+            with fabric.accumulate(model):
+                inside = gradient()
+            found.append((inside, gradient()))
+    with fabric.accumulate(model), fabric.no_backward_sync(model, enabled=False):
+        found.append((gradient(), 0.0))
+    with fabric.accumulate(model):
+        with fabric.no_backward_sync(model):
+            inside = gradient()
+        found.append((inside, gradient()))
+    return found
+
+
+def test_no_backward_sync_holds_inside_accumulate_and_ends_with_its_block() -> None:
+    for rank, found in enumerate(run_on_ranks(2, unsynchronized)):
+        own, mean = float(rank), 0.5
+        assert found == [(own, own), (own, own), (own, 0.0), (own, mean)]

@@ -71,6 +71,8 @@ def test_a_module_behaves_like_the_original() -> None:
         assert torch.equal(twin.layer.weight, original.layer.weight)
         assert twin.layer.weight is not original.layer.weight
     assert "FabricScorer" in repr(model)
+    # It can be read where phalanx is not installed.
+    assert b"phalanx" not in pickle.dumps(fabric.setup_module(nn.Linear(2, 1)))
 
 
 @pytest.mark.parametrize(
