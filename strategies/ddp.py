@@ -48,6 +48,8 @@ class DDPStrategy(Strategy):
         self._routed = Routed.LOSS
         self._syncs = True
         self._awaits_backward = False
+        # Whether DDP reduces the next backward pass: it prepares for one of them in a forward pass.
+        self._reduces_next = False
 
     def setup(
         self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
@@ -77,6 +79,7 @@ class DDPStrategy(Strategy):
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             self._awaits_backward = True
+            self._reduces_next = self._syncs
             return ddp(step, *args, **kwargs)
 
         return routed
@@ -98,9 +101,15 @@ class DDPStrategy(Strategy):
         return True
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients; DDP reduces them during the backward pass."""
+        """Compute gradients; DDP reduces them during the backward pass, or they are reduced after it. Collective."""
         loss.backward(**options)
         self._awaits_backward = False
+        if self._ddp is not None and self._syncs:
+            if self._routed is Routed.FORWARD and not self._reduces_next:
+                # A second backward pass of a forward pass, or one of a part of the module. The gradients that were
+                # reduced before are equal on all ranks, so the average over ranks leaves them as they are.
+                self.reduce_gradients([each for each in self._ddp.module.parameters() if each.requires_grad])
+            self._reduces_next = False
 
     def zero_backward(self) -> None:
         """Run DDP's forward and backward with a loss of zero that depends on every parameter. Collective."""
@@ -111,6 +120,7 @@ class DDPStrategy(Strategy):
                 # DDP broadcasts buffers before the first forward of a window. A second broadcast here would have no
                 # peer on the other ranks.
                 ddp.require_forward_param_sync = False
+            self._reduces_next = True
             # In a list, so that the adapter does not treat it as a loss of the user.
             (loss,) = ddp(lambda: [zero_loss(ddp.module.parameters())])
             self.backward(loss)
@@ -150,7 +160,7 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         """Drop the wrapper, which removes its hooks from the parameters."""
         self._ddp = self.flags = None
-        self._syncs, self._awaits_backward = True, False
+        self._syncs, self._awaits_backward, self._reduces_next = True, False, False
 
 
 class _Replica(nn.parallel.DistributedDataParallel):

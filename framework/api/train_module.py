@@ -85,7 +85,8 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
 
     def log_to(self, log: MetricLog | NoLog | None) -> MetricLog | NoLog | None:
         """Make ``self.log`` write to another log, or to none; return the previous log. Called by loops."""
-        before, self._metric_log = self._metric_log, log
+        before: MetricLog | NoLog | None = self._metric_log
+        self._metric_log = log
         if self._logs_directly:
             del self.log
         # The log's own method saves a call per value, a third of its cost, unless a subclass has its own ``log``.

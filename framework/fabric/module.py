@@ -104,12 +104,9 @@ class FabricModule(nn.Module):
         setattr(type(self), name, call)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy or a pickle is that of the plain module: its engine belongs to the ranks of this run.
-        return _itself, (self._calls.engine.module,)
-
-
-def _itself(module: nn.Module) -> nn.Module:
-    return module
+        # A copy or a pickle is that of the plain module: its engine belongs to the ranks of this run. The greatest of
+        # one item is the item; a function of phalanx would make phalanx necessary to read the pickle.
+        return max, ((self._calls.engine.module,),)
 
 
 def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> Any:

@@ -60,6 +60,7 @@ class Engine:
         self.optimizers: list[FabricOptimizer] = []
         self.window: GradientWindow | None = None
         self._joined: tuple[GradientWindow, int] | None = None
+        self._may_sync = True
 
     def owns(self, parameter: Tensor) -> bool:
         """Return whether a parameter belongs to the module."""
@@ -79,11 +80,18 @@ class Engine:
     def begin_micro_batch(self, window: GradientWindow) -> None:
         """Enter a window, and reduce gradients over ranks only if the micro-batch ends it."""
         self.window = window
-        self.strategy.sync_gradients(window.sync)
+        self.strategy.sync_gradients(window.sync and self._may_sync)
 
     def end_micro_batch(self) -> None:
         """Reduce gradients again in every backward pass. The window stays until the next pass outside it."""
-        self.strategy.sync_gradients(True)
+        self.strategy.sync_gradients(self._may_sync)
+
+    def allow_sync(self, allowed: bool) -> bool:
+        """Allow the reduction of gradients, where a window does not postpone it, or not; return what was set before."""
+        before, self._may_sync = self._may_sync, allowed
+        postponed = self.window is not None and self.window.inside and not self.window.sync
+        self.strategy.sync_gradients(allowed and not postponed)
+        return before
 
     def leave_closed_window(self) -> None:
         """Leave a window whose last micro-batch has ended, so that optimizers act in every step again."""

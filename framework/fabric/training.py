@@ -143,13 +143,19 @@ class Training:
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Generator[None, None, None]:
-        """Do not reduce gradients over ranks in the passes inside, for loops that accumulate without ``accumulate``."""
-        strategy = self._prepared.engine_for(module, "no_backward_sync").strategy
-        strategy.sync_gradients(not enabled)
+        """Do not reduce gradients over ranks in the passes inside, not at the end of a window of ``accumulate`` either.
+
+        Meant for loops that accumulate without ``accumulate``.
+        """
+        engine = self._prepared.engine_for(module, "no_backward_sync")
+        if not enabled:
+            yield
+            return
+        before = engine.allow_sync(False)
         try:
             yield
         finally:
-            strategy.sync_gradients(True)
+            engine.allow_sync(before)
 
     def full_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the full gradient of a parameter, averaged over ranks; None if no loss depends on it. Collective.

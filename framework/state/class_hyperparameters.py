@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from inspect import Parameter
+from inspect import Parameter, getattr_static
 from typing import Any
 
 from torch import nn
@@ -54,5 +54,5 @@ def _imported(name: str) -> type | None:
     value: Any = sys.modules.get(module)
     for part in path.split("."):
         # Not getattr, which may import a module or run a property.
-        value = vars(value).get(part) if hasattr(value, "__dict__") else None
+        value = getattr_static(value, part, None)
     return value if is_named_class(value) and _name(value) == name else None

@@ -118,12 +118,10 @@ def _built(cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any])
                 f"load_from_checkpoint was given {name}=..., which {cls.__name__}.__init__ does not take."
                 f"{did_you_mean(name, known)} It takes: {', '.join(known) or 'nothing'}."
             )
-    named = document.get("class_hparams")
-    saved.update(imported_classes(named, parameters))
+    saved.update(imported_classes(document.get("class_hparams"), parameters))
     arguments = {name: value for name, value in saved.items() if takes_any or name in parameters}
     arguments.update(overrides)
-    unsaved = [*document.get("unsaved_hparams", []), *(named if isinstance(named, dict) else ())]
-    missing = [name for name in dict.fromkeys(unsaved) if name not in arguments and (takes_any or name in parameters)]
+    missing = [name for name in _unsaved(document) if name not in arguments and (takes_any or name in parameters)]
     if missing:
         raise CheckpointError(
             f"{cls.__name__} was built with {', '.join(missing)}, which {checkpoint.path} does not hold, or names as a "
@@ -136,6 +134,12 @@ def _built(cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any])
             f"{cls.__name__} cannot be built from {checkpoint.path}: {error}. Pass the missing arguments to "
             "load_from_checkpoint, or call save_hyperparameters() in __init__ before saving."
         ) from error
+
+
+def _unsaved(document: Mapping[str, Any]) -> list[str]:
+    """Return the names of the hyperparameters whose values a checkpoint does not hold."""
+    classes = document.get("class_hparams")
+    return list(dict.fromkeys([*document.get("unsaved_hparams", []), *(classes if isinstance(classes, dict) else ())]))
 
 
 def _hand_over_user_state(module: Any, checkpoint: Checkpoint) -> None:

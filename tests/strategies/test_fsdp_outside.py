@@ -45,7 +45,8 @@ class Coder(nn.Module):
 def by_parts(model: Any, x: Tensor) -> Tensor:
     """Return a loss of parts that are called outside of ``forward``, one of them inside a unit."""
     loss: Tensor = (model.decoder(model.encode(x)) - x).square().mean()
-    return loss + model.blocks[1][0](model.encoder(x)).square().mean()
+    inner: Tensor = model.blocks[1][0](model.encoder(x)).square().mean()
+    return loss + inner
 
 
 def trained_by_parts(model: Any, optimizer: Any, backward: Any, x: Tensor) -> list[Tensor]:
@@ -186,7 +187,8 @@ class Probed(TrainModule):
 
     def loss(self, x: Tensor) -> Tensor:
         encoded: Tensor = self.coder.encode(x)
-        return (self.coder.decoder(encoded) - x).square().mean() + self(x).abs().mean()
+        loss: Tensor = (self.coder.decoder(encoded) - x).square().mean() + self(x).abs().mean()
+        return loss
 
     def probe(self) -> None:
         self.seen.append(self(X).detach().clone())
@@ -246,7 +248,7 @@ def part_of_a_unit_in_a_step() -> str:
     _, model, _ = coder_in_fabric("fsdp")
     original = Coder.forward
     try:
-        Coder.forward = lambda self, x: self.blocks[1][0](self.encoder(x))  # type: ignore[method-assign, assignment]
+        Coder.forward = lambda self, x: self.blocks[1][0](self.encoder(x))  # type: ignore[method-assign]
         with pytest.raises(ConfigurationError) as error:
             model(X)
     finally:

@@ -78,7 +78,7 @@ class Widths:
 
 class Assembled(TrainModule):
     def __init__(
-        self, encoder_class: type = nn.Linear, optimizer_class: type = optim.SGD, widths: type = Widths
+        self, encoder_class: type = nn.Linear, optimizer_class: type = optim.SGD, widths: type[Widths] = Widths
     ) -> None:
         super().__init__()
         self.save_hyperparameters()

@@ -431,3 +431,96 @@ def test_a_scheduler_may_go_by_the_loop_instead_of_by_updates() -> None:
     for _ in range(2):
         scheduler.step()
     assert scheduler.get_last_lr() == [0.25]
+
+
+def unsynchronized() -> list[tuple[float, float]]:
+    fabric = Fabric(accelerator="cpu", devices="auto", strategy="ddp", accumulate=2)
+    original = nn.Linear(1, 1, bias=False)
+    model = fabric.setup(original)
+    found = []
+
+    def gradient() -> float:
+        model.weight.grad = None
+        fabric.backward(model(torch.full((1, 1), float(fabric.global_rank))).sum())
+        value: float = model.weight.grad.item()
+        return value
+
+    with fabric.no_backward_sync(model):
+        for _ in range(2):
+            with fabric.accumulate(model):
+                inside = gradient()
+            found.append((inside, gradient()))
+    with fabric.accumulate(model), fabric.no_backward_sync(model, enabled=False):
+        found.append((gradient(), 0.0))
+    with fabric.accumulate(model):
+        with fabric.no_backward_sync(model):
+            inside = gradient()
+        found.append((inside, gradient()))
+    return found
+
+
+def test_no_backward_sync_holds_inside_accumulate_and_ends_with_its_block() -> None:
+    for rank, found in enumerate(run_on_ranks(2, unsynchronized)):
+        own, mean = float(rank), 0.5
+        assert found == [(own, own), (own, own), (own, 0.0), (own, mean)]
+
+
+class Parts(nn.Module):
+    """A model with a method that is not routed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+    def encode(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+def passes(case: str, model: Any, backward: Any, x: Tensor) -> None:
+    """Run backward passes that do not alternate with forward passes."""
+    if case == "two forward passes first":
+        first, second = model(x).square().mean(), model(2 * x).square().mean()
+        backward(first)
+        backward(second)
+    elif case == "twice through one graph":
+        output = model(x)
+        backward(output.square().mean(), retain_graph=True)
+        backward(output.abs().mean())
+    else:
+        backward(model.encode(x).square().mean())
+
+
+def gradients_of_passes(strategy: str) -> list[Tensor]:
+    found = []
+    for case in CASES:
+        fabric = Fabric(accelerator="cpu", devices="auto", strategy=strategy)
+        original = Parts()
+        model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.1))
+        x = torch.linspace(-1, 1, 24).view(4, 6).chunk(fabric.world_size)[fabric.global_rank]
+        passes(case, model, fabric.backward, x)
+        optimizer.step()
+        with torch.no_grad():
+            found.append(model(torch.ones(1, 6)))
+    return found
+
+
+CASES = ("two forward passes first", "twice through one graph", "a method that is not forward")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_every_backward_pass_is_reduced(strategy: str) -> None:
+    expected = []
+    for case in CASES:
+        model = Parts()
+        passes(case, model, torch.Tensor.backward, torch.linspace(-1, 1, 24).view(4, 6))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        expected.append(model(torch.ones(1, 6)).detach())
+    for found in run_on_ranks(2, gradients_of_passes, strategy):
+        torch.testing.assert_close(found, expected)
