@@ -4,9 +4,9 @@
     python tests/deadlock_trials.py --seed 17 --trials 1
     python tests/deadlock_trials.py --strategies fsdp,zero3 --seed 1000
 
-A trial is drawn from its seed: strategy, ranks, batches of each rank, accumulation, saves, validations, limits, and what
-ranks do at which points (``deadlock_run.py``). Its ranks must end within ``--seconds``, all in the same way and after
-the same number of optimizer steps. The report of a trial that hangs holds its seed and the stacks of its ranks.
+A trial is drawn from its seed: strategy, ranks, batches of each rank, accumulation, saves, validations, limits, and
+what ranks do at which points (``deadlock_run.py``). Its ranks must end within ``--seconds``, all in the same way and
+after the same number of optimizer steps. The report of a trial that hangs holds its seed and the stacks of its ranks.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class NonFiniteGuard:
         return run.world.all_gather_object(Finding(at_fault, seen.loss, seen.index, began, kept))
 
     def _search_module(self, seen: Seen) -> str:
-        """Return what in the batch was NaN, else the first module with a non-finite output, or nothing. Collective.
+        """Return the tensor of the batch that is NaN, else the first non-finite module output, or nothing. Collective.
 
         If a batch does not explain the loss of its rank, every rank runs its own batch again, since the step may
         contain collectives.

@@ -234,10 +234,10 @@ class Triggers:
     def exchange(self) -> None:
         """Run the exchanges that follow from the result of ``agreement``, of triggers among others. Collective.
 
-        Every rank calls it at the same point, in relation to all other collectives: also to those in forward and
-        backward passes.
+        Every rank calls it at the same point in relation to all other collectives, those of passes included.
         """
-        assert self._launched and self._read
+        assert self._launched is not None
+        assert self._read is not None
         raised, total, size = self._launched[2], self._read, self.world.size
         self._launched = self._read = None
         if total.has_raised:

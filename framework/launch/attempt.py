@@ -124,6 +124,11 @@ class Attempt:
         return {rank.rank: rank.process.pid for rank in self.ranks if rank.code is None}
 
     @property
+    def ended_well(self) -> dict[int, int]:
+        """The ranks that have ended with exit code 0, and their pids."""
+        return {rank.rank: rank.process.pid for rank in self.ranks if rank.code == 0}
+
+    @property
     def any_joined(self) -> bool:
         """Whether any rank has joined the process group, so that work may be lost."""
         return any(self.records.has_joined(rank.rank) for rank in self.ranks)

@@ -28,6 +28,7 @@ from ..core.errors import Preempted
 from ..system.failure_records import INTERRUPTED
 from ..system.processes import Process, adopt_orphans, children
 from ..watchdog.stall_detector import Stall, StallDetector
+from ..watchdog.waiting_ranks import WaitingRanks
 from .attempt import Attempt
 from .verdict import Verdict, judge
 
@@ -63,6 +64,7 @@ class Supervisor:
         self._attempt = Attempt(directory)
         self._stall: Stall | None = None
         self._detector = StallDetector(self._attempt.heartbeats)
+        self._waiting = WaitingRanks(self._attempt.heartbeats)
         if self._adopts_orphans:
             # Children that the script started earlier must survive its ranks.
             self._others = children()
@@ -82,6 +84,7 @@ class Supervisor:
         self._stall = None
         # Limits are learned again: after a restart the first steps are slow, as they compile and fill caches.
         self._detector = StallDetector(self._attempt.heartbeats)
+        self._waiting = WaitingRanks(self._attempt.heartbeats)
         if not self.is_shutting_down:
             self._deadline = math.inf
 
@@ -201,7 +204,9 @@ class Supervisor:
         return time.monotonic() >= self._deadline
 
     def _has_stalled(self) -> bool:
-        self._stall = self._detector.check(self._attempt.running)
+        running, ended = self._attempt.running, self._attempt.ended_well
+        waiting = self._waiting.check(running, ended, has_signal=self.is_shutting_down)
+        self._stall = waiting or self._detector.check(running)
         return self._stall is not None
 
     def _wait_for_cause(self) -> None:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from .heartbeat import LEARNED, OUTSIDE, SECTIONS, HeartbeatRecord
 
 # A learned limit is FIRST_SECONDS before the first heartbeat, and after n heartbeats at least an n-th of it.
-# So the first compilation and the first save have half an hour.
-FIRST_SECONDS = 1800.0
+# So the first compilation and the first save have 25 minutes. It is less than the 30 minutes after which collectives on
+# gloo fail with an error that names no rank.
+FIRST_SECONDS = 1500.0
 LEAST_SECONDS = 60.0
 FACTOR = 10.0
 # A watchdog that is called less often than this was itself suspended, as all of a job is by Ctrl-Z or by a machine that
@@ -134,7 +135,7 @@ class SilenceTracker:
         """Return the rank's limit, whether it was learned, and its deadline."""
         silence = self._silences[rank]
         # Before its first stage, or in the user's own code, a rank has no limit of its own; one that others wait for
-        # must arrive within half an hour all the same, or the run would hang forever.
+        # must arrive within 25 minutes all the same, or the run would hang forever.
         if silence.record is None or silence.record.section == OUTSIDE:
             return FIRST_SECONDS, False, max(FIRST_SECONDS, silence.deadline)
         # The limits are part of the heartbeat, as each stage of each Trainer may have its own.

@@ -226,21 +226,25 @@ def describe(
     stacks: Mapping[int, Stacks],
 ) -> str:
     """Return the message of a stall: the stacks of all ranks, the stalled ones last, and a sentence that names them."""
-    # The stalled ranks are printed last, where they are visible in a terminal. Ranks with the same stack are shown
-    # once.
-    groups: dict[str, list[int]] = {}
-    for rank in pids:
-        if rank not in stalled:
-            groups.setdefault(str(stacks[rank]), []).append(rank)
-    lines = ["the run has stalled. What each rank was doing, the innermost call first:"]
-    for text, ranks in groups.items():
-        waits = " (waiting for others)" if stacks[ranks[0]].waits else ""
-        lines += [f"{_named(ranks, pids)}{waits}:", text]
+    # The stalled ranks are printed last, where they are visible in a terminal.
+    lines = show_stacks([rank for rank in pids if rank not in stalled], pids, stacks)
     for rank in stalled:
-        lines += [f"{_named([rank], pids)}:", str(stacks[rank])]
+        lines += [f"{named([rank], pids)}:", str(stacks[rank])]
         if threads := stacks[rank].threads():
             lines.append(threads)
     return "\n".join([*lines, _sentence(stalled, behind, pids, records[stalled[0]], stacks[stalled[0]])])
+
+
+def show_stacks(ranks: Sequence[int], pids: Mapping[int, int], stacks: Mapping[int, Stacks]) -> list[str]:
+    """Return the first lines of a message about a stall: the stacks of some ranks. Equal ones are shown once."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(str(stacks[rank]), []).append(rank)
+    lines = ["the run has stalled. What each rank was doing, the innermost call first:"]
+    for text, members in groups.items():
+        waits = " (waiting for others)" if stacks[members[0]].waits else ""
+        lines += [f"{named(members, pids)}{waits}:", text]
+    return lines
 
 
 def _sentence(
@@ -255,13 +259,14 @@ def _sentence(
     state = " (stopped by a signal)" if stacks.is_stopped else " (waiting for another rank)" if stacks.waits else ""
     learned = ", learned from this run" if silence.learned else ""
     return (
-        f"{_named(stalled, pids)} stalled{state}: no heartbeat for {silence.seconds:.1f} s "
+        f"{named(stalled, pids)} stalled{state}: no heartbeat for {silence.seconds:.1f} s "
         f"{record or 'before fit'}; the limit is {silence.limit:.4g} s{learned}. If it only needs longer there, give "
         "Trainer(stall_timeout=...) more seconds."
     )
 
 
-def _named(ranks: Sequence[int], pids: Mapping[int, int]) -> str:
+def named(ranks: Sequence[int], pids: Mapping[int, int]) -> str:
+    """Return ranks as text, a single one with its pid."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} (pid {pids[ranks[0]]})"
     return f"ranks {', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"

@@ -39,7 +39,9 @@ def test_buffers_that_ddp_broadcasts_from_a_rank_without_data(tmp_path: Path) ->
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_a_batch_with_nan_on_one_rank(tmp_path: Path, strategy: str) -> None:
     settings = {**SETTINGS, "nonfinite": "raise"}
-    check(tmp_path, replace(WITHOUT_DATA, strategy=strategy, settings=settings, acts=(Act(1, "fetch", 2, "bad batch"),)))
+    check(
+        tmp_path, replace(WITHOUT_DATA, strategy=strategy, settings=settings, acts=(Act(1, "fetch", 2, "bad batch"),))
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3", "hsdp"])

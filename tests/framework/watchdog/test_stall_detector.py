@@ -160,7 +160,7 @@ def test_only_the_rank_with_the_least_progress_is_late() -> None:
     assert tracked.late(ahead, record(5, phase=2, limit=10)) == []
 
 
-def test_a_rank_outside_of_fit_has_half_an_hour_once_another_waits_for_it() -> None:
+def test_a_rank_outside_of_fit_has_25_minutes_once_another_waits_for_it() -> None:
     tracked = TrackedRanks()
     outside = dataclasses.replace(record(3), section=0)
     tracked.pass_seconds(4000.0, outside, None)
