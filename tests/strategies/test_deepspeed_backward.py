@@ -190,9 +190,9 @@ def test_a_loss_may_depend_on_several_modules(stage: int) -> None:
 def refusals(stage: int) -> list[str]:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=DeepSpeedStrategy(stage=stage))
     x, messages = torch.ones(2, 6), []
+    loss = fabric.setup(nn.Linear(6, 4))(x).mean()
     with pytest.raises(ConfigurationError) as caught:
-        frozen = fabric.setup(nn.Linear(6, 4))
-        fabric.backward(frozen(x).mean())
+        fabric.backward(loss)
     messages.append(str(caught.value))
     fabric.free_memory()
     net = nn.Linear(6, 4)
@@ -243,9 +243,10 @@ class LateParameter(TrainModule):
 def changed_parameters() -> list[str]:
     messages = []
     for change in ("added", "removed"):
+        trainer = silent_trainer(strategy="zero2", devices=2, max_epochs=2)
+        loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
         with pytest.raises(ConfigurationError) as caught:
-            trainer = silent_trainer(strategy="zero2", devices=2, max_epochs=2)
-            trainer.fit(LateParameter(change), DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))
+            trainer.fit(LateParameter(change), loader)
         messages.append(str(caught.value))
     return messages
 
