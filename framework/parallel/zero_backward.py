@@ -143,8 +143,8 @@ def _tensors_in(data: Any, seen: set[int]) -> Iterator[Tensor]:
         parts = data
     elif is_dataclass(data):
         parts = (getattr(data, each.name, None) for each in fields(data))
-    elif not callable(data):
-        parts = getattr(data, "__dict__", {}).values()
+    elif hasattr(data, "__dict__") and not callable(data):
+        parts = vars(data).values()
     # An object may contain itself.
     seen.add(id(data))
     for part in parts:

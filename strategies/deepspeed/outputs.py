@@ -76,7 +76,7 @@ def support_any_output() -> None:
     _ORIGINAL.append(parameter_offload.apply_to_tensors_only)
     parameter_offload.apply_to_tensors_only = _apply_to_tensors
     # Its hook calls ``vars`` with the output, which raises for an object without attributes.
-    parameter_offload.vars = lambda output: getattr(output, "__dict__", {})
+    parameter_offload.vars = lambda output: vars(output) if hasattr(output, "__dict__") else {}
 
 
 def restore_output_support() -> None:
