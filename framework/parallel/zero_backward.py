@@ -125,6 +125,14 @@ def _partial() -> LoopError:
 _PLAIN = (str, bytes, int, float, type(None), type, nn.Module)
 
 
+def attributes_of(data: Any) -> dict[str, Any]:
+    """Return the attributes of an object; empty for one that cannot have any."""
+    try:
+        return vars(data)
+    except TypeError:
+        return {}
+
+
 def tensors_in(data: Any) -> Iterator[Tensor]:
     """Yield the tensors in a nested collection, and in the attributes of objects in it."""
     return _tensors_in(data, set())
@@ -143,8 +151,8 @@ def _tensors_in(data: Any, seen: set[int]) -> Iterator[Tensor]:
         parts = data
     elif is_dataclass(data):
         parts = (getattr(data, each.name, None) for each in fields(data))
-    elif hasattr(data, "__dict__") and not callable(data):
-        parts = vars(data).values()
+    elif not callable(data):
+        parts = attributes_of(data).values()
     # An object may contain itself.
     seen.add(id(data))
     for part in parts:

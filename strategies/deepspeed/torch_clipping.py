@@ -37,7 +37,7 @@ def _clip(parameters: Any, *args: Any, **options: Any) -> None:
         if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
             raise ConfigurationError(
                 "torch.nn.utils.clip_grad_norm_ clips parameter.grad, which does not exist under DeepSpeed, whose "
-                "engine holds the gradients: use fabric.clip_gradients(module, optimizer, max_norm=...), and in a Trainer "
-                "gradient_clip_val or self.clip_gradients(optimizer, ...)."
+                "engine holds the gradients: use fabric.clip_gradients(module, optimizer, max_norm=...), and in a "
+                "Trainer gradient_clip_val or self.clip_gradients(optimizer, ...)."
             )
     _ORIGINAL[0](parameters, *args, **options)
