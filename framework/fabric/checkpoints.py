@@ -62,7 +62,7 @@ class Checkpoints:
 
     def _save(self, path: Location, state: Mapping[str, Any], filter: Filter, rank_state: Any) -> None:
         world, strategy = self._ranks.world, self._prepared.strategy
-        contents = contents_of(state, strategy)
+        contents = contents_of(state, strategy, self._prepared.engines)
         steps = self._prepared.updates
         snapshot = snapshot_of(
             contents, self._names(contents), self._own_state(), steps, filter, rank_state, world.is_global_zero
@@ -99,7 +99,7 @@ class Checkpoints:
             given = (
                 state if isinstance(state, dict) else {_only_key(Saved.read(checkpoint, None, renames), state): state}
             )
-            contents = contents_of(given, self._prepared.strategy)
+            contents = contents_of(given, self._prepared.strategy, self._prepared.engines)
             saved = Saved.read(checkpoint, contents, renames)
             return given, contents, saved, compare(saved, contents, self._names(contents), strict)
 
@@ -258,7 +258,7 @@ class Checkpoints:
         directory = Path(os.path.abspath(save_directory))
         draft = directory / ".saving"
         world, strategy = self._ranks.world, self._prepared.strategy
-        contents = contents_of({"model": model}, strategy)
+        contents = contents_of({"model": model}, strategy, self._prepared.engines)
         snapshot = snapshot_of(contents, {}, {}, 0, {}, None, world.is_global_zero)
         on_rank_zero(world, partial(directory.mkdir, parents=True, exist_ok=True))
         save(draft, snapshot, world, sharded=not strategy.traits.replicates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
 from ..state.optimizer_state import optimizer_state, whole
 from .module import engine_of, unwrap
-from .objects import FabricOptimizer, FabricScheduler
+from .objects import Engine, FabricOptimizer, FabricScheduler
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
@@ -44,8 +44,13 @@ class Contents:
         return f"{key}." if len(self.modules) > 1 else ""
 
 
-def contents_of(state: Mapping[str, Any], strategy: Strategy) -> Contents:
-    """Sort the values of a dict by kind. ``strategy`` is used for modules that were not set up.
+def contents_of(state: Mapping[str, Any], strategy: Strategy, engines: Sequence[Engine]) -> Contents:
+    """Sort the values of a dict by kind.
+
+    Args:
+        state: the user's dict; its modules and optimizers may be set up, or the originals of those that are.
+        strategy: used for modules that were not set up.
+        engines: those of all modules that were.
 
     Raises:
         ConfigurationError: a key is not a string.
@@ -55,18 +60,28 @@ def contents_of(state: Mapping[str, Any], strategy: Strategy) -> Contents:
         if not isinstance(key, str):
             raise ConfigurationError(f"state has the key {key!r}; the keys of what is saved are strings.")
         if isinstance(value, nn.Module):
-            engine = engine_of(value)
+            engine = engine_of(value) or _holder(engines, value)
             contents.modules[key] = unwrap(value)
             contents.strategies[key] = strategy if engine is None else engine.strategy
         elif isinstance(value, Optimizer):
             contents.optimizers[key] = plain_optimizer(value)
-            set_up: Any = value
-            contents.keepers[key] = set_up.engine.strategy if type(set_up) is FabricOptimizer else strategy
+            contents.keepers[key] = _keeper(engines, value) or strategy
         elif is_stateful(value):
             contents.stateful[key] = value.scheduler if type(value) is FabricScheduler else value
         else:
             contents.values[key] = value
     return contents
+
+
+def _holder(engines: Sequence[Engine], module: nn.Module) -> Engine | None:
+    return next((engine for engine in engines if engine.module is unwrap(module)), None)
+
+
+def _keeper(engines: Sequence[Engine], optimizer: Any) -> Strategy | None:
+    if type(optimizer) is FabricOptimizer:
+        return optimizer.engine.strategy
+    found = (engine for engine in engines if any(one.optimizer is optimizer for one in engine.optimizers))
+    return next((engine.strategy for engine in found), None)
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:

@@ -262,7 +262,10 @@ def in_evaluation_mode(run: Run, plan: EvaluationPlan) -> Generator[None, None, 
         hook()
     if not own_eval:
         run.module.eval()
-    context = torch.inference_mode() if plan.inference_mode else torch.no_grad()
+    # A forward pass that gathers parameters leaves inference mode, and could not update the state of a metric that was
+    # reset in it.
+    inference = plan.inference_mode and not run.traits.forward_has_collectives
+    context = torch.inference_mode() if inference else torch.no_grad()
     run.set_evaluating(True)
     try:
         with context:

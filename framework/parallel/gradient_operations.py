@@ -52,7 +52,10 @@ class GradientOperations:
         Raises:
             ConfigurationError: gradients are sharded, so a rank does not hold all elements.
         """
-        nn.utils.clip_grad_value_(list(parameters), limit)
+        present = [parameter for parameter in parameters if parameter.grad is not None]
+        if present:
+            # Without any gradient, torch's function raises an error.
+            nn.utils.clip_grad_value_(present, limit)
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -125,6 +125,14 @@ def _partial() -> LoopError:
 _PLAIN = (str, bytes, int, float, type(None), type, nn.Module)
 
 
+def attributes_of(data: Any) -> dict[str, Any]:
+    """Return the attributes of an object; empty for one that cannot have any."""
+    try:
+        return vars(data)
+    except TypeError:
+        return {}
+
+
 def tensors_in(data: Any) -> Iterator[Tensor]:
     """Yield the tensors in a nested collection, and in the attributes of objects in it."""
     return _tensors_in(data, set())
@@ -144,7 +152,7 @@ def _tensors_in(data: Any, seen: set[int]) -> Iterator[Tensor]:
     elif is_dataclass(data):
         parts = (getattr(data, each.name, None) for each in fields(data))
     elif not callable(data):
-        parts = getattr(data, "__dict__", {}).values()
+        parts = attributes_of(data).values()
     # An object may contain itself.
     seen.add(id(data))
     for part in parts:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.parallel.strategy import StepAdapter, StepFunction
-from ...framework.parallel.zero_backward import tensors_in
+from ...framework.parallel.zero_backward import attributes_of, tensors_in
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -76,7 +76,7 @@ def support_any_output() -> None:
     _ORIGINAL.append(parameter_offload.apply_to_tensors_only)
     parameter_offload.apply_to_tensors_only = _apply_to_tensors
     # Its hook calls ``vars`` with the output, which raises for an object without attributes.
-    parameter_offload.vars = lambda output: getattr(output, "__dict__", {})
+    parameter_offload.vars = attributes_of
 
 
 def restore_output_support() -> None:

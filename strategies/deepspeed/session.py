@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.precision import Precision
@@ -36,7 +37,7 @@ from .setup import (
     restore_classes,
     split_parameters,
 )
-from .state import EngineState
+from .state import EngineState, refuse_empty_state
 from .torch_clipping import refuse_torch_clipping
 from .update import EngineUpdate
 
@@ -66,6 +67,7 @@ class EngineSession:
         self._adapter: OutputAdapter | None = None
         self._original: OriginalAttributes | None = None
         self._classes: dict[nn.Module, type[nn.Module]] = {}
+        self._handles: list[RemovableHandle] = []
         self._trainable: list[tuple[str, nn.Parameter, bool]] = []
         self._swap_folder: Path | None = None
         self._restore_environment: Callable[[], None] | None = None
@@ -139,6 +141,7 @@ class EngineSession:
             self._engine = start_engine(self._adapter, inner, config)
         if self._options.stage == 3:
             self._adapter.hook_tensors(getattr(self._engine.optimizer, "parameter_offload", self._engine.optimizer))
+            self._handles = refuse_empty_state(module)
         groups = FlatGroups(self._engine, self._world)
         self.state = EngineState(groups, load_full_precision(groups, module, fp32_weights, self._world), self._world)
         if optimizers:
@@ -251,6 +254,8 @@ class EngineSession:
                 is.
         """
         restore_classes(self._classes)
+        for handle in self._handles:
+            handle.remove()
         # `stop_engine` collects garbage, which frees the flat tensors only if nothing refers to them any more.
         engine, self._engine = self._engine, None
         self.update = self.state = self._adapter = None

@@ -12,15 +12,18 @@ Private to DeepSpeed, and checked with 0.19.8: ``ds_tensor.status``, ``nvme_swap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ...framework.checkpoint.stored_tensor import HeldTensor, StoredTensor, StoredTensors
 from ...framework.checkpoint.write_plan import Shard
+from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, parameters_of
 from ...framework.parallel.parameter_names import state_tensors
@@ -172,6 +175,29 @@ class EngineState(PartitionedState):
         if relink is not None and all(flat in inner.state for flat in self.groups.flats):
             self.groups.zero._hp_optimizer_states_linked = False
             relink()
+
+
+def refuse_empty_state(module: nn.Module) -> list[RemovableHandle]:
+    """Let ``state_dict`` raise while a parameter is sharded: it would hold tensors without elements.
+
+    Returns:
+        The handles of the hooks, one for each part of the module that has parameters.
+    """
+    owners = [part for part in module.modules() if part._parameters]
+    return [part.register_state_dict_pre_hook(_check_full) for part in owners]
+
+
+def _check_full(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if keep_vars:
+        # The parameters themselves are asked for, by code that knows them to be sharded.
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None and is_split(parameter) and parameter.numel() < math.prod(full_shape(parameter)):
+            raise ConfigurationError(
+                f"state_dict() of {type(module).__name__} would hold {prefix}{name} without elements, as this strategy "
+                "shards parameters over the ranks: save the module itself, with fabric.save(path, {'model': model}) "
+                "or fabric.save_model(model, directory), and in a Trainer with trainer.save_checkpoint(path)."
+            )
 
 
 def counts_in_ints(optimizer: Any) -> bool:

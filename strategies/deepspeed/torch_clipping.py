@@ -1,6 +1,6 @@
 """Refuses ``torch.nn.utils.clip_grad_norm_`` for parameters whose gradients DeepSpeed's engine holds.
 
-It reads ``parameter.grad``, which is None there, so it would return 0 and clip nothing, without an error.
+It reads ``parameter.grad``, which does not exist there, so it would return 0 and clip nothing, without an error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _clip(parameters: Any, *args: Any, **options: Any) -> None:
         # The attributes by which stages 1 and 2, and stage 3, mark parameters.
         if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
             raise ConfigurationError(
-                "torch.nn.utils.clip_grad_norm_ clips parameter.grad, which is None under DeepSpeed, whose engine "
-                "holds the gradients: use fabric.clip_gradients(module, optimizer, max_norm=...), and in a Trainer "
-                "gradient_clip_val or self.clip_gradients(optimizer, ...)."
+                "torch.nn.utils.clip_grad_norm_ clips parameter.grad, which does not exist under DeepSpeed, whose "
+                "engine holds the gradients: use fabric.clip_gradients(module, optimizer, max_norm=...), and in a "
+                "Trainer gradient_clip_val or self.clip_gradients(optimizer, ...)."
             )
     _ORIGINAL[0](parameters, *args, **options)

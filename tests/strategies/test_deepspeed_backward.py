@@ -32,7 +32,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, more: bool = False) -> Tensor:
         y: Tensor = self.second(torch.tanh(self.first(x))) * self.scale
-        return y + self.extra(y) if more else y
+        added: Tensor = y + self.extra(y) if more else y
+        return added
 
 
 def two_forwards(fabric: Any, net: Any, optimizer: Any, x: Tensor) -> None:
@@ -67,7 +68,7 @@ def one_graph_twice(fabric: Any, net: Any, optimizer: Any, x: Tensor) -> None:
 def closure(fabric: Any, net: Any, optimizer: Any, x: Tensor) -> None:
     def compute() -> Tensor:
         optimizer.zero_grad()
-        loss = net(x, more=True).square().mean()
+        loss: Tensor = net(x, more=True).square().mean()
         fabric.backward(loss)
         return loss
 
@@ -145,9 +146,9 @@ def loops_on_rank(place: str, precision: str) -> dict[str, Tensor]:
 )
 def test_backward_passes_before_an_update_add_up(place: str, ranks: int, precision: str) -> None:
     expected = run_loops(Fabric(accelerator="cpu", devices=1, strategy="single", accumulate=2))
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if precision == "32-true" else {"rtol": 0.02, "atol": 0.02}
+    rtol, atol = (1e-4, 1e-5) if precision == "32-true" else (0.02, 0.02)
     for found in run_on_ranks(ranks, loops_on_rank, place, precision):
-        torch.testing.assert_close(found, expected, **tolerance)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 # ---- several modules ------------------------------------------------------------------------------------------------
@@ -190,9 +191,9 @@ def test_a_loss_may_depend_on_several_modules(stage: int) -> None:
 def refusals(stage: int) -> list[str]:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=DeepSpeedStrategy(stage=stage))
     x, messages = torch.ones(2, 6), []
+    loss = fabric.setup(nn.Linear(6, 4))(x).mean()
     with pytest.raises(ConfigurationError) as caught:
-        frozen = fabric.setup(nn.Linear(6, 4))
-        fabric.backward(frozen(x).mean())
+        fabric.backward(loss)
     messages.append(str(caught.value))
     fabric.free_memory()
     net = nn.Linear(6, 4)
@@ -243,9 +244,10 @@ class LateParameter(TrainModule):
 def changed_parameters() -> list[str]:
     messages = []
     for change in ("added", "removed"):
+        trainer = silent_trainer(strategy="zero2", devices=2, max_epochs=2)
+        loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
         with pytest.raises(ConfigurationError) as caught:
-            trainer = silent_trainer(strategy="zero2", devices=2, max_epochs=2)
-            trainer.fit(LateParameter(change), DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))
+            trainer.fit(LateParameter(change), loader)
         messages.append(str(caught.value))
     return messages
 

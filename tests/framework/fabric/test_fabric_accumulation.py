@@ -340,6 +340,33 @@ def test_clipping_by_value_and_norm() -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 
+def test_a_closure_runs_in_every_micro_batch() -> None:
+    fabric = Fabric(accelerator="cpu", accumulate=2)
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before, results = model.weight.item(), []
+    for value in (1.0, 3.0):
+
+        def closure(value: float = value) -> Tensor:
+            loss: Tensor = model(torch.full((1, 1), value)).sum()
+            fabric.backward(loss)
+            return loss
+
+        with fabric.accumulate(model):
+            results.append(optimizer.step(closure))
+    assert all(isinstance(result, Tensor) for result in results)
+    assert model.weight.item() == pytest.approx(before - 2.0)
+
+
+def test_clipping_without_gradients_does_nothing() -> None:
+    fabric = Fabric(accelerator="cpu")
+    model = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert fabric.clip_gradients(model, optimizer, clip_val=0.1) is None
+    assert fabric.clip_gradients(model, optimizer, max_norm=0.1) == 0.0
+    assert model.weight.grad is None
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_fp16_scales_the_loss_once_and_unscales_once(accumulate: int) -> None:
     fabric = Fabric(accelerator="cpu", precision="16-mixed", accumulate=accumulate)
