@@ -5,9 +5,11 @@ The public API. Each name is imported on first use, so ``import phalanx`` is alm
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from .framework.core.lazy_exports import face
+from .framework.launch import exception_hook
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint, errors as errors, registry as registry
@@ -39,5 +41,10 @@ _HOMES = {
     ".framework.fabric.fabric": "Fabric",
     ".framework.trainer.trainer": "Trainer",
 }
+
+# An error may be raised before there is a Trainer, and a script with a handler of its own keeps it. What the
+# hook needs is imported when it is called. An interpreter has no script whose exit code could matter.
+if sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
+    sys.excepthook = exception_hook
 
 __all__, __getattr__, __dir__ = face(__name__, _HOMES)

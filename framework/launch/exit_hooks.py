@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
-from ..core.errors import ConfigurationError, Preempted
+from ..core.errors import CheckpointError, ConfigurationError, Preempted
 from ..system.entry_script import can_rerun_script
 from ..system.environment import error_dir, hiding_secrets, own_records, started_by_torchrun
 from ..system.failure_records import INTERRUPTED, Failure, brief_traceback, exit_code_of
@@ -31,12 +31,6 @@ def install_rank_hooks(placement: Placement) -> None:
         sys.excepthook = partial(_end_rank, placement)
         if started_by_torchrun():
             end_with_parent()
-
-
-def install_exit_codes() -> None:
-    """Make a script that is not a rank exit with its error's exit code, if that differs from Python's default of 1."""
-    if sys.excepthook is sys.__excepthook__ and can_rerun_script():
-        sys.excepthook = _end_script
 
 
 def write_error(text: str) -> None:
@@ -68,9 +62,16 @@ def report_failure(rank: int, error: BaseException) -> None:
         write_error(failure.brief)
 
 
-def _end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error of a script that is not a rank, and exit with its code. Replaces ``sys.excepthook``."""
-    if isinstance(error, ConfigurationError):
+def end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error of a script that is not a rank, and exit with its code, if that differs from Python's default of 1.
+
+    phalanx installs it as ``sys.excepthook`` when it is imported. Errors in a notebook, an interpreter or a test, and
+    in a script that Python inspects interactively afterwards, are shown as Python does.
+    """
+    if sys.flags.inspect or not can_rerun_script():
+        sys.__excepthook__(kind, error, trace)
+        return
+    if isinstance(error, (ConfigurationError, CheckpointError)):
         write_error(hiding_secrets()(brief_traceback(error)))
     else:
         sys.__excepthook__(kind, error, trace)
