@@ -39,6 +39,36 @@ def test_an_interrupt_ends_the_process_by_its_signal(use: str) -> None:
     assert done.returncode == -signal.SIGINT
 
 
+COUNTED = """
+import atexit
+from phalanx.framework.launch.exit_hooks import quick_exit
+
+class Counted:
+    def __del__(self):
+        print("collected")
+
+held = Counted()
+atexit.register(print, "exit function")
+def leave():
+    raise quick_exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "printed"),
+    [
+        # Nothing is frozen or half torn down, in which extension modules would report leaks: the process just ends.
+        ("leave()", 7, ["exit function"]),
+        ("try:\n    leave()\nfinally:\n    print('finally')", 7, ["finally", "exit function", "collected"]),
+        ("try:\n    leave()\nexcept SystemExit:\n    raise SystemExit(3)", 3, ["exit function", "collected"]),
+        ("try:\n    leave()\nexcept SystemExit:\n    print('on')", 0, ["on", "exit function", "collected"]),
+    ],
+)
+def test_a_process_with_nothing_left_to_do_exits_at_once(ending: str, code: int, printed: list[str]) -> None:
+    done = run_script(COUNTED + ending, is_new=True)
+    assert (done.returncode, done.stdout.split("\n")[:-1]) == (code, printed)
+
+
 def test_the_exception_hook_of_a_script_is_kept() -> None:
     own = "import sys\nsys.excepthook = own = lambda *_: print('own')\nimport phalanx\nassert sys.excepthook is own\n"
     done = run_script(own + "phalanx.Fabric(strategy='fdsp')")
