@@ -64,7 +64,7 @@ def report_failure(rank: int, error: BaseException) -> None:
 
 
 def end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error of a script that is not a rank, and exit with its code, if that differs from Python's default of 1.
+    """Show an error of a script that is not a rank, and exit with the error's own code.
 
     phalanx installs it as ``sys.excepthook`` when it is imported. Errors in a notebook, an interpreter or a test, and
     in a script that Python inspects interactively afterwards, are shown as Python does.
@@ -96,7 +96,7 @@ def quick_exit(code: int) -> SystemExit:
 
 
 def _exit_if_uncaught(error: SystemExit, code: int) -> None:
-    """End the process if ``error`` has left all frames: each of them stands where it raised, or called the next."""
+    """End the process if ``error`` has left all frames: the last line of each is the one that it was raised from."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_lineno != trace.tb_lineno:
