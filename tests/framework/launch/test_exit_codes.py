@@ -8,6 +8,7 @@ import sys
 import pytest
 from ranks import run_script
 
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.launch import exit_hooks
 
 FIRST_ERRORS = {
@@ -80,7 +81,7 @@ def test_an_error_outside_of_a_script_is_shown_as_usual(
 ) -> None:
     shown = []
     monkeypatch.setattr(sys, "__excepthook__", lambda *error: shown.append(error))
-    error = exit_hooks.ConfigurationError("in a test runner")
+    error = ConfigurationError("in a test runner")
     exit_hooks.end_script(type(error), error, None)
     assert shown == [(type(error), error, None)]
     assert capsys.readouterr().err == ""
