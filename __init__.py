@@ -5,9 +5,11 @@ The public API. Each name is imported on first use, so ``import phalanx`` is alm
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from .framework.core.lazy_exports import face
+from .framework.launch import exception_hook
 
 if TYPE_CHECKING:
     from . import (
@@ -51,11 +53,16 @@ _HOMES = {
 
 # Names of Lightning and Accelerate that are another name here.
 _ABSENT = {
-    "Accelerator": "Fabric is its counterpart.",
+    "Accelerator": "Fabric is its counterpart; phalanx.compat.accelerate has it under this name.",
     "LightningDataModule": "it is called DataModule; phalanx.compat.lightning has it under this name.",
     "LightningModule": "it is called TrainModule; phalanx.compat.lightning has it under this name.",
-    "rank_zero_only": "import it from phalanx.compat.lightning.utilities, or from lightning_utilities.core.rank_zero.",
+    "rank_zero_only": "import it from phalanx.compat.lightning.utilities.",
     "utilities": "functions of Lightning's utilities are in phalanx.compat.lightning.utilities.",
 }
+
+# An error may be raised before there is a Trainer, and a script with a handler of its own keeps it. What the
+# hook needs is imported when it is called. An interpreter has no script whose exit code could matter.
+if sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
+    sys.excepthook = exception_hook
 
 __all__, __getattr__, __dir__ = face(__name__, _HOMES, _ABSENT)

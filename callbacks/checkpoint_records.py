@@ -132,7 +132,9 @@ class CheckpointRecords(Callback):
         if not targets:
             self._report(trainer, plan)
             return
-        self._superseded = sorted(previous - {"", *targets, *self._kept.paths, self.last_model_path})
+        # A checkpoint that the user resumes from by name stays: it may be the start of several runs.
+        spared = {"", *targets, *self._kept.paths, self.last_model_path, trainer.named_checkpoint}
+        self._superseded = sorted(previous - spared)
         self._saved_step = trainer.global_step
         request = SaveRequest(
             Path(targets[0]),

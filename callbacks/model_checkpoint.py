@@ -29,6 +29,7 @@ class ModelCheckpoint(CheckpointRecords):
     - Retention: a checkpoint is retained while one of the rules applies: it is among the best ``save_top_k``, among the
       newest ``keep_last``, or selected by ``keep_every_nth``. An old checkpoint is deleted only when the new one is on
       the disk, so there are never fewer than the rules promise.
+    - The checkpoint that a fit was given as ``ckpt_path`` is not deleted by that fit, except with ``"auto"``.
     - Without ``monitor`` the newest checkpoint is the best (``save_top_k=1``), or all are retained (-1).
     - A checkpoint that is due between validations is ranked by the next one, if ``monitor`` is a metric of validations.
     - ``last.ckpt`` is separate: it is written whenever a checkpoint is due and again at the end of the fit, for any

@@ -8,11 +8,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
-from ..core.errors import ConfigurationError, Preempted
+from ..core.errors import CheckpointError, ConfigurationError, Preempted
 from ..system.entry_script import can_rerun_script
 from ..system.environment import error_dir, hiding_secrets, own_records, started_by_torchrun
 from ..system.failure_records import INTERRUPTED, Failure, brief_traceback, exit_code_of
@@ -31,12 +32,6 @@ def install_rank_hooks(placement: Placement) -> None:
         sys.excepthook = partial(_end_rank, placement)
         if started_by_torchrun():
             end_with_parent()
-
-
-def install_exit_codes() -> None:
-    """Make a script that is not a rank exit with its error's exit code, if that differs from Python's default of 1."""
-    if sys.excepthook is sys.__excepthook__ and can_rerun_script():
-        sys.excepthook = _end_script
 
 
 def write_error(text: str) -> None:
@@ -68,9 +63,16 @@ def report_failure(rank: int, error: BaseException) -> None:
         write_error(failure.brief)
 
 
-def _end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error of a script that is not a rank, and exit with its code. Replaces ``sys.excepthook``."""
-    if isinstance(error, ConfigurationError):
+def end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error of a script that is not a rank, and exit with the error's own code.
+
+    phalanx installs it as ``sys.excepthook`` when it is imported. Errors in a notebook, an interpreter or a test, and
+    in a script that Python inspects interactively afterwards, are shown as Python does.
+    """
+    if sys.flags.inspect or not can_rerun_script():
+        sys.__excepthook__(kind, error, trace)
+        return
+    if isinstance(error, (ConfigurationError, CheckpointError)):
         write_error(hiding_secrets()(brief_traceback(error)))
     else:
         sys.__excepthook__(kind, error, trace)
@@ -78,6 +80,30 @@ def _end_script(kind: type[BaseException], error: BaseException, trace: Tracebac
     code = exit_code_of(error)
     if code not in (1, INTERRUPTED):
         _exit(code)
+
+
+def quick_exit(code: int) -> SystemExit:
+    """Return the exception with which a process exits that has nothing left to do. Raise it at once.
+
+    The interpreter would collect garbage among all objects of torch at exit, which takes up to a second. If the user's
+    code does not handle the exception, the process ends as soon as its exit functions have run. Otherwise, ``finally``
+    clauses included, it exits as usual.
+    """
+    error = SystemExit(code)
+    if threading.current_thread() is threading.main_thread():
+        atexit.register(_exit_if_uncaught, error, code)
+    return error
+
+
+def _exit_if_uncaught(error: SystemExit, code: int) -> None:
+    """End the process if ``error`` has left all frames: the last line of each is the one that it was raised from."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_lineno != trace.tb_lineno:
+            return
+        trace = trace.tb_next
+    atexit.unregister(_exit_if_uncaught)
+    _exit(code)
 
 
 def _end_rank(

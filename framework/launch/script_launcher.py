@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from ..system.entry_script import Script, can_rerun_script
 from ..system.environment import hiding_secrets
 from ..system.processes import Process, die_with_parent
 from ..system.run_directory import REPORT
-from .exit_hooks import write_error
+from .exit_hooks import quick_exit, write_error
 from .fork_server import ForkServer, ServerGone
 from .launch_context import LaunchContext, launch_context, private_directory
 from .rank_output import RankOutput
@@ -63,9 +62,7 @@ def launch_script(
         write_error(f"phalanx: {restarts.refusal}")
     if verdict.message:
         write_error(verdict.message)
-    # Without this the interpreter collects garbage among all objects of torch at exit, which takes up to a second.
-    gc.freeze()
-    raise SystemExit(verdict.exit_code)
+    raise quick_exit(verdict.exit_code)
 
 
 def _run_attempts(

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ..core.errors import ConfigurationError, PhalanxError
+from ..core.errors import CheckpointError, ConfigurationError, PhalanxError
 from ..core.package_paths import OWN_FOLDERS
 
 INTERRUPTED = 130
@@ -150,11 +150,11 @@ _FRAME = '  File "'
 def brief_traceback(error: BaseException) -> str:
     """Return the traceback of ``error`` in at most ``MOST_LINES`` lines, the user's innermost line near the end.
 
-    For a ``ConfigurationError`` only the user's lines and the message are shown, without the frames that raised it. The
-    traceback of a loader's worker, which arrives as a message, is shown in full at its end.
+    For a ``ConfigurationError`` or a ``CheckpointError`` only the user's lines and the message are shown, without the
+    frames that raised it. The traceback of a loader's worker, which arrives as a message, is shown in full at its end.
     """
     parts = traceback.format_exception(type(error), error, error.__traceback__)
-    refused = isinstance(error, ConfigurationError)
+    refused = isinstance(error, (ConfigurationError, CheckpointError))
     if refused:
         # The message without the module of the exception's class, then the notes that were added to the exception.
         _, *notes = only = traceback.format_exception_only(type(error), error)

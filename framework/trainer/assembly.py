@@ -64,7 +64,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     resume_point = claim_directory(
         session.directory, request.ckpt_path, session.callbacks, run.world, session.note, session.writes
     )
-    session.records.keep_checkpoint(resume_point.checkpoint)
+    session.records.keep_checkpoint(resume_point.checkpoint, named=not resume_point.continues)
     checkpoint = None
     if resume_point.checkpoint is not None:
         checkpoint = open_on_all_ranks(run.world, resume_point.checkpoint, resume_point.verified)

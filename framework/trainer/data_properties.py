@@ -54,6 +54,11 @@ class DataProperties:
         """The path of the checkpoint that the current or last stage has loaded, or None."""
         return self._session.records.ckpt_path
 
+    @property
+    def named_checkpoint(self) -> str | None:
+        """``ckpt_path`` if the user chose the checkpoint; None if ``"auto"`` or a restart did."""
+        return self._session.records.named_checkpoint
+
     # ---- numbers of batches ---------------------------------------------------------------------------------------
 
     @property

@@ -88,7 +88,8 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
     progress = run.progress
     reason = f": {run.stop_reason}" if run.stop_reason else ""
     steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
-    lines = [f"trained    {steps}, {epochs}{reason}"]
+    nothing = run.resumed is not None and run.resumed[1] == progress.global_batch
+    lines = [f"trained    {'nothing more: it had finished after ' if nothing else ''}{steps}, {epochs}{reason}"]
     records = saved_by(callbacks)
     best = next((saved.best_model_path for saved in records if saved.best_model_path), "")
     last = next((saved.last_model_path for saved in records if saved.last_model_path), "") or best

@@ -38,6 +38,8 @@ class StageRecords:
     length: tuple[int | float, int | float, int | None, AccumulationSchedule] | None = None
     """The arguments of ``estimate_steps`` for the last fit."""
     ckpt_path: str | None = None
+    named_checkpoint: str | None = None
+    """``ckpt_path`` if the user chose the checkpoint; None if ``"auto"`` or a restart did."""
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     ended_fit: EndedFit | None = None
@@ -47,7 +49,7 @@ class StageRecords:
 
     def begin(self, stage: str) -> None:
         """Drop the records that a stage replaces. A fit frees the last optimizers before it creates new ones."""
-        self.ckpt_path = None
+        self.ckpt_path = self.named_checkpoint = None
         for name in _REPLACED.get(stage, (stage,)):
             self.loaders.pop(name, None)
             self.batches.pop(name, None)
@@ -65,9 +67,10 @@ class StageRecords:
         """Retain the numbers of batches of an evaluation."""
         self.batches[plan.stage] = rank_batches(plan)
 
-    def keep_checkpoint(self, path: Path | None) -> None:
-        """Retain the path of the checkpoint that a stage loads."""
+    def keep_checkpoint(self, path: Path | None, named: bool = True) -> None:
+        """Retain the path of the checkpoint that a stage loads, and whether the user chose it."""
         self.ckpt_path = None if path is None else str(path)
+        self.named_checkpoint = self.ckpt_path if named else None
 
     def keep_fit(self, loop: FitLoop) -> None:
         """Retain the optimizers and numbers of a fit.

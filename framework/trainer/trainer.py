@@ -12,7 +12,6 @@ from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, is_count
 from ..launch import launch_script
-from ..launch.exit_hooks import install_exit_codes
 from ..resume.resume_point import checked_checkpoint_path
 from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
@@ -52,7 +51,6 @@ class Trainer(TrainerActions):
     @takes(TrainerSettings)
     def __init__(self, given: TrainerSettings) -> None:
         """Check and resolve all arguments. No process or file is created before a stage is called."""
-        install_exit_codes()
         settings = resolve_settings(given)
         fabric = TrainerFabric(given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision)
         loggers = resolve_loggers(given.logger, settings)

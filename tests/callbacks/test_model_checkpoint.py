@@ -283,6 +283,19 @@ def test_a_resumed_run_continues_with_the_best_checkpoints(tmp_path: Path) -> No
     assert progress(saver.last_model_path)["global_step"] == 16
 
 
+@pytest.mark.parametrize("given", ["path", "auto"])
+def test_the_checkpoint_that_a_run_was_given_is_not_deleted(tmp_path: Path, given: str) -> None:
+    def train(epochs: int, ckpt_path: str | None = None) -> str:
+        saver = ModelCheckpoint(tmp_path / "kept")
+        trainer = quiet_trainer(tmp_path, saver, max_epochs=epochs)
+        trainer.fit(Tiny(), loader(), ckpt_path=ckpt_path)
+        return os.path.basename(saver.best_model_path)
+
+    first = train(1)
+    last = train(3, str(tmp_path / "kept" / first) if given == "path" else "auto")
+    assert names(tmp_path / "kept") == ([first, last] if given == "path" else [last])
+
+
 @pytest.mark.parametrize(
     ("value", "kept"),
     [

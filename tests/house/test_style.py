@@ -30,7 +30,11 @@ UNPICKLING = {
 }
 # The second is run by its path, where nothing of phalanx can be imported, and takes over a rank's variables.
 READS_ENVIRONMENT = {"framework/system/environment.py", "framework/launch/fork_server_main.py"}
-PICKLES_BETWEEN_OWN_PROCESSES = {"framework/distributed/object_frames.py", "framework/launch/fork_launcher.py"}
+PICKLES_BETWEEN_OWN_PROCESSES = {
+    "framework/distributed/lone_rank.py",
+    "framework/distributed/object_frames.py",
+    "framework/launch/fork_launcher.py",
+}
 # What foreign checkpoints are read by: a confined process of its own, which hands over JSON and safetensors.
 READS_FOREIGN_PICKLES = {"framework/checkpoint/convert/unpickle_process.py"}
 

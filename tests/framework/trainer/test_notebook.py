@@ -137,7 +137,9 @@ class Interrupting(Callback):
         if trainer.is_global_zero and trainer.global_step == self.step:
             os.kill(os.getppid(), signal.SIGINT)
 
-    def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def on_test_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         if trainer.is_global_zero:
             os.kill(os.getppid(), signal.SIGINT)
         signal.pause()

@@ -59,7 +59,7 @@ def fit_and_evaluate(strategy: str) -> dict[str, Any]:
     # The next call has the same line on rank 0, in another place of the stack.
     guarded = validated(module, 1) if trainer.is_global_zero else None
     trainer.fit(module, loader(16, 4))
-    found = {"guarded": guarded, "alone": validated(module, 1), "auto": validated(module, "auto")}
+    found: dict[str, Any] = {"guarded": guarded, "alone": validated(module, 1), "auto": validated(module, "auto")}
     predictions = silent_trainer(devices=1).predict(module, loader(16, 4))
     found["predictions"] = len(predictions or [])
     one = silent_trainer(devices=1, max_epochs=1)

@@ -31,12 +31,12 @@ def shown(text: str, title: str) -> list[str]:
     return [line.strip("│ ") for line in str(found).strip().splitlines()]
 
 
-def fitted(root: Path, data: Any = None, **arguments: Any) -> Trainer:
+def fitted(root: Path, data: Any = None, ckpt_path: str | None = None, **arguments: Any) -> Trainer:
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = Trainer(
         **{"accelerator": "cpu", "devices": 1, "default_root_dir": root, "max_epochs": 1, **quiet, **arguments}
     )
-    trainer.fit(Watched(), loader(32) if data is None else data, loader(8))
+    trainer.fit(Watched(), loader(32) if data is None else data, loader(8), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -90,6 +90,16 @@ def test_the_first_box_tells_the_global_batch(
     assert lines[1].startswith(f"batch      micro-batch x window x ranks: {batch}")
     assert lines[2].startswith(f"length     {length}")
     assert len(lines) == 3
+
+
+def test_the_last_box_of_a_finished_run_says_that_nothing_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        fitted(tmp_path, callbacks=[ModelCheckpoint()], ckpt_path="auto")
+    first, second = re.findall(r"trained +(.*?) *│", capsys.readouterr().out)
+    assert first == "8 optimizer steps, 1 epoch"
+    assert second == "nothing more: it had finished after 8 optimizer steps, 1 epoch"
 
 
 def test_the_boxes_name_files_that_exist(

@@ -1,0 +1,87 @@
+"""The exit code and the message of a script that an error of phalanx ends, whichever part raised it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+from ranks import run_script
+
+from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.launch import exit_hooks
+
+FIRST_ERRORS = {
+    "Fabric(strategy='fdsp')": (78, "UnknownNameError: strategy='fdsp' is not known."),
+    "EarlyStopping('val_loss', mode='minimum')": (78, "ConfigurationError: EarlyStopping(mode='minimum')"),
+    "TrainModule.load_from_checkpoint('nowhere.ckpt')": (
+        65,
+        "CheckpointError: checkpoint 'nowhere.ckpt' does not",
+    ),
+    "Trainer(precison=1)": (78, "ConfigurationError: Trainer(precison=1)"),
+    "raise KeyError('mine')": (1, "KeyError: 'mine'"),
+}
+
+
+@pytest.mark.parametrize("call", FIRST_ERRORS)
+def test_the_first_error_of_a_script_gives_its_exit_code(call: str) -> None:
+    code, message = FIRST_ERRORS[call]
+    head = "from phalanx import Fabric, Trainer, TrainModule\nfrom phalanx.callbacks import EarlyStopping\n"
+    done = run_script(head + call)
+    assert done.returncode == code
+    lines = done.stdout.splitlines()
+    assert message in lines[-1]
+    assert len(lines) <= 5, "the traceback holds the user's lines only"
+
+
+@pytest.mark.parametrize("use", ["", "from phalanx import Trainer\nTrainer(accelerator='cpu', barebones=True)\n"])
+def test_an_interrupt_ends_the_process_by_its_signal(use: str) -> None:
+    done = run_script(f"import phalanx\n{use}raise KeyboardInterrupt", is_new=True)
+    assert done.returncode == -signal.SIGINT
+
+
+COUNTED = """
+import atexit
+from phalanx.framework.launch.exit_hooks import quick_exit
+
+class Counted:
+    def __del__(self):
+        print("collected")
+
+held = Counted()
+atexit.register(print, "exit function")
+def leave():
+    raise quick_exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "printed"),
+    [
+        # Nothing is frozen or half torn down, in which extension modules would report leaks: the process just ends.
+        ("leave()", 7, ["exit function"]),
+        ("try:\n    leave()\nfinally:\n    print('finally')", 7, ["finally", "exit function", "collected"]),
+        ("try:\n    leave()\nexcept SystemExit:\n    raise SystemExit(3)", 3, ["exit function", "collected"]),
+        ("try:\n    leave()\nexcept SystemExit:\n    print('on')", 0, ["on", "exit function", "collected"]),
+    ],
+)
+def test_a_process_with_nothing_left_to_do_exits_at_once(ending: str, code: int, printed: list[str]) -> None:
+    done = run_script(COUNTED + ending, is_new=True)
+    assert (done.returncode, done.stdout.split("\n")[:-1]) == (code, printed)
+
+
+def test_the_exception_hook_of_a_script_is_kept() -> None:
+    own = "import sys\nsys.excepthook = own = lambda *_: print('own')\nimport phalanx\nassert sys.excepthook is own\n"
+    done = run_script(own + "phalanx.Fabric(strategy='fdsp')")
+    assert (done.returncode, done.stdout) == (1, "own\n")
+
+
+def test_an_error_outside_of_a_script_is_shown_as_usual(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    monkeypatch.setattr(sys, "__excepthook__", lambda *error: shown.append(error))
+    error = ConfigurationError("in a test runner")
+    exit_hooks.end_script(type(error), error, None)
+    assert shown == [(type(error), error, None)]
+    assert capsys.readouterr().err == ""
