@@ -210,9 +210,8 @@ class _Replica(nn.parallel.DistributedDataParallel):
         """Return the names of the parameters whose indices are in torch's message."""
         match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
         names = [name.removeprefix("module.module.") for name, one in self.named_parameters() if one.requires_grad]
-        if self._is_reversed:
-            names.reverse()
-        found = [names[int(number)] for number in match[1].split()] if match else []
+        order = range(len(names))[:: -1 if self._is_reversed else 1]
+        found = [names[index] for index in sorted(order[int(number)] for number in match[1].split())] if match else []
         return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "") or "some"
 
 

@@ -192,7 +192,7 @@ class Actor(Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.trainer = trainer
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> Any:
         return -1 if self.reach("on_train_batch_start") == "end epoch" else None
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
@@ -240,7 +240,12 @@ class Trained(TrainModule):
 
     def __init__(self, actor: Actor, layers: str) -> None:
         super().__init__()
-        middle: list[nn.Module] = {"plain": [], "buffers": [Scaled()], "synchronized": [nn.BatchNorm1d(8)]}[layers]
+        kinds: dict[str, list[nn.Module]] = {
+            "plain": [],
+            "buffers": [Scaled()],
+            "synchronized": [nn.BatchNorm1d(8)],
+        }
+        middle = kinds[layers]
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(_FEATURES, 8), *middle, nn.Tanh(), nn.Linear(8, 1))
         self.actor = actor

@@ -128,9 +128,10 @@ _PLAIN = (str, bytes, int, float, type(None), type, nn.Module)
 def attributes_of(data: Any) -> dict[str, Any]:
     """Return the attributes of an object; empty for one that cannot have any."""
     try:
-        return vars(data)
+        attributes: dict[str, Any] = vars(data)
     except TypeError:
         return {}
+    return attributes
 
 
 def tensors_in(data: Any) -> Iterator[Tensor]:

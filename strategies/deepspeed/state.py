@@ -194,7 +194,7 @@ def _check_full(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     for name, parameter in module._parameters.items():
         if parameter is not None and is_split(parameter) and parameter.numel() < math.prod(full_shape(parameter)):
             raise ConfigurationError(
-                f"state_dict() of {type(module).__name__} would hold {prefix}{name} without elements, as this strategy "
+                f"state_dict() of {type(module).__name__} would hold '{prefix}{name}' without elements: the strategy "
                 "shards parameters over the ranks: save the module itself, with fabric.save(path, {'model': model}) "
                 "or fabric.save_model(model, directory), and in a Trainer with trainer.save_checkpoint(path)."
             )

@@ -71,7 +71,7 @@ def taken(place: dict[str, Any], kind: str, path: str) -> None:
     updated(strategy, optimizer, net, range(4))
     names = {id(one): name for name, one in net.named_parameters()}
     model = joined(strategy.state.model_state(net), strategy.world)
-    assert model.keys() == net.state_dict().keys()
+    assert model.keys() == mixture().state_dict().keys()
     slots: dict[str, dict[str, Any]] = {}
     for parameter, found in strategy.state.optimizer_state(optimizer):
         shards = {slot: value for slot, value in found.items() if isinstance(value, Shard)}
