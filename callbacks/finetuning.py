@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
-from ..framework.parallel.canonical_state import parameters_of
+from ..framework.core.optimizer_config import parameters_of
 from ..framework.parallel.parameter_names import canonical_names
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError
-from ..framework.parallel.canonical_state import parameters_of
+from ..framework.core.optimizer_config import parameters_of
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView

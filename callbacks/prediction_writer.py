@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..framework.api.callback import Callback
+from ..framework.api.overriding import is_overridden
 from ..framework.core.errors import ConfigurationError
 from ..framework.loop.evaluation_loop import on_host
 
@@ -94,8 +95,7 @@ class BasePredictionWriter(Callback):
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
         needed = {"write_on_batch_end": self._on_batch, "write_on_epoch_end": self._on_epoch}
         for name, is_called in needed.items():
-            own = getattr(getattr(self, name), "__func__", None)
-            if stage == "predict" and is_called and own is getattr(BasePredictionWriter, name):
+            if stage == "predict" and is_called and not is_overridden(name, self, BasePredictionWriter):
                 raise ConfigurationError(
                     f"{type(self).__name__} has write_interval={self.interval!r}, which calls {name}: override it."
                 )

@@ -59,7 +59,8 @@ class Frame:
         seconds = now - self.began
         self.done = done
         rate = f", {(done - self.first) / seconds:.3g} it/s" if seconds > 0 and done > self.first else ""
-        return f"{self.label}: {done} batches in {_duration(seconds)}{rate}{metrics_text}"
+        unit = "batch" if done == 1 else "batches"
+        return f"{self.label}: {done} {unit} in {_duration(seconds)}{rate}{metrics_text}"
 
 
 class Screen(Protocol):

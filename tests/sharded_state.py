@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from phalanx.framework.checkpoint.stored_tensor import held
 from phalanx.framework.checkpoint.write_plan import Shard
+from phalanx.framework.core.optimizer_config import parameters_of
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.parallel.canonical_state import parameters_of
 from phalanx.strategies import FSDPStrategy
 
 Canonical = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]

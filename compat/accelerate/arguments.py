@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.precision import LossScaler, Precision
 from ...framework.distributed.world import placement
-from ...framework.parallel.canonical_state import parameters_of
 from ...framework.parallel.strategy import Strategy
 from ...precisions import Float16Mixed
 from ...strategies import DDPStrategy, FSDPStrategy

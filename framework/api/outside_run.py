@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from ..core.optimizer_config import parameters_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -65,7 +67,7 @@ class OutsideRun:
 
     def clip_gradients(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> Tensor | None:
         """Clip this process's gradients; return the norm before clipping, when clipping by norm."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         if value and algorithm == "value":
             clip_grad_value_(parameters, value)
             return None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import open_checkpoint
 from ..core.hyperparameters import HyperparametersMixin
+from ..core.optimizer_config import parameters_of
 from ..metrics.metric_log import MetricLog
 from ..metrics.no_log import NoLog
 from ..metrics.torchmetrics_state import logged_items
@@ -54,7 +55,7 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
         self._run = None
         self._metric_log = None
         # The parameters that are toggled off, and whether they required gradients before.
-        self._toggled: dict[nn.Parameter, bool] = {}
+        self._toggled: dict[Tensor, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module does not belong to the run.
@@ -159,14 +160,13 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Make only the parameters of this optimizer require gradients, until ``untoggle_optimizer``."""
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = {id(parameter) for parameter in parameters_of(optimizer)}
         kept = dict(self._toggled)
         for other in self._live.optimizers:
-            for group in other.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in mine and parameter not in kept:
-                        kept[parameter] = parameter.requires_grad
-                        parameter.requires_grad = False
+            for parameter in parameters_of(other):
+                if id(parameter) not in mine and parameter not in kept:
+                    kept[parameter] = parameter.requires_grad
+                    parameter.requires_grad = False
         self._toggled = kept
         self._live.trainability_changed()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -131,11 +131,16 @@ def _checked(
     return optimizers, schedulers
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer updates, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
     """Refuse tensors that are not parameters of the module: they would not be moved, reduced over ranks, or saved."""
     known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         foreign = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in known]
         if foreign:
             raise ConfigurationError(

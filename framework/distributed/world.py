@@ -28,6 +28,7 @@ from ..system.environment import (
 )
 from ..system.launcher_env import Placement
 from .object_frames import FrameSize, all_gather_object, broadcast_object, gather_object
+from .rank_zero import set_rank_zero_functions
 from .rendezvous import destroy_group, is_initialized, meet
 from .shared_memory_reduce import CAPACITY, Board, share_board
 
@@ -85,8 +86,7 @@ class World:
     """
 
     def __init__(self, place: Placement, device: torch.device) -> None:
-        self.rank = place.rank
-        self.size = place.size
+        self.rank, self.size = place.rank, place.size
         self.local_rank = place.local_rank
         self.local_size = place.local_size
         self.node_rank = place.node_rank
@@ -138,6 +138,7 @@ class World:
             _share_cores(place)
             meet(place, backend, None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
         own_records().record_joined(place.rank)
+        set_rank_zero_functions(place.rank)
         return cls(place, device)
 
     @contextlib.contextmanager

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
-from ..parallel.canonical_state import parameters_of
 from ..parallel.closures import evaluate_once, needs_closure
 from ..parallel.optimizer_step import Updater
 from ..parallel.strategy import Strategy

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError
+from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
-from ..parallel.canonical_state import parameters_of
 from ..parallel.strategy import Strategy
 from .loaders import FabricLoader, Reading
 from .module import engine_of

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..core.errors import ConfigurationError
+from ..core.optimizer_config import parameters_of
 from ..core.precision import DefaultDtype, Precision
 from ..distributed.gather import gather_rows
 from ..distributed.seed import seed_everything
-from ..parallel.canonical_state import parameters_of
 from ..parallel.strategy import Routed
 from .collectives import Collectives
 from .loaders import FabricLoader, Sharing, SkippedBatches

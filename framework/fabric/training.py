@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ..core.accumulation import AccumulationSchedule
 from ..core.errors import ConfigurationError, NonFiniteError
+from ..core.optimizer_config import parameters_of
 from ..core.precision import Precision
-from ..parallel.canonical_state import parameters_of
 from .collectives import Collectives
 from .gradient_window import GradientWindow, check_weight
 from .loaders import FabricLoader

@@ -178,8 +178,8 @@ class LockstepFiller:
     def _candidates(self, own: Any, index: int) -> Generator[tuple[Any, int], None, None]:
         """Yield candidates for the filler batch and their indices.
 
-        The order is: the batch that returned a loss most recently, the next batches, and finally known batches with
-        other indices, since a step may decide by the index whether it returns a loss.
+        The order is: the batch that returned a loss most recently, the next batches, the batch that a hook has skipped,
+        and finally known batches with other indices, since a step may decide by the index whether it returns a loss.
         """
         known = [] if self._last_good is None else [self._last_good]
         yield from known
@@ -189,6 +189,8 @@ class LockstepFiller:
         if self._windows is not None:
             with closing(self._windows.coming(self._next)) as coming:
                 yield from islice(coming, _MAX_LOOKAHEAD)
+        if own is None and 0 <= index - self._first < len(self._window):
+            yield self._window[index - self._first], index
         for batch, place in [*known, *([] if own is None else [(own, index)])]:
             yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError
+from ..core.optimizer_config import parameters_of
 from ..diagnostics.nonfinite_guard import NonFiniteGuard
-from ..parallel.canonical_state import parameters_of
 from ..parallel.closures import evaluate_once
 from ..parallel.strategy import Traits
 from ..parallel.zero_backward import zero_loss

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.stored_tensor import StoredTensors
 from ..checkpoint.write_plan import Shard
+from ..core.optimizer_config import parameters_of
 from .parameter_names import state_tensors
 
 Slots = Mapping[str, Any]
@@ -83,11 +84,6 @@ class CanonicalState:
         optimizer.load_state_dict(
             torch_state_dict(optimizer, [{k: whole_of(v) for k, v in slots.items()} for slots in state], groups)
         )
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that an optimizer updates, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def shard_if_tensor(value: Any) -> Any:

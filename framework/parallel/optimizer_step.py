@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError, unknown
+from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
-from .canonical_state import parameters_of
 from .gradient_operations import gradients_of
 from .strategy import Strategy
 

@@ -14,8 +14,8 @@ from typing import Any
 from ..checkpoint.codec import decode
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError
+from ..core.optimizer_config import parameters_of
 from ..distributed.collective_errors import on_all_ranks
-from ..parallel.canonical_state import parameters_of
 from ..parallel.parameter_names import canonical_names, names_of, renamed
 from ..run.run import Run
 from ..state.module_state import check_model, put_extra_state, put_model, saved_extra_state, shapes_of, stored_of

@@ -12,7 +12,7 @@ from ..checkpoint.codec import decode, encode_inline
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.stored_tensor import SavedTensor
 from ..checkpoint.write_plan import Shard
-from ..parallel.canonical_state import parameters_of
+from ..core.optimizer_config import parameters_of
 from ..parallel.strategy import Strategy
 from .state_matching import OptimizerMatch, group_names
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, did_you_mean
-from ..parallel.canonical_state import parameters_of
+from ..core.optimizer_config import parameters_of
 from ..parallel.parameter_names import begins, renamed, tied_names
 
 Shape = tuple[int, ...]

@@ -18,8 +18,8 @@ from ..checkpoint.consolidate import AVERAGES as SECTION
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.stored_tensor import HeldShard, SavedTensor, StoredTensors, read_piece
 from ..checkpoint.write_plan import Shard
+from ..core.optimizer_config import parameters_of
 from ..distributed.world import World
-from ..parallel.canonical_state import parameters_of
 from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import canonical_names
 from ..parallel.strategy import Strategy

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
-from ...framework.parallel.canonical_state import parameters_of
 from ...framework.parallel.strategy import StepFunction
 from .arguments import ZeroOptions
 from .attributes import OriginalAttributes

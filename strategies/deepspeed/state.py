@@ -24,8 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from ...framework.checkpoint.stored_tensor import HeldTensor, StoredTensor, StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
-from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, parameters_of
+from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored
 from ...framework.parallel.parameter_names import state_tensors
 from .pieces import FlatGroups, Piece, even_piece, full_shape, is_split, local_piece
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
-from ...framework.parallel.canonical_state import parameters_of
 from ...framework.parallel.meta_device import owners_of, replace_tensors
 from ...framework.parallel.strategy import StepAdapter
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts, plain_forward

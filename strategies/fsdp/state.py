@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from ...framework.checkpoint.stored_tensor import StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.optimizer_config import parameters_of
 from ...framework.distributed.world import World
-from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, parameters_of, torch_state_dict
+from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, torch_state_dict
 from ...framework.parallel.parameter_names import state_tensors
 
 

@@ -17,8 +17,8 @@ from phalanx import TrainModule
 from phalanx.callbacks import LambdaCallback
 from phalanx.framework.checkpoint.stored_tensor import held
 from phalanx.framework.checkpoint.write_plan import Shard
+from phalanx.framework.core.optimizer_config import parameters_of
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.parallel.canonical_state import parameters_of
 from phalanx.strategies import DeepSpeedStrategy
 
 NVME = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}

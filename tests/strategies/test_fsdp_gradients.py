@@ -13,7 +13,7 @@ from small_gpt import SmallGPT, loss_of, optimizer_of, small_gpt, token_data
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from phalanx.framework.parallel.canonical_state import parameters_of
+from phalanx.framework.core.optimizer_config import parameters_of
 from phalanx.strategies import FSDPStrategy
 
 NORMS = [2.0, 1.0, 3.0, 0.0, math.inf, -math.inf, 0.5]

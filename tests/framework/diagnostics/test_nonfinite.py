@@ -18,9 +18,9 @@ from phalanx.framework.checkpoint.finite_check import all_finite
 from phalanx.framework.checkpoint.listing import newest_good
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import NonFiniteError
+from phalanx.framework.core.optimizer_config import parameters_of
 from phalanx.framework.diagnostics.batch_dump import keep_batch, read_batch
 from phalanx.framework.diagnostics.nonfinite_guard import IN_A_ROW
-from phalanx.framework.parallel.canonical_state import parameters_of
 from phalanx.framework.parallel.gradient_operations import gradients_of
 from phalanx.framework.parallel.strategy import Traits
 from phalanx.strategies import SingleDeviceStrategy

@@ -44,6 +44,12 @@ def test_a_batch_with_nan_on_one_rank(tmp_path: Path, strategy: str) -> None:
     )
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_a_rank_whose_only_batch_a_hook_has_skipped(tmp_path: Path, strategy: str) -> None:
+    acts = (Act(1, "on_train_batch_start", 0, "end epoch"),)
+    check(tmp_path, replace(WITHOUT_DATA, strategy=strategy, batches=(2, 1), acts=acts))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3", "hsdp"])
 def test_random_fits(tmp_path: Path, strategy: str) -> None:
     trials = Trials(tmp_path)
