@@ -37,7 +37,7 @@ _FEATURES = 6
 
 @dataclass(frozen=True)
 class Act:
-    """What one rank does at one point."""
+    """An action of one rank at one point of a fit."""
 
     rank: int
     point: str
@@ -162,7 +162,7 @@ def loader(case: Case, rank: int, counts: tuple[int, ...], actor: Actor | None) 
 
 
 class Actor(Callback):
-    """Carries out this rank's acts. It is told of every point that the rank reaches."""
+    """Performs the acts of this rank; the trial calls ``reach`` at every point."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.acts = {(act.point, act.at): act.what for act in case.acts if act.rank == rank}
@@ -236,7 +236,7 @@ class Scaled(nn.Module):
 
 
 class Trained(TrainModule):
-    """A small network that tells the actor of its steps."""
+    """A small network that calls the actor in its steps."""
 
     def __init__(self, actor: Actor, layers: str) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ TRAINING_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is started with. Its result depends on the strategy and the number of ranks alone."""
+    """Arguments of a run, whose result depends on the strategy and the number of ranks alone."""
 
     strategy: str
     ranks: int = 2
@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass
 class Tally:
-    """What came of the trials of one strategy on one number of ranks."""
+    """Results of the trials of one strategy on one number of ranks."""
 
     trials: int = 0
     victims: Counter[str] = field(default_factory=Counter)

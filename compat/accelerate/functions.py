@@ -8,7 +8,7 @@ from typing import Any
 from ...framework.distributed.seed import seed_everything
 from ...framework.distributed.world import placement
 from ...framework.fabric.fabric import Fabric
-from ...framework.fabric.loaders import FabricLoader, SkippedBatches
+from ...framework.fabric.loaders import skip_first_batches
 
 __all__ = ["notebook_launcher", "set_seed", "skip_first_batches"]
 
@@ -26,13 +26,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     seed_everything(seed + placement().rank if device_specific else seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
-
-
-def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Return the loader without its first batches, to resume in the middle of an epoch."""
-    if isinstance(dataloader, FabricLoader):
-        return dataloader.skipping(num_batches)
-    return SkippedBatches(dataloader, num_batches)
 
 
 def notebook_launcher(

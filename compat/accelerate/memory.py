@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ...framework.fabric.fabric import empty_caches
 
 __all__ = ["find_executable_batch_size", "release_memory"]
 
@@ -64,9 +65,7 @@ def release_memory(*objects: Any) -> list[None]:
     """Collect garbage and empty the caches; return a None for each object, to assign to it."""
     count = len(objects)
     del objects  # the arguments' tuple would keep them alive through the collection
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    empty_caches()
     return [None] * count
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from .errors import ConfigurationError
 from .registry import PRECISIONS
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 class LossScaler:
     """Dynamic loss scaling (Micikevicius et al. 2018, "Mixed Precision Training").
@@ -180,3 +182,8 @@ def resolve_precision(given: str | int | Precision | None) -> Precision:
         )
     built: Precision = PRECISIONS.load("32-true" if given is None else str(given))()
     return built
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return a half-precision output in fp32, so that the loss computed from it is exact."""
+    return tensor.float() if tensor.dtype in _HALF else tensor

@@ -162,9 +162,7 @@ class Fabric(RankProperties):
             part.clear()
         count = len(objects)
         del objects  # the arguments' tuple would keep them alive through the collection
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        empty_caches()
         return [None] * count
 
     # ---- ranks ----------------------------------------------------------------------------------------------------
@@ -283,6 +281,13 @@ class Fabric(RankProperties):
     def is_last_process(self) -> bool:
         """Whether this is the last rank."""
         return self.global_rank == self.world_size - 1
+
+
+def empty_caches() -> None:
+    """Collect garbage, and release the memory that torch caches on CUDA devices in use."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -281,3 +281,10 @@ def _narrowed(given: Any, size: int, name: str) -> Any:
     size_of_part = sampler.batch_size // size
     part = BatchSampler(sampler.sampler, size_of_part, sampler.drop_last)
     return copy_with(given, {"batch_sampler": part, "batch_size": size_of_part})
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader without its first batches, to resume in the middle of an epoch."""
+    if isinstance(dataloader, FabricLoader):
+        return dataloader.skipping(num_batches)
+    return SkippedBatches(dataloader, num_batches)

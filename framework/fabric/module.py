@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError
-from ..core.precision import Precision
+from ..core.precision import Precision, at_least_fp32
 from .objects import Engine
 
 M = TypeVar("M", bound=nn.Module)
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class _Calls:
@@ -50,14 +48,9 @@ class _Calls:
                 args, kwargs = precision.convert_batch(args), precision.convert_batch(kwargs)
             with context:
                 output = function(*args, **kwargs)
-            return apply_to_collection(output, Tensor, _at_least_fp32)
+            return apply_to_collection(output, Tensor, at_least_fp32)
 
         return call
-
-
-def _at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return a half-precision output in fp32, so that the loss computed from it is exact."""
-    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 class FabricModule(nn.Module):

@@ -18,7 +18,7 @@ from ..distributed.gather import gather_rows
 from ..distributed.seed import seed_everything
 from ..parallel.strategy import Routed
 from .collectives import Collectives
-from .loaders import FabricLoader, Sharing, SkippedBatches
+from .loaders import FabricLoader, Sharing, skip_first_batches
 from .module import FabricModule, unwrap, wrap_module
 from .module_run import join_fabric
 from .objects import Engine, FabricOptimizer, FabricScheduler
@@ -189,9 +189,7 @@ class Setup:
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the loader without its first batches, to resume in the middle of an epoch."""
-        if isinstance(dataloader, FabricLoader):
-            return dataloader.skipping(num_batches)
-        return SkippedBatches(dataloader, num_batches)
+        return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
     def join_uneven_inputs(

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.precision import at_least_fp32
 
 Context: TypeAlias = "AbstractContextManager[Any] | None"
 
@@ -104,7 +105,7 @@ class OutsideCalls:
             self._outermost = None
             if context is not None:
                 context.__exit__(None, None, None)
-                output = tree_map(_at_least_fp32, output)
+                output = tree_map_only(Tensor, at_least_fp32, output)
             for state in reversed(states):
                 output = state._post_forward(module, args, output)
             if frees:
@@ -143,7 +144,3 @@ def _states_above(part: Any, above: tuple[Any, ...]) -> Iterator[tuple[nn.Module
     for child in part.children():
         yield child, above
         yield from _states_above(child, above)
-
-
-def _at_least_fp32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,4 +1,4 @@
-"""What module and Trainer answer after a stage and before the first one, and what they release."""
+"""Attributes of module and Trainer after a stage and before the first one, and the objects they release."""
 
 from __future__ import annotations
 
