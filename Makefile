@@ -13,12 +13,13 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test tools audit lint types ops parity matrix bench kill chaos deadlocks faults soak format clean
+.PHONY: help demo test tools audit lock lint types ops parity matrix bench kill chaos deadlocks faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
 	@echo "make test     lint, format, types, tests (JOBS=2 at a time)"
 	@echo "make audit    compare the environment with constraints.txt, and its files with their recorded hashes"
+	@echo "make lock     write requirements.lock anew, from pyproject.toml and constraints.txt"
 	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
@@ -56,6 +57,13 @@ tools:
 # What pip has installed; no network is needed.
 audit: $(DEV)
 	$(PY) .ci/audit.py
+
+# Needs the network. uv is in an environment of its own, which is not kept.
+UV := uv==0.13.9
+lock:
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	$(PYTHON) -m venv "$$folder" && "$$folder/bin/pip" install --quiet --disable-pip-version-check $(UV) && \
+	"$$folder/bin/python" .ci/lock.py "$$folder/bin/uv"
 
 lint: $(DEV)
 	$(PY) -m ruff check
@@ -114,12 +122,16 @@ format: $(DEV)
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
-$(DEV): pyproject.toml constraints.txt
+# Everything but torch has the hash that requirements.lock records. torch comes from whichever index offers it, as its
+# builds differ; the second command finds all else installed.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+$(DEV): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "phalanx needs Python 3.10 or newer; set PYTHON=")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) --no-deps --require-hashes -r requirements.lock
+	$(INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(BENCH): $(DEV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(INSTALL) -c constraints.txt -e '.[dev,bench]'
 	@touch $@
