@@ -20,8 +20,8 @@ _LIMITS = {
     "predict": "limit_predict_batches",
 }
 _DEFAULT_EPOCHS = 1000
-# A count that no run reaches, so that "never" needs no extra branch in the loop.
-_NEVER = 1 << 62
+NEVER = 1 << 62
+"""A count that no run reaches, so that "never" needs no extra branch in the loop."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ def resolve_settings(given: TrainerSettings) -> Settings:
         val_check_interval=value["val_check_interval"],
         check_val_every_n_epoch=given.check_val_every_n_epoch,
         num_sanity_val_steps=0 if given.barebones else 2 if sanity is None else sanity,
-        log_every_n_steps=(0 if given.barebones else 50 if log_every is None else log_every) or _NEVER,
+        log_every_n_steps=(0 if given.barebones else 50 if log_every is None else log_every) or NEVER,
         accumulation=resolve_accumulation(given.accumulate_grad_batches),
         clipping=check_clipping(given.gradient_clip_val, given.gradient_clip_algorithm),
         fast_dev_run=value["fast_dev_run"],

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback, saved_by
+from .resolved_settings import NEVER
 
 if TYPE_CHECKING:
     from ..data.accumulation_window import Windows
+    from ..loop.fit_loop import FitLoop
     from ..loop.fit_plan import FitPlan
     from ..run.run import Run
 
@@ -31,10 +33,9 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('batch') else 's'}"
 
 
-def start_lines(
-    run: Run, plan: FitPlan, windows: Windows, log_dir: str | None, checkpoint_dir: Path | None
-) -> list[str]:
-    """Return at most six lines about the configuration of a fit."""
+def start_lines(loop: FitLoop, log_dir: str | None, checkpoint_dir: Path | None) -> list[str]:
+    """Return at most seven lines about the configuration of a fit."""
+    run, plan, windows = loop.run, loop.plan, loop.windows
     world, fabric = run.world, run.fabric
     nodes = f" on {counted(world.num_nodes, 'node')}" if world.num_nodes > 1 else ""
     lines = [
@@ -44,7 +45,7 @@ def start_lines(
         f"length     {_length(plan, windows)}",
     ]
     if log_dir is not None:
-        lines.append(f"logs       {shortened(log_dir)}")
+        lines += [f"logs       {shortened(log_dir)}", *_logs_no_step(loop)]
     if checkpoint_dir is not None:
         lines.append(f"saves      {shortened(checkpoint_dir)}")
     if run.resumed is not None:
@@ -54,6 +55,14 @@ def start_lines(
             f"resumes    {shortened(run.resumed[0])}: epoch {epoch}, batch {batch}, step {progress.global_step}"
         )
     return lines
+
+
+def _logs_no_step(loop: FitLoop) -> list[str]:
+    """Return a remark if the fit ends before the first step that is logged, unless the user asked for none."""
+    steps, every = loop.estimated_steps(), loop.plan.log_every_n_steps
+    if steps >= every or every == NEVER:
+        return []
+    return [f"           no values of steps: the fit has {steps}, and log_every_n_steps is {every}"]
 
 
 def _global_batch(run: Run, windows: Windows) -> str:
@@ -99,12 +108,11 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
             break
     if best or last:
         lines.append(f"checkpoint {shortened(best or last)}")
+    # A callback that stopped the fit would stop it again.
+    if last and not run.stop_reason:
         # "auto" searches the default directory of checkpoints.
-        found = Path(last).is_relative_to(checkpoint_dir)
-        given = "auto" if found else shortened(last)
-        # A callback that stopped the fit would stop it again.
-        longer = "" if run.stop_reason else ", with a higher limit to train for longer"
-        lines.append(f'resume     fit(..., ckpt_path="{given}"){longer}')
+        given = "auto" if Path(last).is_relative_to(checkpoint_dir) else shortened(last)
+        lines.append(f'resume     fit(..., ckpt_path="{given}"), with a higher limit to train for longer')
     if log_dir is not None:
         lines += _curves(Path(log_dir))
     return lines
@@ -113,12 +121,19 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
 def _curves(directory: Path) -> list[str]:
     """Return the command to display curves, depending on the loggers."""
     if next(directory.glob(_TENSORBOARD_FILES), None) is not None:
-        # Where the virtual environment is not activated, the program is beside the interpreter.
-        here = Path(sys.executable).with_name("tensorboard")
-        program = "tensorboard" if shutil.which("tensorboard") or not here.exists() else shortened(here)
-        return [f"curves     {shlex.quote(program)} --logdir {shlex.quote(shortened(directory))}"]
+        return [f"curves     {_tensorboard()} --logdir {shlex.quote(shortened(directory))}"]
     table = directory / "metrics.csv"
     return [f"metrics    {shortened(table)}"] if table.is_file() else []
+
+
+def _tensorboard() -> str:
+    """Return a command that starts TensorBoard, whether or not the virtual environment is activated."""
+    if shutil.which("tensorboard"):
+        return "tensorboard"
+    here = Path(sys.executable).with_name("tensorboard")
+    if here.exists():
+        return shlex.quote(shortened(here))
+    return f"{shlex.quote(sys.executable)} -m tensorboard.main"
 
 
 def report(run: Run, callbacks: list[Callback]) -> dict[str, Any]:

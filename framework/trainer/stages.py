@@ -112,7 +112,7 @@ def _begin(session: Session, loop: FitLoop) -> None:
     if not session.settings.barebones:
         logs = _log_directory(session) or (str(session.directory.path) if session.loggers else None)
         saves = session.checkpoint_directory() if session.checkpoint_callback is not None else None
-        session.note(box("phalanx", start_lines(run, loop.plan, loop.windows, logs, saves)))
+        session.note(box("phalanx", start_lines(loop, logs, saves)))
 
 
 def _end(session: Session, loop: FitLoop) -> None:

@@ -17,7 +17,7 @@ from ...framework.system.environment import build_tools, library_environment
 # The adapter uses private attributes of DeepSpeed (pieces, attributes, engine, update, swap), so a minor version that
 # was not tested is refused. pyproject.toml has the same range.
 _OLDEST, _TOO_NEW = (0, 19, 8), (0, 20)
-_INSTALL = "pip install 'phalanx[deepspeed]'"
+_INSTALL = "pip install 'deepspeed>=0.19.8,<0.20'"
 
 _PYTHON_HEADERS = f"Python's headers (Debian: python{sys.version_info[0]}.{sys.version_info[1]}-dev, or python3-dev)"
 # Patterns in the output of a failed build, and the remedy. The output contains commands too: only errors may match.

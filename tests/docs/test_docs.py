@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_script
 
 import phalanx
 
@@ -43,6 +44,14 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         compiled = compile(code, str(page), "exec", dont_inherit=True)
         if not info:
             exec(compiled, names)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+def test_the_blocks_of_the_first_pages_are_a_script(name: str) -> None:
+    done = run_script("\n".join(code for _, code in blocks(ROOT / name)))
+    assert done.returncode == 0, done.stdout
+    assert "ddp, 2 ranks" in done.stdout
+    assert "curves " in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -303,7 +303,7 @@ def test_missing_deepspeed_is_reported_with_the_command_to_install_it(monkeypatc
 
     monkeypatch.setattr(toolchain, "version", missing)
     with pytest.raises(
-        ConfigurationError, match=r"strategy='zero2' needs DeepSpeed.*pip install 'phalanx\[deepspeed\]'"
+        ConfigurationError, match=r"strategy='zero2' needs DeepSpeed.*: pip install 'deepspeed>=0.19.8,<0.20'"
     ):
         require_deepspeed("zero2")
 

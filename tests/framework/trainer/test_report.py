@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,8 @@ def test_the_boxes_name_files_that_exist(
     fitted(tmp_path, logger="tensorboard", callbacks=[ModelCheckpoint(monitor="val_loss")])
     text = capsys.readouterr().out
     first = shown(text, "phalanx")
-    assert first[3:] == ["logs       phalanx_logs/version_0", "saves      phalanx_logs/version_0/checkpoints"]
+    remark = "no values of steps: the fit has 8, and log_every_n_steps is 50"
+    assert first[3:] == ["logs       phalanx_logs/version_0", remark, "saves      phalanx_logs/version_0/checkpoints"]
     last = dict(line.split(maxsplit=1) for line in shown(text, "done"))
     assert last["trained"] == "8 optimizer steps, 1 epoch"
     assert last["best"] == "val_loss = 1"
@@ -158,10 +161,42 @@ def test_a_stop_gives_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[s
                 self.trainer.request_stop("enough is enough")
 
     trainer = Trainer(
-        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False
+        accelerator="cpu", max_epochs=3, logger=False, enable_progress_bar=False, default_root_dir=tmp_path
     )
     trainer.fit(Stopping(), loader(32))
-    assert shown(capsys.readouterr().out, "done")[0].endswith(": enough is enough")
+    trained, *others = shown(capsys.readouterr().out, "done")
+    assert trained.endswith(": enough is enough")
+    # The same fit would stop there again.
+    assert [line.split()[0] for line in others] == ["checkpoint"]
+
+
+@pytest.mark.parametrize(("log_every", "remark"), [(9, True), (8, False), (0, False)])
+def test_a_fit_that_ends_before_the_first_logged_step_is_remarked_on(
+    log_every: int, remark: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted(tmp_path, logger="csv", enable_checkpointing=False, log_every_n_steps=log_every)
+    text = capsys.readouterr().out
+    assert ("the fit has 8, and log_every_n_steps is 9" in text) is remark
+    assert ("no values of steps" in text) is remark
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_the_command_for_curves_runs_where_the_environment_is_not_activated(
+    is_beside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_beside:
+        link = tmp_path / "a folder" / "python"
+        link.parent.mkdir()
+        link.symlink_to(sys.executable)
+        monkeypatch.setattr(sys, "executable", str(link))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    fitted(tmp_path, logger="tensorboard", enable_checkpointing=False)
+    last = dict(line.split(maxsplit=1) for line in shown(capsys.readouterr().out, "done"))
+    program, *arguments = shlex.split(last["curves"])
+    assert Path(program).absolute() == Path(sys.executable).with_name("tensorboard" if is_beside else "python")
+    assert arguments[: -2 if is_beside else 2] == ([] if is_beside else ["-m", "tensorboard.main"])
+    assert importlib.util.find_spec("tensorboard.main") is not None
+    assert list(Path(arguments[-1]).glob("events.out.tfevents.*"))
 
 
 def test_nothing_is_shown_when_measuring(capfd: pytest.CaptureFixture[str]) -> None:
