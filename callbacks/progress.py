@@ -68,7 +68,7 @@ class ProgressBar(Callback):
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
-        self._active = trainer.is_global_zero and self._shown
+        self._active = trainer.is_global_zero and trainer.verbose and self._shown
         self._frames.clear()
         self._next_look = _NEVER
         if self._active:

@@ -35,7 +35,7 @@ class ModelSummary(Callback):
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: TrainerView, module: TrainModule) -> None:
-        if trainer.is_global_zero and self.max_depth != 0:
+        if trainer.is_global_zero and trainer.verbose and self.max_depth != 0:
             trainer.note(summarize(module, self.max_depth))
 
 

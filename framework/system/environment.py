@@ -17,6 +17,7 @@ from .launcher_env import ATTEMPT, ERROR_DIR, LOOPBACK, RUN, STORE_FD, Job, Plac
 from .redaction import hiding
 
 _NVME_PATH = "PHALANX_NVME_PATH"
+_QUIET = "PHALANX_QUIET"
 
 
 def environment_placement(num_nodes: int = 1) -> Placement:
@@ -94,6 +95,11 @@ def adopt_environment(environment: dict[str, str]) -> None:
 def nvme_path() -> str | None:
     """Return the default folder for offloaded state, or None."""
     return os.environ.get(_NVME_PATH) or None
+
+
+def is_quiet() -> bool:
+    """Whether the user wants to see warnings and errors only."""
+    return os.environ.get(_QUIET, "0") not in ("", "0")
 
 
 def build_tools() -> tuple[str, list[str]]:

@@ -81,7 +81,8 @@ def choose_strategy(session: Session, request: StageRequest) -> None:
     if not _is_small(module, resources, memory):
         measured = world.all_gather_object(_measure(session, request, memory, None))
         plan = _plan(session, module, memory, _maximum(measured))
-        session.note(plan.table(candidates(world.size)))
+        if session.settings.verbose:
+            session.note(plan.table(candidates(world.size)))
         name = plan.chosen
     if name != resources.strategy.name:
         session.fabric.use_strategy(STRATEGIES.load(name)())

@@ -10,6 +10,7 @@ from typing import Any
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
 from ..parallel.optimizer_step import check_clipping
+from ..system.environment import is_quiet
 from .rules import Limit
 from .settings import TrainerSettings
 
@@ -53,6 +54,11 @@ class Settings:
     def barebones(self) -> bool:
         """Whether all optional features that cost time are disabled."""
         return self.given.barebones
+
+    @property
+    def verbose(self) -> bool:
+        """Whether the run shows more than warnings and errors."""
+        return self.given.verbose and not self.given.barebones and not is_quiet()
 
     @property
     def shards_data(self) -> bool:

@@ -58,6 +58,7 @@ class SettingProperties:
     gradient_clip_val = Setting(lambda settings: settings.clipping[0])
     gradient_clip_algorithm = Setting(lambda settings: settings.clipping[1])
     barebones = Setting(lambda settings: settings.barebones)
+    verbose = Setting(lambda settings: settings.verbose)
     reload_dataloaders_every_n_epochs = Setting(lambda settings: settings.given.reload_dataloaders_every_n_epochs)
     default_root_dir = Setting(lambda settings: str(settings.root))
 

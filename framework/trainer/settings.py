@@ -94,6 +94,12 @@ class TrainerSettings:
     enable_checkpointing: bool | None = _setting(None, "whether to save checkpoints by default.", flag)
     enable_progress_bar: bool | None = _setting(None, "whether to show a progress bar.", flag)
     enable_model_summary: bool | None = _setting(None, "whether to show a table of the layers.", flag)
+    verbose: bool = _setting(
+        True,
+        "whether to show summaries, progress bars and the results of ``validate`` and ``test``; warnings and errors "
+        "are always shown. The environment variable ``PHALANX_QUIET=1`` has the same effect as False.",
+        flag,
+    )
     accumulate_grad_batches: int | Mapping[int, int] | AccumulationSchedule = _setting(
         1, "micro-batches of each optimizer step: a number, ``{epoch: number}``, or a schedule."
     )

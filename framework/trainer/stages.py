@@ -109,7 +109,7 @@ def _begin(session: Session, loop: FitLoop) -> None:
             "types that no file keeps: pass them to load_from_checkpoint, or leave them out with "
             "save_hyperparameters(ignore=...)."
         )
-    if not session.settings.barebones:
+    if session.settings.verbose:
         logs = _log_directory(session) or (str(session.directory.path) if session.loggers else None)
         saves = session.checkpoint_directory() if session.checkpoint_callback is not None else None
         session.note(box("phalanx", start_lines(loop, logs, saves)))
@@ -123,7 +123,7 @@ def _end(session: Session, loop: FitLoop) -> None:
         return
     if session.writes:
         _keep(session, REPORT, report(run, session.callbacks))
-    if not session.settings.barebones:
+    if session.settings.verbose:
         session.note(
             box("done", end_lines(run, session.callbacks, _log_directory(session), session.directory.checkpoints))
         )

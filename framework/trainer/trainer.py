@@ -182,7 +182,7 @@ class Trainer(TrainerActions):
         flag("verbose", verbose)
         request = self._evaluation_request(stage, model, dataloaders, ckpt_path, datamodule)
         results: list[dict[str, float]] = self._launched_or_here(stage, request)
-        if verbose and not self.settings.barebones:
+        if verbose and self.settings.verbose:
             for metrics in results:
                 shown = ", ".join(f"{name} = {value:.5g}" for name, value in sorted(metrics.items()))
                 self.note(f"{stage}: {shown or 'nothing was logged'}")

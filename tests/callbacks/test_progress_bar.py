@@ -127,7 +127,7 @@ def test_rich_is_not_imported_where_there_is_no_terminal(tmp_path: Path) -> None
         "import sys\n"
         "from phalanx.callbacks import ProgressBar\n"
         "from types import SimpleNamespace as N\n"
-        "ProgressBar().setup(N(is_global_zero=True), None, 'fit')\n"
+        "ProgressBar().setup(N(is_global_zero=True, verbose=True), None, 'fit')\n"
         "print('rich' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

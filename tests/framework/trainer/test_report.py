@@ -207,6 +207,36 @@ def test_nothing_is_shown_when_measuring(capfd: pytest.CaptureFixture[str]) -> N
     assert captured.out + captured.err == ""
 
 
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_a_quiet_trainer_shows_warnings_only(
+    by_variable: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noting(Watched):
+        def on_train_start(self) -> None:
+            self.trainer.note("a warning")
+
+    if by_variable:
+        monkeypatch.setenv("PHALANX_QUIET", "1")
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, verbose=by_variable,
+                      callbacks=["progress_bar", "model_summary"], log_every_n_steps=1)  # fmt: skip
+    trainer.fit(Noting(), loader(32), loader(8))
+    trainer.validate(Watched(), loader(8))
+    trainer.print("asked for")
+    captured = capfd.readouterr()
+    assert captured.out == "a warning\nasked for\n"
+    assert captured.err == ""
+    assert (trainer.run_dir / "report.json").exists()
+
+
+@pytest.mark.parametrize("given", ["0", "", None])
+def test_the_variable_can_be_off(
+    given: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PHALANX_QUIET", raising=False) if given is None else monkeypatch.setenv("PHALANX_QUIET", given)
+    fitted(tmp_path, enable_checkpointing=False)
+    assert "┌─ phalanx" in capsys.readouterr().out
+
+
 def test_evaluation_shows_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = fitted(tmp_path, enable_checkpointing=False)
     capsys.readouterr()
@@ -255,6 +285,16 @@ def test_two_ranks_show_each_line_once_and_warn_of_nothing() -> None:
     # What others than rank 0 print is in the files of the run.
     assert done.stdout.count("LEFT 4") == 1
     assert "Warning" not in done.stdout
+
+
+def test_two_quiet_ranks_show_nothing_of_their_own() -> None:
+    done = run_script(_SCRIPT, env={"PHALANX_QUIET": "1"})
+    assert (done.returncode, done.stdout) == (0, "LEFT 4\n")
+    failing = _SCRIPT.replace("loss = self", "raise ValueError('planted')\n        loss = self")
+    done = run_script(failing, env={"PHALANX_QUIET": "1"})
+    assert done.returncode == 1
+    assert "ValueError: planted" in done.stdout
+    assert "┌" not in done.stdout
 
 
 def test_the_other_ranks_say_nothing(tmp_path: Path) -> None:
