@@ -209,7 +209,8 @@ def _run(request: Request, descriptors: list[int]) -> NoReturn:
     os.chdir(request.directory)
     command = [sys.executable, request.script, *request.arguments]
     rank = fork_server_main.RankRequest(request.environment, request.inherited)
-    fork_server_main._become_rank(rank, [descriptors[0], os.dup(descriptors[0]), *descriptors[1:]], command)
+    streams = [os.open(os.devnull, os.O_RDONLY), descriptors[0], os.dup(descriptors[0])]
+    fork_server_main._become_rank(rank, [*streams, *descriptors[1:]], command)
     _apply_environment()
     fork_server.subprocess = _WarmServer()  # type: ignore[attr-defined,assignment]
     path = [*sys.path]

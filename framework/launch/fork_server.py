@@ -89,14 +89,13 @@ class ForkServer:
         return self._is_ready or not self.is_alive()
 
     def fork(
-        self, environment: Mapping[str, str], stdout: int, stderr: int, inherited: Mapping[str, int]
+        self, environment: Mapping[str, str], streams: tuple[int, int, int], inherited: Mapping[str, int]
     ) -> ForkedProcess:
         """Start a rank.
 
         Args:
             environment: the environment variables of the rank.
-            stdout: the file descriptor of its standard output.
-            stderr: the file descriptor of its standard error.
+            streams: the file descriptors of its standard input, output and error.
             inherited: maps the name of an environment variable to a file descriptor. The rank gets a duplicate of the
                 descriptor, and its number as the value of the variable.
 
@@ -111,7 +110,7 @@ class ForkServer:
             self._connection.send(tuple(RankRequest({**environment}, [*inherited])))
             with socket.socket(fileno=os.dup(self._connection.fileno())) as rank_socket:
                 rank_socket.settimeout(None)
-                sendfds(rank_socket, [stdout, stderr, *inherited.values()])
+                sendfds(rank_socket, [*streams, *inherited.values()])
             if not self._connection.poll(_ANSWER_SECONDS):
                 raise ServerGone
             answer: int | OSError = self._connection.recv()

@@ -37,6 +37,8 @@ NAME = b"phalanx-forks"
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 """Signals that may be sent to a rank as soon as it exists; they are blocked until it can handle them."""
 READY = "ready"
+NUM_STANDARD = 3
+"""The descriptors of standard input, output and error."""
 NO_RANK = 0
 """The reply if a rank could not use an accelerator, because an imported module has initialized it already."""
 _PR_SET_PDEATHSIG = 1
@@ -63,7 +65,7 @@ class Preparation(NamedTuple):
 
 
 class RankRequest(NamedTuple):
-    """A rank to fork. Its descriptors follow: standard output, standard error, and one for each of ``inherited``."""
+    """A rank to fork. Its descriptors follow: standard input, output and error, and one for each of ``inherited``."""
 
     environment: dict[str, str]
     inherited: list[str]
@@ -79,7 +81,7 @@ def serve(connection: Connection, name: bytes) -> tuple[RankRequest, list[int]]:
             # The supervisor needs no more ranks. A regular exit would tear down all imported modules, which takes time.
             os._exit(0)
         with socket(fileno=os.dup(connection.fileno())) as line:
-            descriptors = recvfds(line, 2 + len(request.inherited))
+            descriptors = recvfds(line, NUM_STANDARD + len(request.inherited))
         answer = _fork_rank(connection)
         if answer is None:
             _process_name(name)
@@ -171,12 +173,13 @@ def _import(preparation: Preparation) -> None:
 
 def _become_rank(request: RankRequest, descriptors: Sequence[int], command: list[str]) -> None:
     """Set the state with which a new process would start."""
-    for descriptor, standard in zip(descriptors, (1, 2), strict=False):
+    for standard, descriptor in enumerate(descriptors[:NUM_STANDARD]):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(request.environment)
-    os.environ.update({name: str(number) for name, number in zip(request.inherited, descriptors[2:], strict=True)})
+    numbers = zip(request.inherited, descriptors[NUM_STANDARD:], strict=True)
+    os.environ.update({name: str(number) for name, number in numbers})
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
@@ -227,7 +230,7 @@ def main() -> NoReturn:
     if _SEARCHES_OWN_FOLDER:
         # This file's own folder: its modules must not shadow those of the script.
         del sys.path[0]
-    # The standard input is the connection to the supervisor; a rank gets an empty one.
+    # The standard input is the connection to the supervisor; a rank gets the one of its request.
     connection = Connection(os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -138,10 +139,10 @@ class _ScriptLauncher:
 
     def _start(self, context: LaunchContext, rank: int, output: RankOutput) -> Process:
         environment, inherited = context.environment(rank), context.inherited(rank)
-        with output.streams(rank) as (stdout, stderr):
+        with _standard_input(rank) as stdin, output.streams(rank) as (stdout, stderr):
             if self._server is not None and self._server.is_alive():
                 try:
-                    return self._server.fork(environment, stdout, stderr, inherited)
+                    return self._server.fork(environment, (stdin, stdout, stderr), inherited)
                 except ServerGone:
                     # The server may have forked a process whose pid never arrived: it is killed as a stray.
                     self._can_fork = False
@@ -151,11 +152,27 @@ class _ScriptLauncher:
                 self._script.command,
                 env=environment,
                 pass_fds=[*inherited.values()],
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 preexec_fn=die_with_parent(),
             )
+
+
+@contextlib.contextmanager
+def _standard_input(rank: int) -> Iterator[int]:
+    """Yield the descriptor of a rank's standard input: rank 0 has that of this process, others an empty one."""
+    descriptor = -1
+    if rank == 0:
+        # This process may have no standard input.
+        with contextlib.suppress(OSError):
+            descriptor = os.dup(0)
+    if descriptor < 0:
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _amend_report(verdict: Verdict, directory: Path | None) -> None:

@@ -67,6 +67,8 @@ def rank_environment(
         "OMP_NUM_THREADS": str(threads),
         # A rank that is killed loses no output.
         "PYTHONUNBUFFERED": "1",
+        # Only rank 0 can read from the terminal: on the others breakpoint() has no effect.
+        **({} if rank == 0 else {"PYTHONBREAKPOINT": "0"}),
         **inherited,
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

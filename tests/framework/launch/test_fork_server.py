@@ -157,11 +157,11 @@ def test_a_server_that_cannot_fork_reports_it(tmp_path: Path, monkeypatch: pytes
         wait_until(server.is_ready_or_ended)
         for _ in range(2):
             with pytest.raises(ServerGone):
-                server.fork({}, 1, 2, {})
+                server.fork({}, (0, 1, 2), {})
             assert server.is_alive()
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(ServerGone):
-            server.fork({}, 1, 2, {})
+            server.fork({}, (0, 1, 2), {})
         wait_until(lambda: not server.is_alive())
         assert server.is_ready_or_ended()
     finally:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ranks import end_session
@@ -45,13 +46,24 @@ if __name__ == "__main__":
 """
 
 
-def run_in_terminal(root: Path, seconds: float, *pauses: float) -> tuple[int, str, float]:
-    """Run the script, whose steps last so long from the third on, and press Ctrl-C in that after each of the pauses.
+# Every rank reaches the breakpoint.
+DEBUGGED = SCRIPT.replace(
+    """        if self.global_step >= 2:
+            time.sleep(float(seconds))
+""",
+    """        answer = 41
+        if self.global_step == 2:
+            breakpoint()
+            print("ANSWER", answer, "ON", self.global_rank, flush=True)
+""",
+).replace("default_root_dir=root", "default_root_dir=root, verbose=False, stall_timeout=float(seconds)")
 
-    Return its exit code, what the terminal showed, and how long it took from the last press to its end.
-    """
+
+@contextlib.contextmanager
+def in_terminal(root: Path, source: str, seconds: float) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Run a script in a terminal of its own; yield its process and the other end of the terminal."""
     script = root / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(source)
     terminal, inside = pty.openpty()
 
     def take_terminal() -> None:
@@ -64,6 +76,19 @@ def run_in_terminal(root: Path, seconds: float, *pauses: float) -> tuple[int, st
     )  # fmt: skip
     os.close(inside)
     try:
+        yield process, terminal
+    finally:
+        end_session(process.pid)
+        process.wait()
+        os.close(terminal)
+
+
+def run_in_terminal(root: Path, seconds: float, *pauses: float) -> tuple[int, str, float]:
+    """Run the script, whose steps last so long from the third on, and press Ctrl-C in that after each of the pauses.
+
+    Return its exit code, what the terminal showed, and how long it took from the last press to its end.
+    """
+    with in_terminal(root, SCRIPT, seconds) as (process, terminal):
         shown = read_until(terminal, b"AT STEP 2")
         pressed = time.monotonic()
         for pause in pauses:
@@ -73,10 +98,6 @@ def run_in_terminal(root: Path, seconds: float, *pauses: float) -> tuple[int, st
         shown += read_until(terminal, None)
         code = process.wait(30.0)
         return code, shown.decode(errors="replace"), time.monotonic() - pressed
-    finally:
-        end_session(process.pid)
-        process.wait()
-        os.close(terminal)
 
 
 def read_until(terminal: int, text: bytes | None, seconds: float = 60.0) -> bytes:
@@ -107,3 +128,29 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
     # Its step would take as long again, and more.
     assert seconds < 12.0
     assert not list(tmp_path.rglob("preempted.ckpt"))
+
+
+def test_a_breakpoint_stops_rank_0_in_the_terminal_for_longer_than_a_stall_may_last(tmp_path: Path) -> None:
+    with in_terminal(tmp_path, DEBUGGED, 1.0) as (process, terminal):
+        shown = read_until(terminal, b"(Pdb) ")
+        time.sleep(3.0)
+        os.write(terminal, b"answer += 1\n")
+        shown += read_until(terminal, b"(Pdb) ")
+        os.write(terminal, b"c\n")
+        shown += read_until(terminal, None)
+        assert process.wait(30.0) == 0, shown.decode(errors="replace")
+    assert b"ANSWER 42 ON 0" in shown
+    # On the other rank the breakpoint had no effect.
+    (file,) = tmp_path.rglob("rank_1.log")
+    assert "ANSWER 41 ON 1" in file.read_text()
+
+
+def test_a_debugger_reads_commands_from_a_pipe(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(DEBUGGED)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), "60"],
+        input="answer += 2\nc\n", capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ANSWER 43 ON 0" in done.stdout
