@@ -11,6 +11,7 @@ from ..core.precision import Precision, resolve_precision
 from ..core.registry import STRATEGIES
 from ..distributed.rendezvous import is_initialized
 from ..distributed.world import World, placement
+from ..system.environment import usable_cores
 from ..system.launcher_env import Placement, check_devices
 from .strategy import Strategy
 
@@ -47,6 +48,18 @@ class Resources:
     def must_launch(self) -> bool:
         """Whether ranks must be started: several are requested, and no launcher has started this process."""
         return self.world_size > 1 and self.place.launcher is None and self.place.size == 1
+
+    @property
+    def crowding(self) -> str | None:
+        """A warning if there are more ranks on this machine's CPU than it has cores; else None."""
+        cores = usable_cores()
+        if self.device_type != "cpu" or self.devices <= cores:
+            return None
+        share = "one core" if cores == 1 else f"{cores} cores"
+        return (
+            f"{self.devices} ranks share {share}, so each of them waits for the others most of the time: set "
+            f"devices to at most {cores}, or use more machines."
+        )
 
     def update_placement(self) -> None:
         """Read this process's rank again. Called in a rank that was forked after the placement was first read."""

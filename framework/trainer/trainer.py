@@ -65,6 +65,9 @@ class Trainer(TrainerActions):
             accumulation=settings.accumulation,
         )
         _set_backends(given.deterministic, given.benchmark)
+        # Ranks that phalanx has started follow a process that has shown it.
+        if fabric.resources.place.launcher != "phalanx" and (crowding := fabric.resources.crowding):
+            self.note(crowding)
 
     # ---- entry points ---------------------------------------------------------------------------------------------
 

@@ -341,3 +341,24 @@ def test_the_directory_of_logs_is_shown_where_a_logger_has_a_version(
     logger = CSVLogger(tmp_path, name="exp", version="mine")
     silent_trainer(devices=1, max_epochs=1, logger=logger).fit(Regressor(), loader(8))
     assert re.search(rf"logs +{re.escape(str(tmp_path / 'exp' / 'mine'))} ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "told"), [(64, 2, "2 cores"), (2, 2, ""), (3, 2, "2 cores"), (2, 1, "one core")]
+)
+def test_more_ranks_than_cores_are_remarked_on(
+    ranks: int, cores: int, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.framework.parallel.resources.usable_cores", lambda: cores)
+    Trainer(accelerator="cpu", devices=ranks)
+    shown = f"{ranks} ranks share {told}, so each of them waits for the others most of the time: set devices to at most"
+    text = capsys.readouterr().out
+    assert text.count("\n") == bool(told)
+    assert not told or text == f"{shown} {cores}, or use more machines.\n"
+
+
+def test_more_ranks_than_cores_are_remarked_on_once() -> None:
+    done = run_script("import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" + _SCRIPT)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("ranks share one core") == 1
+    assert done.stdout.startswith("2 ranks share one core")
