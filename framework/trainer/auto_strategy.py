@@ -169,6 +169,8 @@ def _measure(session: Session, request: StageRequest, memory: Memory, activation
     try:
         built = without_data(module)
         size = size_of(built)
+        # configure_optimizers may read settings, such as the number of epochs.
+        built.use_trainer(session.view)
     except Exception as error:
         notes.append(f"Layers that configure_model builds are not counted: {_summary(error)}")
     optimizers = 1

@@ -79,22 +79,6 @@ class Settings:
         # A fraction above 0 uses at least one batch.
         return max(1, int(total * limit)) if limit and total else 0
 
-    def document(self) -> dict[str, Any]:
-        """Return the settings as they are written into the directory of a run."""
-        given = self.given
-        limits = ("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "limits", "overfit_batches")
-        intervals = ("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps")
-        return {
-            **{name: getattr(self, name) for name in (*limits, *intervals, "clipping")},
-            "nonfinite": given.nonfinite,
-            "debug": given.debug,
-            "fast_dev_run": self.fast_dev_run,
-            "barebones": given.barebones,
-            "detect_anomaly": given.detect_anomaly,
-            "reload_every": given.reload_dataloaders_every_n_epochs,
-            "root": self.root,
-        }
-
 
 def resolve_settings(given: TrainerSettings) -> Settings:
     """Apply every rule, then the rules between arguments.

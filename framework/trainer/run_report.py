@@ -1,4 +1,4 @@
-"""The summary of a fit on the console before the first and after the last step, and the report file."""
+"""The summary of a fit on the console before the first and after the last step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..api.callback import Callback, saved_by
 from .resolved_settings import NEVER
+from .run_documents import checkpoints
 
 if TYPE_CHECKING:
     from ..data.accumulation_window import Windows
@@ -99,10 +100,8 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
     steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
     nothing = run.resumed is not None and run.resumed[1] == progress.global_batch
     lines = [f"trained    {'nothing more: it had finished after ' if nothing else ''}{steps}, {epochs}{reason}"]
-    records = saved_by(callbacks)
-    best = next((saved.best_model_path for saved in records if saved.best_model_path), "")
-    last = next((saved.last_model_path for saved in records if saved.last_model_path), "") or best
-    for saved in records:
+    best, last = checkpoints(callbacks)
+    for saved in saved_by(callbacks):
         if saved.monitor is not None and saved.best_model_score is not None:
             lines.append(f"best       {saved.monitor} = {float(saved.best_model_score):.5g}")
             break
@@ -134,19 +133,6 @@ def _tensorboard() -> str:
     if here.exists():
         return shlex.quote(shortened(here))
     return f"{shlex.quote(sys.executable)} -m tensorboard.main"
-
-
-def report(run: Run, callbacks: list[Callback]) -> dict[str, Any]:
-    """Return the outcome of a fit, for the report in the run's directory."""
-    progress = run.progress
-    best = next((str(saved.best_model_path) for saved in saved_by(callbacks) if saved.best_model_path), None)
-    return {
-        "epochs": progress.epoch,
-        "optimizer_steps": progress.global_step,
-        "stopped": run.stop_reason,
-        "best_checkpoint": best,
-        "metrics": {name: float(value) for name, value in run.metrics.view("callback").items()},
-    }
 
 
 def shortened(path: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,8 @@ class Session:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     state: TrainerState = field(default_factory=TrainerState)
     seed: int = 0
+    began: float = 0.0
+    """``time.time()`` at the start of the last stage."""
     run: Run | None = None
     """The run in progress; None between runs."""
     loop: FitLoop | None = None
@@ -102,6 +105,7 @@ class Session:
     def begin(self, stage: str, request: StageRequest) -> None:
         """Start a stage with the module and the data of a request."""
         self.state = TrainerState(stage, "running")
+        self.began = time.time()
         self.records.begin(stage)
         self.module, self.datamodule = request.module, request.datamodule
         self.compiler = request.compiler

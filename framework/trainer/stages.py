@@ -16,12 +16,14 @@ from ..launch.slurm import TimeLimit
 from ..loop import evaluate, predict
 from ..state import encode_known
 from ..system.environment import current_job, hiding_secrets, own_records
+from ..system.failure_records import exit_code_of
 from ..system.redaction import without_secrets
 from ..system.run_directory import REPORT
 from ..trainer import assemble_evaluation, assemble_fit, choose_strategy
 from ..watchdog import watched
 from .compiled_module import compiled_steps
-from .run_report import box, end_lines, report, start_lines
+from .run_documents import add_results, configuration, report
+from .run_report import box, end_lines, start_lines
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -38,6 +40,11 @@ def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
         run, plan = assemble_evaluation(session, request, stage)
         results: Any = predict(run, plan, request.keep_predictions) if stage == "predict" else evaluate(run, plan)
         run.loggers.finalize("success")
+        if stage != "predict" and session.directory.claimed and run.world.is_global_zero:
+            try:
+                add_results(session, stage, results)
+            except StorageError as error:
+                session.note(f"{REPORT} lacks the results of {stage}: {error}")
         return results
 
 
@@ -101,7 +108,7 @@ def _begin(session: Session, loop: FitLoop) -> None:
             "and only rank 0 traces the module. Record it in a run with strategy='ddp' or on one device."
         )
     if session.writes:
-        _keep(session, "config.json", _configuration(session))
+        _keep(session, "config.json", configuration(session))
     _, unsaved = encode_known(dict(run.module.hparams))
     if unsaved and session.checkpoint_callback is not None:
         session.note(
@@ -122,7 +129,7 @@ def _end(session: Session, loop: FitLoop) -> None:
     if not run.world.is_global_zero:
         return
     if session.writes:
-        _keep(session, REPORT, report(run, session.callbacks))
+        _keep(session, REPORT, report(session, run, 0))
     if session.settings.verbose:
         session.note(
             box("done", end_lines(run, session.callbacks, _log_directory(session), session.directory.checkpoints))
@@ -154,7 +161,7 @@ def _fail(session: Session, stage: str, error: BaseException) -> None:
     if run.world.is_global_zero and session.writes and stage == "fit":
         message = hiding_secrets()(f"{type(error).__name__}: {error}")
         with suppress(Exception):
-            session.directory.write_json(REPORT, report(run, session.callbacks) | {"stopped": message})
+            session.directory.write_json(REPORT, report(session, run, exit_code_of(error)) | {"stopped": message})
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
 
@@ -185,19 +192,6 @@ def _release(session: Session, request: StageRequest) -> None:
     request.module.detach()
     session.directory.release()
     session.forget_run()
-
-
-def _configuration(session: Session) -> dict[str, Any]:
-    """Return the resolved settings, as they are written into the run's directory."""
-    resources = session.fabric.resources
-    return {
-        "strategy": resources.strategy.name,
-        "world_size": resources.world_size,
-        "precision": resources.precision.name,
-        "seed": session.seed,
-        **session.settings.document(),
-        "accumulation": str(session.accumulation),
-    }
 
 
 def _log_directory(session: Session) -> str | None:

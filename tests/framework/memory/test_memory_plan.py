@@ -472,3 +472,21 @@ def test_the_documented_bytes_for_each_parameter_are_those_of_the_formulas(preci
         needs = footprint(LAYOUTS[name], ModelSize(64_000), world, resolve_precision(precision))
         told = [eval(cell or "0", {"W": ranks}) for cell in cells]
         assert [round(64_000 * each) for each in told] == [needs.device.held, needs.host.held, needs.disk.held], name
+
+
+@pytest.mark.parametrize(
+    ("read", "note"),
+    [("max_epochs", ""), ("estimated_stepping_batches", "known from configure_optimizers of the first")],
+)
+def test_a_plan_lets_configure_optimizers_read_the_trainer(read: str, note: str) -> None:
+    class Reading(Regressor):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            assert getattr(self.trainer, read) > 0
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Reading()
+    plan = str(silent_trainer(devices=1, max_epochs=2).plan(module, loader()))
+    assert ("Optimizer state is counted as Adam's" in plan) is bool(note)
+    assert note in plan
+    with pytest.raises(ConfigurationError, match="belongs to no run"):
+        _ = module.trainer

@@ -125,7 +125,7 @@ def test_the_boxes_name_files_that_exist(
     assert list(Path("phalanx_logs/version_0").glob("events.out.tfevents.*"))
     report = json.loads(Path("phalanx_logs/version_0/report.json").read_text())
     assert (report["epochs"], report["optimizer_steps"]) == (1, 8)
-    assert json.loads(Path("phalanx_logs/version_0/config.json").read_text())["max_epochs"] == 1
+    assert json.loads(Path("phalanx_logs/version_0/config.json").read_text())["resolved"]["max_epochs"] == 1
     # The command that is shown.
     again = Trainer(accelerator="cpu", logger="tensorboard", enable_progress_bar=False, max_epochs=2,
                     enable_model_summary=False, callbacks=[ModelCheckpoint(monitor="val_loss")])  # fmt: skip
