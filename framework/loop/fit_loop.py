@@ -38,6 +38,11 @@ from .fit_plan import FitPlan, estimate_steps
 from .fit_validation import FitValidation
 from .manual_step import ManualStep
 
+_REDUCED = NoLog(
+    "on_train_epoch_end of a callback that monitors, which runs after the metrics of the epoch are reduced",
+    "log in an earlier hook, or set monitors = False in the callback",
+)
+
 
 class FitLoop:
     """One fit: the accumulation windows of its data, the training step, and the plan of limits and intervals."""
@@ -79,6 +84,7 @@ class FitLoop:
         run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         with logging_to(run, NoLog("on_fit_start", "log in on_train_start instead")):
             run.call("on_fit_start")
+        outside = run.module.log_to(run.train_log)
         self.validation.sanity_check()
         run.call("on_train_start")
         agree(self.run)
@@ -100,6 +106,7 @@ class FitLoop:
             # The save is complete before the hooks at the end run, so that the paths that they report exist.
             run.saver.finish()
             run.call("on_fit_end")
+        run.module.log_to(outside)
         if run.progress.epoch_ended:
             run.progress.next_epoch()
 
@@ -230,8 +237,9 @@ class FitLoop:
         if whole:
             run.update_learning_rates("epoch")
             progress.end_epoch()
-        for hook in after:
-            hook()
+        with logging_to(run, _REDUCED):
+            for hook in after:
+                hook()
         agree(self.run)
 
     def _call_epoch_start(self, begins: bool) -> None:

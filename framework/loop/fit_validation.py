@@ -6,10 +6,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ..distributed.control import Signal
+from ..metrics.no_log import NoLog
 from ..resume.preempted_save import agree
 from ..resume.rank_state import redone
 from ..run.run import Run
-from .evaluation_loop import EvaluationPlan, evaluate
+from .evaluation_loop import EvaluationPlan, evaluate, logging_to
 from .fit_plan import FitPlan
 
 
@@ -97,11 +98,12 @@ class FitValidation:
         limit = plan.sanity_batches
         short = [limit if own is None else own if limit is None else min(own, limit) for own in whole.limits]
         run.set_sanity_checking(True)
-        run.call("on_sanity_check_start")
         trial = EvaluationPlan(
             whole.stage, whole.sources, short, whole.transfer, whole.inference_mode, noted=whole.noted
         )
-        evaluate(run, trial)
-        run.call("on_sanity_check_end")
+        with logging_to(run, NoLog("a hook of the sanity check", "use on_validation_start or on_validation_epoch_end")):
+            run.call("on_sanity_check_start")
+            evaluate(run, trial)
+            run.call("on_sanity_check_end")
         run.set_sanity_checking(False)
         run.metrics.clear()

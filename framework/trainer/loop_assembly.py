@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import ConfigurationError
+from ..core.errors import CheckpointError, ConfigurationError
 from ..data.accumulation_window import Windows
 from ..loop.evaluation_loop import EvaluationPlan
 from ..loop.fit_loop import FitLoop
@@ -124,3 +124,21 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
             )
         plan.validate_every_batches, plan.validate_at_epoch_end = max(1, int(batches * interval)), False
     return plan
+
+
+def check_limits(loop: FitLoop, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that was saved beyond ``max_epochs`` or ``max_steps``, before anything is restored from it.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    plan, progress = loop.plan, loop.run.progress
+    for name, limit, reached, what in (
+        ("max_epochs", plan.max_epochs, progress.epoch + progress.epoch_ended, "epochs"),
+        ("max_steps", plan.max_steps, progress.global_step, "optimizer steps"),
+    ):
+        if limit is not None and 0 <= limit < reached:
+            raise CheckpointError(
+                f"{checkpoint.path} was saved after {reached} {what}, but {name}={limit}: raise {name} to "
+                "continue training."
+            )

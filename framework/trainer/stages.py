@@ -14,6 +14,7 @@ from ..launch.exit_hooks import install_rank_hooks
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
 from ..loop import evaluate, predict
+from ..metrics.no_log import OUTSIDE_LOOPS
 from ..state import encode_known
 from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.redaction import without_secrets
@@ -145,6 +146,7 @@ def _fail(session: Session, stage: str, error: BaseException) -> None:
     run = session.run
     if run is None:
         return
+    run.module.log_to(OUTSIDE_LOOPS)
     for callback in run.callbacks:
         if callback.wants("on_exception"):
             try:
@@ -182,6 +184,8 @@ def _release(session: Session, request: StageRequest) -> None:
         if run.restore_layers is not None:
             run.restore_layers()
         run.world.close()
+        for callback in run.callbacks:
+            callback.log_through(None)
     request.module.detach()
     session.directory.release()
     session.forget_run()
