@@ -53,6 +53,13 @@ class DataModule(HyperparametersMixin):
     def teardown(self, stage: str) -> None:
         """Undo ``setup``; called on all ranks at the end of a stage."""
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Release what ``setup`` has opened: the stage has ended with this error. No collective.
+
+        Called after the callbacks' ``on_exception``, in place of ``teardown``. An exception of this hook is printed,
+        and does not replace the error.
+        """
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch to transfer."""
         return batch

@@ -12,6 +12,7 @@ from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, is_count
 from ..launch import launch_script
+from ..metrics.hparams_text import hyperparameters_to_log
 from ..resume.resume_point import checked_checkpoint_path
 from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
@@ -95,6 +96,8 @@ class Trainer(TrainerActions):
         given = {"train": train_dataloaders, "validate": val_dataloaders}
         model, compiler = original_of(model, self.strategy)
         check_fit(model, given, datamodule, self.settings, self.fabric.resources)
+        if self.loggers:
+            hyperparameters_to_log(model, datamodule)
         for callback in self.callbacks:
             callback.check(self, "fit")
         request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)
