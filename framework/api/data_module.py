@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,10 @@ class DataModule(HyperparametersMixin):
     """
 
     trainer: TrainerView | None = None
+
+    def __repr__(self) -> str:
+        names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+        return f"{type(self).__name__}({', '.join(name for name in names if self.provides(name))})"
 
     def attach(self, trainer: TrainerView) -> None:
         """Set ``trainer``. Called by the Trainer at the start of a stage."""
@@ -99,7 +104,8 @@ class DataModule(HyperparametersMixin):
     ) -> Self:
         """Return a data module over datasets, each one dataset, or a list, tuple or dict of them.
 
-        The training set is shuffled if it is map-style. ``kwargs`` go to the constructor.
+        The training set is shuffled if it is map-style. ``kwargs`` go to the constructor, and so do ``batch_size`` and
+        ``num_workers`` if it accepts them.
         """
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         loaders = {
@@ -109,7 +115,16 @@ class DataModule(HyperparametersMixin):
         }
         # A separate class, so that the check for overridden loaders works as for all data modules.
         own_class: type[Self] = type(cls.__name__, (cls,), loaders)
-        return own_class(**kwargs)
+        return own_class(**_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **kwargs)
+
+
+def _accepted(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the constructor of a class accepts."""
+    if cls.__init__ is object.__init__:
+        return {}
+    parameters = inspect.signature(cls.__init__).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_all or name in parameters}
 
 
 def _maker(datasets: Any, batch_size: int, num_workers: int, *, shuffle: bool) -> Callable[[DataModule], Any]:

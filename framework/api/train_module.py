@@ -201,15 +201,13 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def freeze(self) -> None:
-        """Set ``requires_grad`` of all parameters to False, and switch to evaluation mode."""
-        self.requires_grad_(False)
-        self.eval()
+    def freeze(self) -> Self:
+        """Set ``requires_grad`` of all parameters to False, and switch to evaluation mode; return this module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Set ``requires_grad`` of all parameters to True, and switch to training mode."""
-        self.requires_grad_(True)
-        self.train()
+    def unfreeze(self) -> Self:
+        """Set ``requires_grad`` of all parameters to True, and switch to training mode; return this module."""
+        return self.requires_grad_(True).train()
 
     @classmethod
     def load_from_checkpoint(

@@ -52,8 +52,8 @@ class FitLoop:
         self.plan = plan
         self.windows = windows
         self.step: AutomaticStep | ManualStep
-        self.reload_every = 0
-        self.reload: Callable[[], None] | None = None
+        self._reload_every = 0
+        self._reload: Callable[[], None] | None = None
         self.validation = FitValidation(run, plan, clock)
         self._step_limit = plan.step_limit
         self._warned_of_no_end = self._compared_ranks = False
@@ -68,9 +68,10 @@ class FitLoop:
         if self.plan.validation is not None:
             self.plan.validation.use_transfer(transfer)
 
-    def reload_data(self, every: int, reload: Callable[[], None]) -> None:
-        """Call ``reload`` at the start of every ``every``-th epoch."""
-        self.reload_every, self.reload = every, reload
+    def reload_data(self, every: int, training: Callable[[], None], validation: Callable[[], None]) -> None:
+        """Call ``training`` at the start of every ``every``-th epoch, and ``validation`` before the next validation."""
+        self._reload_every, self._reload = every, training
+        self.validation.reload_data(validation)
 
     def estimated_steps(self) -> int | float:
         """Return the number of optimizer steps of the entire fit; infinite if unknown."""
@@ -119,8 +120,9 @@ class FitLoop:
         self._call_epoch_start(begins)
         self.step.refresh()
         run.averages.begin_epoch()
-        if self.reload is not None and begins and progress.epoch and progress.epoch % self.reload_every == 0:
-            self.reload()
+        if self._reload is not None and begins and progress.epoch and progress.epoch % self._reload_every == 0:
+            self._reload()
+            self.validation.expire_data()
         self.windows.begin()
         if not begins:
             # The interrupted run has already drawn the random numbers of these hooks. Drawing them again would

@@ -29,6 +29,16 @@ class FitValidation:
         self.in_epochs = plan.validate_every_batches is not None or plan.validate_every_seconds is not None
         self._clock = clock
         self._last_time = clock()
+        self._reload: Callable[[], None] = lambda: None
+        self._expired = False
+
+    def reload_data(self, reload: Callable[[], None]) -> None:
+        """Request new loaders with this function after ``expire_data``."""
+        self._reload = reload
+
+    def expire_data(self) -> None:
+        """Request new loaders before the next validation."""
+        self._expired = True
 
     def run_at_epoch_end(self) -> None:
         """Validate at the end of an epoch, if the plan says so and no validation has just ended. Collective then."""
@@ -74,6 +84,9 @@ class FitValidation:
     def _validate(self) -> None:
         run, plan = self.run, self.plan
         assert plan.validation is not None
+        if self._expired:
+            self._expired = False
+            self._reload()
         in_step = run.train_log.in_step
         run.train_log.in_step = False
 

@@ -25,7 +25,7 @@ from ..resume.checkpoint_saver import Saver
 from ..resume.data_module_state import restore_data_module
 from ..resume.rank_state import restore_rank
 from ..resume.resume_point import Origin, claim_directory, find_checkpoint
-from ..run.overrides import batch_transfer, check_closure
+from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from .checks import check_backward
 from .data_sources import Data, require_data
@@ -235,7 +235,9 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
         ConfigurationError: the number of optimizers, or accumulation, does not fit the strategy or the kind of
             optimization.
     """
-    run.use_optimizers(*resolve_optimizers(run.module.configure_optimizers(), run.module))
+    module = run.module
+    steps_itself = not module.automatic_optimization or is_overridden("lr_scheduler_step", module)
+    run.use_optimizers(*resolve_optimizers(module.configure_optimizers(), module, steps_itself))
     strategy = run.strategy
     if len(run.optimizers) > 1 and strategy.traits.takes_one_optimizer:
         raise ConfigurationError(
@@ -250,10 +252,11 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
             )
         return
     if len(run.optimizers) != 1:
-        found = "none" if not run.optimizers else str(len(run.optimizers))
+        found = "no optimizer" if not run.optimizers else f"{len(run.optimizers)} optimizers"
+        then = "run the steps without updates" if not run.optimizers else "step them in training_step"
         raise ConfigurationError(
-            f"configure_optimizers returned {found} but automatic optimization steps exactly one optimizer. "
-            "Return one, or set automatic_optimization = False and step them in training_step."
+            f"configure_optimizers returned {found}, but automatic optimization steps exactly one: return one, or set "
+            f"automatic_optimization = False to {then}."
         )
     check_closure(run.optimizers[0])
 

@@ -141,6 +141,12 @@ class Session:
         """Replace the callbacks, to which the module of a stage may add its own."""
         self.callbacks = list(callbacks)
 
+    def use_loggers(self, loggers: Sequence[Logger]) -> None:
+        """Replace the loggers."""
+        self.loggers[:] = loggers
+        for logger in self.loggers:
+            logger.expect(self.directory.root, self.directory.name)
+
     def finish(self, status: str) -> None:
         """Record the outcome of the stage."""
         self.state.status = status

@@ -65,6 +65,7 @@ class Trainer(TrainerActions):
             directory=RunDirectory(_root(loggers, settings), name, 0),
             accumulation=settings.accumulation,
         )
+        self._session.use_loggers(loggers)
         _set_backends(given.deterministic, given.benchmark)
 
     # ---- entry points ---------------------------------------------------------------------------------------------

@@ -121,8 +121,6 @@ def test_a_switch_is_true_or_false(name: str) -> None:
     ("arguments", "words"),
     [
         ({"max_time": "00:00:01:00", "callbacks": [Timer("00:01:00:00")]}, ["max_time=0:01:00", "Timer"]),
-        ({"overfit_batches": 2, "limit_train_batches": 3}, ["overfit_batches=2", "limit_train_batches=3"]),
-        ({"overfit_batches": 2, "limit_val_batches": 0}, ["overfit_batches=2", "limit_val_batches=0"]),
         (
             {"enable_checkpointing": False, "callbacks": [ModelCheckpoint()]},
             ["enable_checkpointing=False", "ModelCheckpoint"],
