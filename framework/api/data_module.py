@@ -120,9 +120,7 @@ class DataModule(HyperparametersMixin):
 
 def _accepted(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that the constructor of a class accepts."""
-    if cls.__init__ is object.__init__:
-        return {}
-    parameters = inspect.signature(cls.__init__).parameters
+    parameters = inspect.signature(cls).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if takes_all or name in parameters}
 

@@ -131,7 +131,8 @@ def _init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any]:
         arguments.update({name: values[name] for name in names[1:]})
         arguments.update(values.get(keywords, {}) if keywords else {})
         if frame.f_code.co_name == "__post_init__":
-            arguments.update({each.name: getattr(instance, each.name) for each in fields(type(instance)) if each.init})
+            declared: Any = type(instance)
+            arguments.update({each.name: getattr(instance, each.name) for each in fields(declared) if each.init})
             frame = frame.f_back
         frame = None if frame is None else frame.f_back
     return arguments

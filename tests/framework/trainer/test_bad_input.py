@@ -406,7 +406,7 @@ def scheduled(module: nn.Module, **config: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda m: None, ["returned none", "exactly one"]),
+        (lambda m: None, ["returned no optimizer", "exactly one"]),
         (lambda m: [sgd(m), sgd(m)], ["returned 2", "automatic_optimization = False"]),
         (lambda m: 3, ["a int", "must return an optimizer"]),
         (lambda m: {"optimiser": sgd(m)}, ["'optimiser'", "Did you mean 'optimizer'?"]),
@@ -484,11 +484,6 @@ def test_data_modules_that_are_none() -> None:
     )
     text = message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), loader(), datamodule=Data()))
     assert "both loaders and a datamodule" in text
-
-
-def test_validation_data_without_a_validation_step() -> None:
-    text = message(ConfigurationError, lambda: silent_trainer().fit(Regressor(), loader(), loader()))
-    assert "Regressor has no validation_step" in text
 
 
 def test_a_checkpoint_that_does_not_exist() -> None:

@@ -118,7 +118,7 @@ def test_the_worst_of_all_checkpoints(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(dirpath=tmp_path, monitor="metric", save_top_k=-1)
     quiet_trainer(tmp_path, checkpoint, max_epochs=3).fit(Tiny({"metric": [2.0, 3.0, 1.0]}), loader(), loader(4))
     assert Path(checkpoint.kth_best_model_path).name == "epoch=1-step=8.ckpt"
-    assert (checkpoint.kth_value, len(checkpoint.best_k_models)) == (3.0, 3)
+    assert (float(checkpoint.kth_value), len(checkpoint.best_k_models)) == (3.0, 3)
 
 
 def test_the_schedule_of_an_average_without_a_run() -> None:
