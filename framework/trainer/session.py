@@ -42,6 +42,11 @@ class TrainerState:
     status: str = "initializing"
 
     @property
+    def fn(self) -> str:
+        """The name of the method that was called, which is ``stage``."""
+        return self.stage
+
+    @property
     def finished(self) -> bool:
         """Whether the last stage ended without an error."""
         return self.status == "finished"
