@@ -224,8 +224,8 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
         Args:
             checkpoint_path: the checkpoint's directory.
             map_location: the device that the module's tensors are on afterwards (default: the CPU).
-            strict: whether names and shapes of weights must match exactly; default: ``strict_loading`` of the module. If
-                False, matching tensors are loaded, and a warning lists the mismatches on both sides.
+            strict: whether names and shapes of weights must match exactly (default: ``strict_loading`` of the module).
+                If False, matching tensors are loaded, and a warning lists the mismatches on both sides.
             average: load this average of the weights, such as ``"ema"``, instead of the trained weights.
             overrides: arguments of ``__init__`` that replace or complete the saved ones.
 
