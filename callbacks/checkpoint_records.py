@@ -67,8 +67,8 @@ class CheckpointRecords(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The checkpoint that the next better one replaces; empty if fewer than ``save_top_k`` are saved."""
-        return self._kept.best.worst
+        """The worst of the best ``save_top_k`` checkpoints, of all with ``save_top_k=-1``; empty if there are fewer."""
+        return self._kept.best.kth
 
     @property
     def kth_value(self) -> Tensor:
@@ -77,7 +77,7 @@ class CheckpointRecords(Callback):
         Infinite while fewer than ``save_top_k`` are retained; a 0-d float64 tensor.
         """
         room = math.inf if self.mode == "min" else -math.inf
-        return torch.tensor(self._kept.best.scores.get(self._kept.best.worst, room), dtype=torch.float64)
+        return torch.tensor(self._kept.best.scores.get(self.kth_best_model_path, room), dtype=torch.float64)
 
     @property
     def current_score(self) -> Tensor | None:

@@ -31,6 +31,11 @@ class LearningRateMonitor(Callback):
         log_momentum: Also log the momentum: the first beta if the optimizer has betas, 0 if it has no momentum.
         log_weight_decay: Also log the weight decay.
 
+    Attributes:
+        lrs: The learning rates read so far in this fit, by name.
+        last_momentum_values: The last momentum by name, with ``log_momentum``.
+        last_weight_decay_values: The last weight decay by name, with ``log_weight_decay``.
+
     Raises:
         ConfigurationError: The interval is unknown.
     """
@@ -45,6 +50,9 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
         self._sources: list[tuple[Optimizer, str, set[str]]] = []
         self._every = 1
         self._taken_step = -1
@@ -65,6 +73,10 @@ class LearningRateMonitor(Callback):
         self._every = trainer.log_every_n_steps
         self._taken_step = -1
         self._sources = self._name_optimizers(trainer)
+        names = [full for optimizer, name, _ in self._sources for full, _ in _named_groups(optimizer, name)]
+        self.lrs = {name: [] for name in names}
+        self.last_momentum_values = {f"{name}-momentum": None for name in names if self.log_momentum}
+        self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names if self.log_weight_decay}
 
     def on_train_epoch_start(self, trainer: TrainerView, module: TrainModule) -> None:
         if self.logging_interval != "step" and (values := self._values("epoch")):
@@ -108,16 +120,23 @@ class LearningRateMonitor(Callback):
 
     def _values_of(self, optimizer: Optimizer, name: str) -> dict[str, float]:
         values: dict[str, float] = {}
-        groups = optimizer.param_groups
-        for number, group in enumerate(groups, 1):
-            label = group.get("name") or (f"pg{number}" if len(groups) > 1 else "")
-            full = f"{name}/{label}" if label else name
+        for full, group in _named_groups(optimizer, name):
             values[full] = float(group["lr"])
+            self.lrs[full].append(values[full])
             if self.log_momentum:
-                values[f"{full}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
+                momentum = float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
+                values[f"{full}-momentum"] = self.last_momentum_values[f"{full}-momentum"] = momentum
             if self.log_weight_decay:
-                values[f"{full}-weight_decay"] = float(group.get("weight_decay", 0))
+                decay = float(group.get("weight_decay", 0))
+                values[f"{full}-weight_decay"] = self.last_weight_decay_values[f"{full}-weight_decay"] = decay
         return values
+
+
+def _named_groups(optimizer: Optimizer, name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the parameter groups of an optimizer, each with the name under which its values are logged."""
+    groups = optimizer.param_groups
+    labels = [group.get("name") or (f"pg{number}" if len(groups) > 1 else "") for number, group in enumerate(groups, 1)]
+    return [(f"{name}/{label}" if label else name, group) for label, group in zip(labels, groups, strict=True)]
 
 
 def _numbered(optimizer: Optimizer, seen: Counter[type]) -> str:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
+from ..framework.core.progress import Progress
 from ..framework.state.average_settings import AverageSettings
 from ..framework.state.weight_average import Average
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
-    from ..framework.core.progress import Progress
 
 Elementwise = Callable[[Tensor, Tensor, Tensor], Tensor]
 Listwise = Callable[[Any, Any, Any], Any]
@@ -82,7 +82,7 @@ class WeightAveraging(Callback):
         self.average_at_end = average_at_end
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
         self._average: Average | None = None
-        self._progress: Progress
+        self._progress = Progress()
 
     @property
     def state_key(self) -> str:

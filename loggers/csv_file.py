@@ -75,7 +75,7 @@ class CSVLogger(FileLogger):
         if due:
             self.save()
 
-    def log_hyperparams(self, params: Any) -> None:
+    def log_hyperparams(self, params: Any = None) -> None:
         self._write_hparams(as_mapping(params))
 
     def save(self) -> None:

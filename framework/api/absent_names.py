@@ -34,10 +34,8 @@ DATA_MODULE = {
     "CHECKPOINT_HYPER_PARAMS_NAME": _KEYS,
     "CHECKPOINT_HYPER_PARAMS_TYPE": _KEYS,
     "allow_zero_length_dataloader_with_multiple_devices": "leave it out: a rank without data takes part with weight 0",
-    "hparams_initial": "read hparams, and copy it in __init__ if you change it",
     "load_from_checkpoint": "create the DataModule yourself and pass it to fit, which restores its state",
     "name": "read type(datamodule).__name__",
-    "on_exception": "handle errors in Callback.on_exception",
     "prepare_data_per_node": "leave it out: prepare_data runs on one rank of each node",
     "remove_ignored_hparams": "call save_hyperparameters(ignore=...)",
 }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..metrics.torchmetrics_state import logged_items
 from .overriding import is_overridden
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
+    from torchmetrics import MetricCollection
 
     from .contracts import CallbackContract, SavedCheckpoints
     from .train_module import TrainModule
@@ -31,6 +33,28 @@ class Callback:
 
     monitors: bool = False
     runs_last: bool = False
+    _module: TrainModule | None = None
+
+    def log_through(self, module: TrainModule | None) -> None:
+        """Make ``self.log`` write to the log of ``module``; None for no log. Called by the Trainer around a run."""
+        self._module = module
+
+    def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
+        """Log a value as ``TrainModule.log`` does in the module's hook of the same name, with the same arguments.
+
+        Values logged in ``on_train_batch_start`` and the other hooks of a training step belong to the step by default,
+        those logged in other hooks to the epoch. Outside of a run it does nothing.
+
+        Raises:
+            MetricError: the value has a type that cannot be logged, or nothing is gathered in this hook.
+        """
+        if self._module is not None:
+            self._module.log(name, value, *arguments, **options)
+
+    def log_dict(self, dictionary: Mapping[str, Any] | MetricCollection, **arguments: Any) -> None:
+        """Log each item of a mapping, or of a torchmetrics ``MetricCollection``, with the arguments of ``log``."""
+        for name, value in logged_items(dictionary):
+            self.log(name, value, **arguments)
 
     @property
     def state_key(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ class DataModule(HyperparametersMixin):
 
     trainer: TrainerView | None = None
 
+    def __repr__(self) -> str:
+        names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+        return f"{type(self).__name__}({', '.join(name for name in names if self.provides(name))})"
+
     def attach(self, trainer: TrainerView) -> None:
         """Set ``trainer``. Called by the Trainer at the start of a stage."""
         self.trainer = trainer
@@ -52,6 +57,13 @@ class DataModule(HyperparametersMixin):
 
     def teardown(self, stage: str) -> None:
         """Undo ``setup``; called on all ranks at the end of a stage."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Release what ``setup`` has opened: the stage has ended with this error. No collective.
+
+        Called after the callbacks' ``on_exception``, in place of ``teardown``. An exception of this hook is printed,
+        and does not replace the error.
+        """
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch to transfer."""
@@ -92,7 +104,8 @@ class DataModule(HyperparametersMixin):
     ) -> Self:
         """Return a data module over datasets, each one dataset, or a list, tuple or dict of them.
 
-        The training set is shuffled if it is map-style. ``kwargs`` go to the constructor.
+        The training set is shuffled if it is map-style. ``kwargs`` go to the constructor, and so do ``batch_size`` and
+        ``num_workers`` if it accepts them.
         """
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         loaders = {
@@ -102,7 +115,14 @@ class DataModule(HyperparametersMixin):
         }
         # A separate class, so that the check for overridden loaders works as for all data modules.
         own_class: type[Self] = type(cls.__name__, (cls,), loaders)
-        return own_class(**kwargs)
+        return own_class(**_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **kwargs)
+
+
+def _accepted(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the constructor of a class accepts."""
+    parameters = inspect.signature(cls).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_all or name in parameters}
 
 
 def _maker(datasets: Any, batch_size: int, num_workers: int, *, shuffle: bool) -> Callable[[DataModule], Any]:

@@ -201,22 +201,20 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def freeze(self) -> None:
-        """Set ``requires_grad`` of all parameters to False, and switch to evaluation mode."""
-        self.requires_grad_(False)
-        self.eval()
+    def freeze(self) -> Self:
+        """Set ``requires_grad`` of all parameters to False, and switch to evaluation mode; return this module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Set ``requires_grad`` of all parameters to True, and switch to training mode."""
-        self.requires_grad_(True)
-        self.train()
+    def unfreeze(self) -> Self:
+        """Set ``requires_grad`` of all parameters to True, and switch to training mode; return this module."""
+        return self.requires_grad_(True).train()
 
     @classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,
         map_location: str | torch.device | None = None,
-        strict: bool = True,
+        strict: bool | None = None,
         *,
         average: str | None = None,
         **overrides: Any,
@@ -226,8 +224,8 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
         Args:
             checkpoint_path: the checkpoint's directory.
             map_location: the device that the module's tensors are on afterwards (default: the CPU).
-            strict: whether names and shapes of weights must match exactly. If False, matching tensors are loaded, and a
-                warning lists the mismatches on both sides.
+            strict: whether names and shapes of weights must match exactly (default: ``strict_loading`` of the module).
+                If False, matching tensors are loaded, and a warning lists the mismatches on both sides.
             average: load this average of the weights, such as ``"ema"``, instead of the trained weights.
             overrides: arguments of ``__init__`` that replace or complete the saved ones.
 

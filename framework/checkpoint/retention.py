@@ -36,6 +36,11 @@ class BestK:
         full = 0 < self.k <= len(self.scores)
         return self._extreme("max" if self.mode == "min" else "min") if full else ""
 
+    @property
+    def kth(self) -> str:
+        """The worst path once ``k`` are retained, of all if ``k`` is -1; else empty."""
+        return self._extreme("max" if self.mode == "min" else "min") if self.k == -1 else self.worst
+
     def accepts(self, score: float) -> bool:
         """Whether a checkpoint with this score should be retained."""
         if self.k == -1:

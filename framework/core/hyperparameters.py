@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from types import FrameType
 from typing import Any
+
+from torch.utils._pytree import tree_map
 
 from .errors import ConfigurationError, did_you_mean
 
@@ -37,11 +40,12 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of ``__init__`` as ``self.hparams``. Call it inside ``__init__``.
+        """Keep the arguments of ``__init__`` as ``self.hparams``. Call it in ``__init__``, or a dataclass's
+        ``__post_init__``.
 
         Args:
             args: names of the arguments to keep (default: all), or one mapping or ``Namespace`` to keep as it is.
-            ignore: names to leave out.
+            ignore: names to leave out, and to remove if the ``__init__`` of a base class has kept them.
             frame: the frame of ``__init__``, where it is not the caller's.
             logger: whether they are sent to the loggers.
 
@@ -49,26 +53,15 @@ class HyperparametersMixin:
             ConfigurationError: a name is not an argument of ``__init__``.
         """
         if len(args) == 1 and not isinstance(args[0], str):
-            given = vars(args[0]) if isinstance(args[0], Namespace) else args[0]
-            if not isinstance(given, Mapping):
-                raise ConfigurationError(
-                    f"save_hyperparameters got a {type(given).__name__}; it takes names, a dict or a Namespace."
-                )
-            found = dict(given)
+            found = _items_of(args[0])
         else:
             current = frame or inspect.currentframe()
-            found = _init_arguments(self, current if frame else current.f_back if current else None)
-            for name in args:
-                if name not in found:
-                    raise ConfigurationError(
-                        f"save_hyperparameters({name!r}): __init__ has no such argument."
-                        f"{did_you_mean(name, found)} It has: {', '.join(sorted(found)) or 'none'}."
-                    )
-            found = {name: value for name, value in found.items() if not args or name in args}
+            found = _chosen(_init_arguments(self, current if frame else current.f_back if current else None), args)
         skipped = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        kept = {name: value for name, value in found.items() if name not in skipped}
+        kept = {name: value for name, value in {**self.hparams, **found}.items() if name not in skipped}
         # Called before ``nn.Module.__init__``, and perhaps in a class with a ``__setattr__`` of its own.
-        object.__setattr__(self, "_hparams", AttributeDict({**self.hparams, **kept}))
+        object.__setattr__(self, "_hparams", AttributeDict(kept))
+        object.__setattr__(self, "_hparams_initial", AttributeDict(tree_map(lambda leaf: leaf, kept)))
         object.__setattr__(self, "_log_hparams", logger)
 
     @property
@@ -80,19 +73,66 @@ class HyperparametersMixin:
         return kept
 
     @property
+    def hparams_initial(self) -> AttributeDict:
+        """The hyperparameters as the last ``save_hyperparameters`` recorded them, without later changes."""
+        return AttributeDict(self.__dict__.get("_hparams_initial", {}))
+
+    @property
     def hparams_to_log(self) -> dict[str, Any]:
         """The hyperparameters that are sent to the loggers."""
         return dict(self.hparams) if self.__dict__.get("_log_hparams", False) else {}
 
 
+def _items_of(given: Any) -> dict[str, Any]:
+    """Return the items of a mapping or a ``Namespace``.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    items = vars(given) if isinstance(given, Namespace) else given
+    if not isinstance(items, Mapping):
+        raise ConfigurationError(
+            f"save_hyperparameters got a {type(items).__name__}; it takes names, a dict or a Namespace."
+        )
+    return dict(items)
+
+
+def _chosen(found: dict[str, Any], names: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments of these names; all without names.
+
+    Raises:
+        ConfigurationError: a name is not that of an argument.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"save_hyperparameters got {len(names)} values, of which one is a {type(name).__name__}; it takes "
+                "names of arguments, or one dict or Namespace: put the values into a dict."
+            )
+        if name not in found:
+            raise ConfigurationError(
+                f"save_hyperparameters({name!r}): __init__ has no such argument."
+                f"{did_you_mean(name, found)} It has: {', '.join(sorted(found)) or 'none'}."
+            )
+    return {name: value for name, value in found.items() if not names or name in names}
+
+
 def _init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any]:
-    """Return the arguments of the chain of ``__init__`` frames of ``instance``; the outermost class wins."""
+    """Return the arguments of the chain of ``__init__`` frames of ``instance``; the outermost class wins.
+
+    Of a dataclass whose ``__post_init__`` is in the chain they are the values of its fields: its ``__init__`` has
+    placeholders for those with a ``default_factory``.
+    """
     arguments: dict[str, Any] = {}
-    while frame is not None and frame.f_code.co_name == "__init__":
+    while frame is not None and frame.f_code.co_name in ("__init__", "__post_init__"):
         names, _, keywords, values = inspect.getargvalues(frame)
         if not names or values.get(names[0]) is not instance:
             break
         arguments.update({name: values[name] for name in names[1:]})
         arguments.update(values.get(keywords, {}) if keywords else {})
-        frame = frame.f_back
+        if frame.f_code.co_name == "__post_init__":
+            declared: Any = type(instance)
+            arguments.update({each.name: getattr(instance, each.name) for each in fields(declared) if each.init})
+            frame = frame.f_back
+        frame = None if frame is None else frame.f_back
     return arguments

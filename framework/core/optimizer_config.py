@@ -32,14 +32,27 @@ class SchedulerConfig:
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
 
-def resolve_optimizers(returned: Any, module: nn.Module | None = None) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def resolve_optimizers(
+    returned: Any, module: nn.Module | None = None, steps_itself: bool = False
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Return the optimizers and schedulers that ``configure_optimizers`` returned; both lists are empty for None.
+
+    Args:
+        returned: the value that ``configure_optimizers`` returned.
+        module: the module whose parameters the optimizers update.
+        steps_itself: whether the module advances its schedulers, which then need no ``step``.
 
     Raises:
         ConfigurationError: the value has an unknown form, or an optimizer updates a tensor that is not a parameter of
             ``module``.
     """
     optimizers, schedulers = _resolved(returned)
+    for config in schedulers:
+        if not steps_itself and not hasattr(config.scheduler, "step"):
+            raise ConfigurationError(
+                f"configure_optimizers: {_describe(config.scheduler)} is not a scheduler, as it has no step(): return "
+                "one that has, or override lr_scheduler_step."
+            )
     if module is not None:
         _check_parameters(optimizers, module)
     return optimizers, schedulers
@@ -90,8 +103,6 @@ def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
 
 def _scheduler(given: Any) -> SchedulerConfig:
     if not isinstance(given, Mapping):
-        if not hasattr(given, "step"):
-            raise ConfigurationError(f"configure_optimizers: {_describe(given)} is not a scheduler: it has no step().")
         return SchedulerConfig(given)
     known = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
     for key in given:

@@ -38,6 +38,11 @@ from .fit_plan import FitPlan, estimate_steps
 from .fit_validation import FitValidation
 from .manual_step import ManualStep
 
+_REDUCED = NoLog(
+    "on_train_epoch_end of a callback that monitors, which runs after the metrics of the epoch are reduced",
+    "log in an earlier hook, or set monitors = False in the callback",
+)
+
 
 class FitLoop:
     """One fit: the accumulation windows of its data, the training step, and the plan of limits and intervals."""
@@ -47,8 +52,8 @@ class FitLoop:
         self.plan = plan
         self.windows = windows
         self.step: AutomaticStep | ManualStep
-        self.reload_every = 0
-        self.reload: Callable[[], None] | None = None
+        self._reload_every = 0
+        self._reload: Callable[[], None] | None = None
         self.validation = FitValidation(run, plan, clock)
         self._step_limit = plan.step_limit
         self._warned_of_no_end = self._compared_ranks = False
@@ -63,9 +68,10 @@ class FitLoop:
         if self.plan.validation is not None:
             self.plan.validation.use_transfer(transfer)
 
-    def reload_data(self, every: int, reload: Callable[[], None]) -> None:
-        """Call ``reload`` at the start of every ``every``-th epoch."""
-        self.reload_every, self.reload = every, reload
+    def reload_data(self, every: int, training: Callable[[], None], validation: Callable[[], None]) -> None:
+        """Call ``training`` at the start of every ``every``-th epoch, and ``validation`` before the next validation."""
+        self._reload_every, self._reload = every, training
+        self.validation.reload_data(validation)
 
     def estimated_steps(self) -> int | float:
         """Return the number of optimizer steps of the entire fit; infinite if unknown."""
@@ -79,6 +85,7 @@ class FitLoop:
         run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         with logging_to(run, NoLog("on_fit_start", "log in on_train_start instead")):
             run.call("on_fit_start")
+        outside = run.module.log_to(run.train_log)
         self.validation.sanity_check()
         run.call("on_train_start")
         agree(self.run)
@@ -100,6 +107,7 @@ class FitLoop:
             # The save is complete before the hooks at the end run, so that the paths that they report exist.
             run.saver.finish()
             run.call("on_fit_end")
+        run.module.log_to(outside)
         if run.progress.epoch_ended:
             run.progress.next_epoch()
 
@@ -112,8 +120,9 @@ class FitLoop:
         self._call_epoch_start(begins)
         self.step.refresh()
         run.averages.begin_epoch()
-        if self.reload is not None and begins and progress.epoch and progress.epoch % self.reload_every == 0:
-            self.reload()
+        if self._reload is not None and begins and progress.epoch and progress.epoch % self._reload_every == 0:
+            self._reload()
+            self.validation.expire_data()
         self.windows.begin()
         if not begins:
             # The interrupted run has already drawn the random numbers of these hooks. Drawing them again would
@@ -230,8 +239,9 @@ class FitLoop:
         if whole:
             run.update_learning_rates("epoch")
             progress.end_epoch()
-        for hook in after:
-            hook()
+        with logging_to(run, _REDUCED):
+            for hook in after:
+                hook()
         agree(self.run)
 
     def _call_epoch_start(self, begins: bool) -> None:

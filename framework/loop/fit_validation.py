@@ -6,10 +6,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ..distributed.control import Signal
+from ..metrics.no_log import NoLog
 from ..resume.preempted_save import agree
 from ..resume.rank_state import redone
 from ..run.run import Run
-from .evaluation_loop import EvaluationPlan, evaluate
+from .evaluation_loop import EvaluationPlan, evaluate, logging_to
 from .fit_plan import FitPlan
 
 
@@ -28,6 +29,16 @@ class FitValidation:
         self.in_epochs = plan.validate_every_batches is not None or plan.validate_every_seconds is not None
         self._clock = clock
         self._last_time = clock()
+        self._reload: Callable[[], None] = lambda: None
+        self._expired = False
+
+    def reload_data(self, reload: Callable[[], None]) -> None:
+        """Request new loaders with this function after ``expire_data``."""
+        self._reload = reload
+
+    def expire_data(self) -> None:
+        """Request new loaders before the next validation."""
+        self._expired = True
 
     def run_at_epoch_end(self) -> None:
         """Validate at the end of an epoch, if the plan says so and no validation has just ended. Collective then."""
@@ -73,6 +84,9 @@ class FitValidation:
     def _validate(self) -> None:
         run, plan = self.run, self.plan
         assert plan.validation is not None
+        if self._expired:
+            self._expired = False
+            self._reload()
         in_step = run.train_log.in_step
         run.train_log.in_step = False
 
@@ -97,11 +111,12 @@ class FitValidation:
         limit = plan.sanity_batches
         short = [limit if own is None else own if limit is None else min(own, limit) for own in whole.limits]
         run.set_sanity_checking(True)
-        run.call("on_sanity_check_start")
         trial = EvaluationPlan(
             whole.stage, whole.sources, short, whole.transfer, whole.inference_mode, noted=whole.noted
         )
-        evaluate(run, trial)
-        run.call("on_sanity_check_end")
+        with logging_to(run, NoLog("a hook of the sanity check", "use on_validation_start or on_validation_epoch_end")):
+            run.call("on_sanity_check_start")
+            evaluate(run, trial)
+            run.call("on_sanity_check_end")
         run.set_sanity_checking(False)
         run.metrics.clear()

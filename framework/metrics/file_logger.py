@@ -21,9 +21,9 @@ _OWNER_FILE = ".run"
 class FileLogger(Logger):
     """Base class of the loggers that write files under ``save_dir/name/version_<n>``.
 
-    Each of the three parts can be given by the user and otherwise follows the run (``attach``). Without a run they are
-    the working directory, ``phalanx_logs`` and the next free version. A directory with files of another run is never
-    written to: the next free version is used instead.
+    Each of the three parts can be given by the user and otherwise follows the run (``attach``). Before a run they are
+    those of the Trainer, or without one the working directory and ``phalanx_logs``, and the next free version. A
+    directory with files of another run is never written to: the next free version is used instead.
     """
 
     def __init__(
@@ -37,13 +37,17 @@ class FileLogger(Logger):
             raise ConfigurationError(f"version={version!r}: give a number, a directory's name, or None.")
         if not isinstance(prefix, str):
             raise ConfigurationError(f"prefix={prefix!r}: give a string.")
-        self._fixed_save_dir = None if save_dir is None else os.path.expanduser(os.fspath(save_dir))
+        self._fixed_save_dir = None if save_dir is None else _expanded(save_dir)
         self._fixed_name = name
         self._fixed_version = version
         self._prefix = prefix
         self._run: tuple[Path, str, int] | None = None
+        self._expected = (os.curdir, _DEFAULT_NAME)
         self._version: int | str | None = version
         self._hparams: dict[str, Any] = {}
+
+    def expect(self, root: Path, name: str) -> None:
+        self._expected = (str(root), name)
 
     def attach(self, root: Path, name: str, version: int) -> None:
         if self._run == (root, name, version):
@@ -59,13 +63,13 @@ class FileLogger(Logger):
     def name(self) -> str:
         if self._fixed_name is not None:
             return self._fixed_name
-        return self._run[1] if self._run else _DEFAULT_NAME
+        return self._run[1] if self._run else self._expected[1]
 
     @property
     def save_dir(self) -> str:
         if self._fixed_save_dir is not None:
             return self._fixed_save_dir
-        return str(self._run[0]) if self._run else os.curdir
+        return str(self._run[0]) if self._run else self._expected[0]
 
     @property
     def given_save_dir(self) -> str | None:
@@ -106,7 +110,7 @@ class FileLogger(Logger):
         return os.path.abspath(root / name / f"version_{version}")
 
     def _make_log_dir(self) -> Path:
-        """Create the directory, record the run that owns it, and return it.
+        """Create the directory with the file of hyperparameters, record the run that owns it, and return it.
 
         Raises:
             StorageError: the directory cannot be created.
@@ -116,6 +120,8 @@ class FileLogger(Logger):
             directory.mkdir(parents=True, exist_ok=True)
             if self._run and self._fixed_version is None and os.path.abspath(directory) != self._run_path():
                 (directory / _OWNER_FILE).write_text(self._run_path(), encoding="utf-8")
+            if not (directory / _HPARAMS_FILE).exists():
+                (directory / _HPARAMS_FILE).write_text(as_yaml(self._hparams), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"The log directory {str(directory)!r} cannot be created: {error}.") from error
         return directory
@@ -126,6 +132,10 @@ class FileLogger(Logger):
 
     def _with_prefix(self, key: str) -> str:
         return f"{self._prefix}-{key}" if self._prefix else key
+
+
+def _expanded(path: str | os.PathLike[str]) -> str:
+    return os.path.expandvars(os.path.expanduser(os.fspath(path)))
 
 
 def _versions(root: Path) -> dict[int, Path]:

@@ -1,15 +1,21 @@
-"""Conversion of hyperparameters to plain values for YAML files and TensorBoard's table."""
+"""The hyperparameters of a run for its loggers, as plain values for YAML files and TensorBoard's table."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import reprlib
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigurationError
+from ..core.hyperparameters import HyperparametersMixin
 from ..system.redaction import without_secrets
 
 # Words that YAML 1.1 reads as a boolean or as null when unquoted.
@@ -28,6 +34,38 @@ def as_mapping(params: Any) -> dict[str, Any]:
     if is_dataclass(params) and not isinstance(params, type):
         return without_secrets(asdict(params))
     return without_secrets({str(key): value for key, value in dict(params).items()})
+
+
+def hyperparameters_to_log(module: HyperparametersMixin, datamodule: HyperparametersMixin | None) -> dict[str, Any]:
+    """Return the hyperparameters of a module and of its data module that are sent to the loggers.
+
+    Secret values are masked.
+
+    Raises:
+        ConfigurationError: both have a hyperparameter of the same name, with different values.
+    """
+    given, more = module.hparams_to_log, {} if datamodule is None else datamodule.hparams_to_log
+    for name in given.keys() & more.keys():
+        if not _are_equal(given[name], more[name]):
+            one, other = (reprlib.repr(without_secrets({name: values[name]})[name]) for values in (given, more))
+            raise ConfigurationError(
+                f"the hyperparameter {name!r} is {one} in {type(module).__name__} and {other} in "
+                f"{type(datamodule).__name__}, and a logger records one value: rename it in one of them, or leave it "
+                "out there with save_hyperparameters(ignore=...)."
+            )
+    return without_secrets({**given, **more})
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    try:
+        return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        # For example arrays, whose comparison has several elements.
+        return False
 
 
 def flattened(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:

@@ -49,6 +49,9 @@ class Logger(ABC):
         """The underlying writer, for operations that this interface does not cover."""
         return None
 
+    def expect(self, root: Path, name: str) -> None:
+        """Set the root and the name of the runs to come. Called when a Trainer is created, before ``attach``."""
+
     def attach(self, root: Path, name: str, version: int) -> None:
         """Set the run's directory, ``root/name/version_<version>``."""
 

@@ -21,3 +21,6 @@ class NoLog:
             MetricError: always.
         """
         raise MetricError(f"log({name!r}, ...) in {self._where}, where nothing is gathered: {self._instead}.")
+
+
+OUTSIDE_LOOPS = NoLog("setup, teardown or another hook outside of the loops", "use on_train_start or a later hook")

@@ -31,14 +31,15 @@ def rebuild_module(
     cls: type[Any],
     checkpoint: Checkpoint,
     map_location: str | torch.device | None,
-    strict: bool,
+    strict: bool | None,
     overrides: Mapping[str, Any],
     average: str | None = None,
 ) -> Any:
     """Build ``cls`` with a checkpoint's hyperparameters and load its weights, on the device ``map_location``.
 
     The module is built on the CPU and moved; each tensor is read directly to its device. With ``strict=False``,
-    matching tensors are loaded and a warning names those that are missing, unexpected or of a different shape.
+    matching tensors are loaded and a warning names those that are missing, unexpected or of a different shape; None
+    stands for the module's ``strict_loading``.
     ``average`` names a weight average to load instead of the weights.
 
     Raises:
@@ -55,6 +56,7 @@ def rebuild_module(
         module.configure_model()
         module.to(device)
         _hand_over_user_state(module, checkpoint)
+        strict = module.strict_loading if strict is None else strict
         _load(module, checkpoint, strict, MODEL if average is None else f"{AVERAGES}/{average}")
     return module
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..checkpoint.open_on_all_ranks import open_on_all_ranks
-from ..core.errors import CheckpointError, ConfigurationError
+from ..core.errors import ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import mix_seed, seed_generators
 from ..distributed.collective_errors import on_rank_zero
@@ -17,6 +17,7 @@ from ..distributed.rank_zero_first import first_in_turn
 from ..loop import ManualStep, statistics_pass
 from ..loop.automatic_step import AutomaticStep
 from ..metrics.logger_threads import LoggerFanout
+from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.strategy import Routed
 from ..parallel.sync_batch_norm import share_batch_statistics
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
@@ -24,11 +25,11 @@ from ..resume.checkpoint_saver import Saver
 from ..resume.data_module_state import restore_data_module
 from ..resume.rank_state import restore_rank
 from ..resume.resume_point import Origin, claim_directory, find_checkpoint
-from ..run.overrides import batch_transfer, check_closure
+from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from .checks import check_backward
 from .data_sources import Data, require_data
-from .loop_assembly import build_loop, evaluation_plan
+from .loop_assembly import build_loop, check_limits, evaluation_plan
 from .plugins import check_state_keys
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     resumption = None
     if checkpoint is not None:
         resumption = agree_on_resumption(run, checkpoint)
-        _check_limits(loop, checkpoint)
+        check_limits(loop, checkpoint)
         restore_groups_and_freezing(run, resumption)
     run.heartbeat.mark_sync_point()
     routed = Routed.LOSS if module.automatic_optimization else Routed.STEP
@@ -151,7 +152,9 @@ def _begin(session: Session, request: StageRequest, stage: str) -> Run:
     run = Run(session.context(), session.fabric, request.module, callbacks, fanout, stage)
     run.attach_saver(Saver(run))
     request.module.attach(run)
-    request.module.log_to(run.train_log)
+    request.module.log_to(OUTSIDE_LOOPS)
+    for callback in callbacks:
+        callback.log_through(request.module)
     session.attach_run(run)
     run.heartbeat.mark_sync_point()
     return run
@@ -232,7 +235,9 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
         ConfigurationError: the number of optimizers, or accumulation, does not fit the strategy or the kind of
             optimization.
     """
-    run.use_optimizers(*resolve_optimizers(run.module.configure_optimizers(), run.module))
+    module = run.module
+    steps_itself = not module.automatic_optimization or is_overridden("lr_scheduler_step", module)
+    run.use_optimizers(*resolve_optimizers(module.configure_optimizers(), module, steps_itself))
     strategy = run.strategy
     if len(run.optimizers) > 1 and strategy.traits.takes_one_optimizer:
         raise ConfigurationError(
@@ -247,30 +252,13 @@ def _configure_optimizers(run: Run, settings: Settings) -> None:
             )
         return
     if len(run.optimizers) != 1:
-        found = "none" if not run.optimizers else str(len(run.optimizers))
+        found = "no optimizer" if not run.optimizers else f"{len(run.optimizers)} optimizers"
+        then = "run the steps without updates" if not run.optimizers else "step them in training_step"
         raise ConfigurationError(
-            f"configure_optimizers returned {found} but automatic optimization steps exactly one optimizer. "
-            "Return one, or set automatic_optimization = False and step them in training_step."
+            f"configure_optimizers returned {found}, but automatic optimization steps exactly one: return one, or set "
+            f"automatic_optimization = False to {then}."
         )
     check_closure(run.optimizers[0])
-
-
-def _check_limits(loop: FitLoop, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that was saved beyond ``max_epochs`` or ``max_steps``, before anything is restored from it.
-
-    Raises:
-        CheckpointError: on all ranks.
-    """
-    plan, progress = loop.plan, loop.run.progress
-    for name, limit, reached, what in (
-        ("max_epochs", plan.max_epochs, progress.epoch + progress.epoch_ended, "epochs"),
-        ("max_steps", plan.max_steps, progress.global_step, "optimizer steps"),
-    ):
-        if limit is not None and 0 <= limit < reached:
-            raise CheckpointError(
-                f"{checkpoint.path} was saved after {reached} {what}, but {name}={limit}: raise {name} to "
-                "continue training."
-            )
 
 
 def _warn_if_data_changed(run: Run, saved: str | None, current: str | None) -> None:

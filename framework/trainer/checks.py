@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -47,11 +48,6 @@ def check_fit(
     check_given("train", given, module, datamodule, resources.data_size, shard, required=True)
     if is_overridden("validation_step", module):
         check_given("validate", given, module, datamodule, resources.data_size, shard, required=False)
-    elif given.get("validate") is not None and module.validation_step is not None:
-        raise ConfigurationError(
-            f"val_dataloaders was given, but {type(module).__name__} has no validation_step: define it, or leave the "
-            "loaders out."
-        )
 
 
 def check_plan(
@@ -127,6 +123,7 @@ def check_module(module: Any, stage: str) -> None:
         raise ConfigurationError(f"{name}.__init__ did not call super().__init__(): do so before anything else.")
     check_module_names(module)
     needed = _STEPS.get(stage)
+    _refuse_iterator_steps(module)
     if needed is not None and not is_overridden(needed, module):
         raise ConfigurationError(f"{name} has no {needed}, which Trainer.{stage} calls: define it.")
     if stage == "predict" and not is_overridden("predict_step", module) and type(module).forward is nn.Module.forward:
@@ -137,6 +134,15 @@ def check_module(module: Any, stage: str) -> None:
         with_arity(module.training_step, ("batch", "batch_idx"))
         if not is_overridden("configure_optimizers", module):
             raise ConfigurationError(f"{name} has no configure_optimizers, so nothing would be trained: define it.")
+
+
+def _refuse_iterator_steps(module: TrainModule) -> None:
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_overridden(step, module) and "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
+            raise ConfigurationError(
+                f"{type(module).__name__}.{step} takes dataloader_iter, but steps receive a batch, as batches are "
+                "distributed over ranks and counted for checkpoints before the step: take (batch, batch_idx)."
+            )
 
 
 def check_backward(module: TrainModule, strategy: Strategy) -> None:

@@ -46,6 +46,10 @@ class Data:
     keep: Callable[[str, Any], None] | None = None
     """Called with a stage and its loaders when a source is made from them, for the Trainer's attributes."""
 
+    def provides(self, stage: str) -> bool:
+        """Whether there are loaders for a stage, without requesting them."""
+        return self.given.get(stage) is not None or _provider(stage, self.module, self.datamodule) is not None
+
     def loaders(self, stage: str) -> Any:
         """Return the loaders of a stage: the user's, else the DataModule's, else the module's; None without any."""
         if self.given.get(stage) is not None:

@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import ConfigurationError
+from ..core.errors import CheckpointError, ConfigurationError
 from ..data.accumulation_window import Windows
 from ..loop.evaluation_loop import EvaluationPlan
 from ..loop.fit_loop import FitLoop
@@ -45,22 +45,23 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
         validation = evaluation_plan(session, "validate", data.evaluation("validate"))
         if validation is not None:
             validation.count_in(run.evaluated_batches)
-    elif is_on and request.given.get("validate") is not None and run.module.validation_step is not None:
-        raise ConfigurationError(f"val_dataloaders was given, but {type(run.module).__name__} has no validation_step.")
+    elif is_on and data.provides("validate") and run.module.validation_step is not None:
+        session.note(
+            f"There is a validation loader, but {type(run.module).__name__} has no validation_step, so this fit does "
+            "not validate: define validation_step, or leave the loader out."
+        )
     plan = _fit_plan(settings, validation, full)
     loop = FitLoop(run, plan, windows, time.monotonic)
     if position is not None:
         windows.resume(position, settings.limit_batches("train", data.agreed_length(source, position)))
     if settings.given.reload_dataloaders_every_n_epochs:
         every = settings.given.reload_dataloaders_every_n_epochs
-        loop.reload_data(every, _reloader(session, loop, data, sources))
+        loop.reload_data(every, lambda: loop.windows.use_source(*sources()), _validation_reloader(session, loop, data))
     return loop
 
 
-def _reloader(session: Session, loop: FitLoop, data: Data, sources: Callable[[], Any]) -> Callable[[], None]:
+def _validation_reloader(session: Session, loop: FitLoop, data: Data) -> Callable[[], None]:
     def reload() -> None:
-        source, full = sources()
-        loop.windows.use_source(source, full)
         validation = loop.plan.validation
         if validation is not None:
             fresh = evaluation_plan(session, "validate", data.evaluation("validate"))
@@ -124,3 +125,21 @@ def _fit_plan(settings: Settings, validation: EvaluationPlan | None, batches: in
             )
         plan.validate_every_batches, plan.validate_at_epoch_end = max(1, int(batches * interval)), False
     return plan
+
+
+def check_limits(loop: FitLoop, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that was saved beyond ``max_epochs`` or ``max_steps``, before anything is restored from it.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    plan, progress = loop.plan, loop.run.progress
+    for name, limit, reached, what in (
+        ("max_epochs", plan.max_epochs, progress.epoch + progress.epoch_ended, "epochs"),
+        ("max_steps", plan.max_steps, progress.global_step, "optimizer steps"),
+    ):
+        if limit is not None and 0 <= limit < reached:
+            raise CheckpointError(
+                f"{checkpoint.path} was saved after {reached} {what}, but {name}={limit}: raise {name} to "
+                "continue training."
+            )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS
+from ..run.run_metrics import as_numbers
 from .data_properties import DataProperties
 from .setting_properties import FabricProperties, SettingProperties
 
@@ -62,7 +63,7 @@ class TrainerProperties(SettingProperties, DataProperties, FabricProperties):
 
     @loggers.setter
     def loggers(self, loggers: Sequence[Logger]) -> None:
-        self._session.loggers[:] = loggers
+        self._session.use_loggers(loggers)
 
     @property
     def state(self) -> TrainerState:
@@ -242,6 +243,10 @@ class TrainerProperties(SettingProperties, DataProperties, FabricProperties):
         """The first logger."""
         return self.loggers[0] if self.loggers else None
 
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self._session.use_loggers([] if logger is None else [logger])
+
     # ---- files ----------------------------------------------------------------------------------------------------
 
     @property
@@ -256,7 +261,9 @@ class TrainerProperties(SettingProperties, DataProperties, FabricProperties):
 
     @property
     def log_dir(self) -> str | None:
-        """The directory of the first logger that has one."""
+        """The directory of the first logger that has one; without loggers ``default_root_dir``."""
+        if not self.loggers:
+            return self.default_root_dir
         return next((directory for logger in self.loggers if (directory := logger.log_dir)), None)
 
     @property
@@ -282,9 +289,9 @@ class TrainerProperties(SettingProperties, DataProperties, FabricProperties):
         return self._metrics("logged")
 
     @property
-    def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """The values that were logged with ``prog_bar=True``."""
-        return self._metrics("progress_bar")
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values that were logged with ``prog_bar=True``, as numbers. On a GPU, reading them waits for it."""
+        return as_numbers(self._metrics("progress_bar"))
 
     def _metrics(self, kind: str) -> dict[str, Tensor]:
         return self.run.metrics.view(kind) if self.run is not None else self._session.last_metrics[kind]

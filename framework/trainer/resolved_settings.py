@@ -143,9 +143,6 @@ def _check_combinations(given: TrainerSettings) -> None:
         )
     _check_order("min_epochs", given.min_epochs, "max_epochs", given.max_epochs)
     _check_order("min_steps", given.min_steps, "max_steps", given.max_steps)
-    if given.overfit_batches:
-        limits = {name: getattr(given, name) for name in ("limit_train_batches", "limit_val_batches")}
-        _refuse_both("overfit_batches", given.overfit_batches, "both say how many batches to use", **limits)
     if given.barebones:
         _refuse_both("barebones", True, "it disables all features that cost time",
                      fast_dev_run=given.fast_dev_run or None, detect_anomaly=given.detect_anomaly or None,

@@ -43,6 +43,11 @@ class TrainerState:
     status: str = "initializing"
 
     @property
+    def fn(self) -> str:
+        """The name of the method that was called, which is ``stage``."""
+        return self.stage
+
+    @property
     def finished(self) -> bool:
         """Whether the last stage ended without an error."""
         return self.status == "finished"
@@ -144,6 +149,12 @@ class Session:
     def use_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Replace the callbacks, to which the module of a stage may add its own."""
         self.callbacks = list(callbacks)
+
+    def use_loggers(self, loggers: Sequence[Logger]) -> None:
+        """Replace the loggers."""
+        self.loggers[:] = loggers
+        for logger in self.loggers:
+            logger.expect(self.directory.root, self.directory.name)
 
     def finish(self, status: str) -> None:
         """Record the outcome of the stage."""

@@ -45,7 +45,9 @@ class SettingProperties:
     min_epochs = Setting(lambda settings: settings.min_epochs)
     max_steps = Setting(lambda settings: settings.max_steps)
     min_steps = Setting(lambda settings: settings.min_steps)
-    fast_dev_run = Setting(lambda settings: bool(settings.fast_dev_run))
+    fast_dev_run = Setting(
+        lambda settings: settings.fast_dev_run if settings.fast_dev_run > 1 else bool(settings.fast_dev_run)
+    )
     limit_train_batches = Setting(lambda settings: settings.limits["train"])
     limit_val_batches = Setting(lambda settings: settings.limits["validate"])
     limit_test_batches = Setting(lambda settings: settings.limits["test"])

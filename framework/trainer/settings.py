@@ -78,7 +78,12 @@ class TrainerSettings:
     )
     limit_test_batches: Limit | None = _setting(None, "the same for ``test``.", batch_limit)
     limit_predict_batches: Limit | None = _setting(None, "the same for ``predict``.", batch_limit)
-    overfit_batches: Limit = _setting(0.0, "use so many batches, unshuffled, for training and validation.", batch_limit)
+    overfit_batches: Limit = _setting(
+        0.0,
+        "use so many batches, unshuffled, for training and validation; ``limit_train_batches`` and "
+        "``limit_val_batches`` have no effect then.",
+        batch_limit,
+    )
     val_check_interval: Any = _setting(
         None, "validate within an epoch: a fraction of it, a number of batches, or a time.", interval
     )

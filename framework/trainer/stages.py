@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,11 @@ from ..launch.exit_hooks import install_rank_hooks
 from ..launch.signals import SignalWatch
 from ..launch.slurm import TimeLimit
 from ..loop import evaluate, predict
+from ..metrics.hparams_text import hyperparameters_to_log
+from ..metrics.no_log import OUTSIDE_LOOPS
 from ..state import encode_known
 from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.failure_records import exit_code_of
-from ..system.redaction import without_secrets
 from ..system.run_directory import REPORT
 from ..trainer import assemble_evaluation, assemble_fit, choose_strategy
 from ..watchdog import watched
@@ -26,7 +28,7 @@ from .run_documents import add_results, configuration, report
 from .run_report import box, end_lines, start_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from ..loop.fit_loop import FitLoop
     from .session import Session, StageRequest
@@ -96,7 +98,7 @@ def _fit(session: Session, request: StageRequest) -> None:
 def _begin(session: Session, loop: FitLoop) -> None:
     """Send the configuration of the fit to the loggers and the console."""
     run = loop.run
-    if hyperparameters := without_secrets(run.module.hparams_to_log):
+    if session.loggers and (hyperparameters := hyperparameters_to_log(run.module, session.datamodule)):
         run.loggers.log_hyperparams(hyperparameters)
     if not run.world.is_global_zero:
         return
@@ -147,17 +149,24 @@ def _keep(session: Session, name: str, document: Any) -> None:
 def _fail(session: Session, stage: str, error: BaseException) -> None:
     """Report an error to callbacks and loggers. No collective: other ranks may never reach it.
 
-    An exception of a callback is printed and does not replace the error of the run.
+    An exception of a hook is printed and does not replace the error of the run.
     """
     run = session.run
     if run is None:
         return
-    for callback in run.callbacks:
-        if callback.wants("on_exception"):
-            try:
-                callback.on_exception(session.view, run.module, error)
-            except Exception as another:
-                session.note(f"{type(callback).__name__}.on_exception failed: {type(another).__name__}: {another}")
+    run.module.log_to(OUTSIDE_LOOPS)
+    hooks: list[tuple[Any, Callable[[], None]]] = [
+        (callback, partial(callback.on_exception, session.view, run.module, error))
+        for callback in run.callbacks
+        if callback.wants("on_exception")
+    ]
+    if session.datamodule is not None:
+        hooks.append((session.datamodule, partial(session.datamodule.on_exception, error)))
+    for owner, hook in hooks:
+        try:
+            hook()
+        except Exception as another:
+            session.note(f"{type(owner).__name__}.on_exception failed: {type(another).__name__}: {another}")
     if run.world.is_global_zero and session.writes and stage == "fit":
         message = hiding_secrets()(f"{type(error).__name__}: {error}")
         with suppress(Exception):
@@ -189,6 +198,8 @@ def _release(session: Session, request: StageRequest) -> None:
         if run.restore_layers is not None:
             run.restore_layers()
         run.world.close()
+        for callback in run.callbacks:
+            callback.log_through(None)
     request.module.detach()
     session.directory.release()
     session.forget_run()

@@ -12,6 +12,7 @@ from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, is_count
 from ..launch import launch_script
+from ..metrics.hparams_text import hyperparameters_to_log
 from ..resume.resume_point import checked_checkpoint_path
 from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
@@ -64,6 +65,7 @@ class Trainer(TrainerActions):
             directory=RunDirectory(_root(loggers, settings), name, 0),
             accumulation=settings.accumulation,
         )
+        self._session.use_loggers(loggers)
         _set_backends(given.deterministic, given.benchmark)
         # Ranks that phalanx has started follow a process that has shown it.
         if fabric.resources.place.launcher != "phalanx" and (crowding := fabric.resources.crowding):
@@ -98,6 +100,8 @@ class Trainer(TrainerActions):
         given = {"train": train_dataloaders, "validate": val_dataloaders}
         model, compiler = original_of(model, self.strategy)
         check_fit(model, given, datamodule, self.settings, self.fabric.resources)
+        if self.loggers:
+            hyperparameters_to_log(model, datamodule)
         for callback in self.callbacks:
             callback.check(self, "fit")
         request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)

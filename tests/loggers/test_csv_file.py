@@ -60,7 +60,7 @@ def test_a_disk_without_room_for_a_new_column_leaves_the_file_as_it_was(tmp_path
             logger.save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert [path.name for path in Path(logger.log_dir).iterdir()] == ["metrics.csv"]
+    assert {path.name for path in Path(logger.log_dir).iterdir()} == {"metrics.csv", "hparams.yaml"}
     assert (Path(logger.log_dir) / "metrics.csv").read_bytes() == before
 
 

@@ -12,6 +12,8 @@ from ranks import run_on_ranks
 from torch import Tensor
 
 from phalanx import DataModule, PhalanxError
+from phalanx.framework.core.errors import ConfigurationError
+from phalanx.loggers import CSVLogger
 
 
 class Evaluating(Regressor):
@@ -146,3 +148,66 @@ def test_data_is_prepared_once_on_a_node(tmp_path: Path) -> None:
 def test_no_data_for_an_evaluation(stage: str) -> None:
     with pytest.raises(PhalanxError, match=f"there is no data to {stage}"):
         getattr(silent_trainer(), stage)(Evaluating())
+
+
+# ---- hyperparameters and errors ------------------------------------------------------------------------------------
+
+
+class Rows(DataModule):
+    def __init__(self, size: int = 8, lr: float = 0.05, weights: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.errors: list[BaseException] = []
+
+    def train_dataloader(self) -> Any:
+        return loader(self.hparams.size)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.errors.append(exception)
+        raise KeyError("in the hook")
+
+
+class WithWeights(Regressor):
+    def __init__(self, weights: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_its_hyperparameters_are_logged_with_those_of_the_module(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    silent_trainer(devices=1, max_epochs=1, logger=logger).fit(Regressor(), datamodule=Rows())
+    written = Path(logger.log_dir, "hparams.yaml").read_text()
+    assert set(written.splitlines()) >= {"size: 8", "lr: 0.05", "dropout: 0.0"}
+
+
+@pytest.mark.parametrize(
+    ("module", "data"),
+    [
+        (Regressor(lr=0.5), Rows()),
+        (Regressor(lr=1), Rows(lr=1.0)),
+        (WithWeights(torch.ones(2)), Rows(weights=torch.zeros(2))),
+    ],
+)
+def test_one_hyperparameter_with_two_values_is_refused(module: Any, data: Rows, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"the hyperparameter '\w+' is .* and a logger records one value: ren"):
+        silent_trainer(devices=1, max_epochs=1, logger=CSVLogger(tmp_path)).fit(module, datamodule=data)
+    assert not list(tmp_path.iterdir())
+    # Without a logger there is no conflict.
+    silent_trainer(devices=1, max_epochs=1).fit(module, datamodule=data)
+
+
+def test_equal_tensors_are_no_conflict(tmp_path: Path) -> None:
+    module, data = WithWeights(torch.ones(2)), Rows(weights=torch.ones(2))
+    silent_trainer(devices=1, max_epochs=1, logger=CSVLogger(tmp_path)).fit(module, datamodule=data)
+
+
+def test_an_error_is_passed_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("in the step")
+
+    data = Rows()
+    with pytest.raises(RuntimeError, match="in the step"):
+        silent_trainer(devices=1, max_epochs=1).fit(Failing(), datamodule=data)
+    assert [str(error) for error in data.errors] == ["in the step"]
+    assert "Rows.on_exception failed: KeyError: 'in the hook'" in capsys.readouterr().out

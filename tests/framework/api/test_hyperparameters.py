@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from argparse import Namespace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,55 @@ def test_what_a_checkpoint_cannot_hold_is_said_and_asked_for(
     with pytest.raises(CheckpointError, match=r"was built with activation.*activation=\.\.\."):
         WithActivation.load_from_checkpoint(path)
     assert WithActivation.load_from_checkpoint(path, activation=torch.tanh).hparams["width"] == 5
+
+
+# ---- in the ways of code written for Lightning ---------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Declared(TrainModule):
+    width: int
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    name: str = "declared"
+    unused: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore="unused")
+
+
+class Undeclared(Declared):
+    def __init__(self, rate: float) -> None:
+        super().__init__(width=3)
+
+
+def test_the_fields_of_a_dataclass_are_kept() -> None:
+    assert Declared(5, name="mine").hparams == {"width": 5, "sizes": [1, 2], "name": "mine"}
+    assert Undeclared(0.1).hparams == {"width": 3, "sizes": [1, 2], "name": "declared", "rate": 0.1}
+
+
+def test_a_subclass_leaves_out_what_its_base_has_kept() -> None:
+    class Child(Plain):
+        def __init__(self, width: int, rate: float) -> None:
+            super().__init__(width)
+            self.save_hyperparameters(ignore=["depth", "name"])
+
+    assert Child(3, 0.1).hparams == Child(3, 0.1).hparams_initial == {"width": 3, "rate": 0.1}
+
+
+def test_values_in_place_of_names_are_refused() -> None:
+    class Values(TrainModule):
+        def __init__(self, rate: float, name: str) -> None:
+            super().__init__()
+            self.save_hyperparameters(rate, name)
+
+    with pytest.raises(ConfigurationError, match=r"got 2 values, of which one is a float; .*: put the values into"):
+        Values(3.14, "abc")
+
+
+def test_the_initial_hyperparameters_are_without_later_changes() -> None:
+    module = Declared(5)
+    module.hparams.width = 7
+    module.hparams.sizes.append(3)
+    assert module.hparams_initial == {"width": 5, "sizes": [1, 2], "name": "declared"}
+    assert TrainModule().hparams_initial == {}

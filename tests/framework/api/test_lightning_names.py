@@ -17,7 +17,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 # Names of a LightningModule that a TrainModule lacks; torch says so itself.
 MODULE_LACKS = {
-    *("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_initial"),
+    *("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
     *("allow_zero_length_dataloader_with_multiple_devices", "configure_sharded_model", "device_mesh"),
     *("on_validation_model_zero_grad", "prepare_data_per_node", "remove_ignored_hparams"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import loader, silent_trainer, weights_of
+from models import Regressor, loader, silent_trainer, weights_of
 from torch import nn, optim
 
 from phalanx import TrainModule
@@ -154,3 +154,22 @@ def test_tensors_land_on_the_given_device(tmp_path: Path) -> None:
         expected = "cpu" if given is None else torch.device(given).type
         assert {tensor.device.type for tensor in rebuilt.state_dict().values()} == {expected}
         assert torch.equal(weights_of(rebuilt).cpu(), weights_of(module))
+
+
+class Lenient(Regressor):
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+
+def test_without_an_argument_the_module_decides_how_strict_loading_is(tmp_path: Path) -> None:
+    trainer = silent_trainer(devices=1, max_steps=1)
+    trainer.fit(module := Regressor(), loader(4))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    with pytest.warns(UserWarning, match="extra.weight"):
+        rebuilt = Lenient.load_from_checkpoint(tmp_path / "saved.ckpt")
+    assert torch.equal(rebuilt.net[0].weight, module.net[0].weight)
+    with pytest.raises(CheckpointError, match=r"extra\.weight: missing in the checkpoint"):
+        Lenient.load_from_checkpoint(tmp_path / "saved.ckpt", strict=True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_fits import Tiny, loader, quiet_trainer
+from small_fits import Tiny, capturing, loader, quiet_trainer
+from torch import nn
+from torch.utils.data import TensorDataset
 
-from phalanx.framework.core.errors import MetricError
-from phalanx.loggers import CSVLogger
+from phalanx import DataModule, TrainModule
+from phalanx.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
+from phalanx.framework.core.errors import ConfigurationError, MetricError
+from phalanx.loggers import CSVLogger, TensorBoardLogger
 
 
 def test_steps_of_the_base_class_take_the_index_of_a_loader(tmp_path: Path) -> None:
@@ -54,3 +59,242 @@ def test_the_epoch_in_a_table_of_metrics_is_a_whole_number(tmp_path: Path) -> No
     trainer.fit(Tiny({"metric": [1.0]}), loader(), loader(4))
     with open(f"{logger.log_dir}/metrics.csv", encoding="utf-8") as file:
         assert {row["epoch"] for row in csv.DictReader(file)} == {"0", "1"}
+
+
+# ---- values that are read ------------------------------------------------------------------------------------------
+
+
+def test_the_log_directory_before_a_fit_and_without_a_logger(tmp_path: Path) -> None:
+    assert quiet_trainer(tmp_path, []).log_dir == str(tmp_path)
+    trainer = quiet_trainer(tmp_path, [], logger=CSVLogger(), max_epochs=1)
+    for version in (0, 1):
+        # Before the fit that of the next run, after it that of the run.
+        assert trainer.log_dir == str(tmp_path / "phalanx_logs" / f"version_{version}")
+        trainer.fit(Tiny(), loader())
+        assert trainer.log_dir == str(tmp_path / "phalanx_logs" / f"version_{version}")
+        assert Path(trainer.log_dir, "metrics.csv").exists()
+        trainer = quiet_trainer(tmp_path, [], logger=CSVLogger(), max_epochs=1)
+
+
+def test_loggers_that_are_set_later(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, [], max_epochs=1)
+    trainer.logger = logger = CSVLogger()
+    assert trainer.loggers == [logger]
+    trainer.fit(Tiny(), loader())
+    assert Path(logger.log_dir, "metrics.csv").is_relative_to(tmp_path)
+    trainer.logger = None
+    assert trainer.loggers == []
+
+
+def test_metrics_of_the_progress_bar_are_numbers(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, [], max_epochs=1)
+    trainer.fit(Tiny(), loader())
+    assert {name: type(value) for name, value in trainer.progress_bar_metrics.items()} == {
+        "train_loss_step": float,
+        "train_loss_epoch": float,
+    }
+
+
+@pytest.mark.parametrize(("given", "read"), [(3, 3), (1, True), (True, True), (0, False), (False, False)])
+def test_the_number_of_batches_of_a_dev_run(tmp_path: Path, given: Any, read: Any) -> None:
+    found = quiet_trainer(tmp_path, [], fast_dev_run=given).fast_dev_run
+    assert (found, type(found)) == (read, type(read))
+
+
+def test_learning_rates_that_a_monitor_has_read(tmp_path: Path) -> None:
+    class Scheduled(Tiny):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.25, weight_decay=0.125)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    quiet_trainer(tmp_path, monitor, max_epochs=3, logger=CSVLogger()).fit(Scheduled(), loader())
+    assert monitor.lrs == {"lr-SGD": [0.5, 0.25, 0.125]}
+    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.25}
+    assert monitor.last_weight_decay_values == {"lr-SGD-weight_decay": 0.125}
+
+
+def test_the_worst_of_all_checkpoints(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, monitor="metric", save_top_k=-1)
+    quiet_trainer(tmp_path, checkpoint, max_epochs=3).fit(Tiny({"metric": [2.0, 3.0, 1.0]}), loader(), loader(4))
+    assert Path(checkpoint.kth_best_model_path).name == "epoch=1-step=8.ckpt"
+    assert (float(checkpoint.kth_value), len(checkpoint.best_k_models)) == (3.0, 3)
+
+
+def test_the_schedule_of_an_average_without_a_run() -> None:
+    average = EMAWeightAveraging(update_every_n_steps=2, update_starting_at_step=3)
+    assert [step for step in range(8) if average.should_update(step_idx=step)] == [4, 6]
+
+
+def test_freezing_returns_the_module() -> None:
+    module = Tiny()
+    assert module.freeze() is module
+    assert not module.layer.weight.requires_grad
+    assert module.unfreeze() is module
+
+
+# ---- loggers and data modules --------------------------------------------------------------------------------------
+
+
+def test_a_logger_with_a_variable_and_without_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOG_ROOT", str(tmp_path / "logs"))
+    logger = TensorBoardLogger(os.path.join("$LOG_ROOT", "here"))
+    assert logger.save_dir == str(tmp_path / "logs" / "here")
+    quiet_trainer(tmp_path, [], max_epochs=1, logger=logger).fit(Tiny(), loader())
+    assert Path(logger.log_dir, "hparams.yaml").read_text() == "{}\n"
+    CSVLogger(tmp_path).log_hyperparams()
+
+
+def test_a_data_module_from_datasets_receives_their_arguments() -> None:
+    class Sized(DataModule):
+        def __init__(self, batch_size: int = 1) -> None:
+            self.batch_size = batch_size
+
+    class Open(DataModule):
+        def __init__(self, **arguments: Any) -> None:
+            self.arguments = arguments
+
+    rows = TensorDataset(torch.ones(4, 2))
+    assert Sized.from_datasets(rows, batch_size=4, num_workers=1).batch_size == 4
+    assert Open.from_datasets(rows, batch_size=4).arguments == {"batch_size": 4, "num_workers": 0}
+    assert str(DataModule.from_datasets(rows, val_dataset=rows)) == "DataModule(train_dataloader, val_dataloader)"
+
+
+# ---- a fit ---------------------------------------------------------------------------------------------------------
+
+
+class WithoutValidation(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithLoader(WithoutValidation):
+    def val_dataloader(self) -> Any:
+        raise AssertionError("never requested")
+
+
+@pytest.mark.parametrize(("kind", "given"), [(WithoutValidation, [loader()]), (WithLoader, [])])
+def test_a_validation_loader_without_a_step_is_reported(kind: Any, given: list[Any], tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, [], max_epochs=1)
+    notes = capturing(trainer)
+    trainer.fit(kind(), loader(), *given)
+    assert trainer.global_step == 4
+    assert (
+        len([note for note in notes if f"but {kind.__name__} has no validation_step, so this fit does not" in note])
+        == 1
+    )
+    module = kind()
+    module.validation_step = None
+    notes.clear()
+    quiet_trainer(tmp_path, [], max_epochs=1).fit(module, loader(), *given)
+    assert not any("validation_step" in note for note in notes)
+
+
+def test_overfitting_has_precedence_over_limits(tmp_path: Path) -> None:
+    trainer = quiet_trainer(
+        tmp_path, [], max_epochs=1, overfit_batches=2, limit_train_batches=3, limit_val_batches=1, limit_test_batches=1
+    )
+    trainer.fit(Tiny({"metric": [1.0]}), loader(), loader())
+    assert (trainer.num_training_batches, trainer.num_val_batches) == (2, [2])
+    assert (trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches) == (2, 2, 1)
+
+
+def test_without_an_optimizer_the_next_step_is_given_and_works(tmp_path: Path) -> None:
+    class Without(Tiny):
+        def configure_optimizers(self) -> Any:
+            return None
+
+    with pytest.raises(ConfigurationError, match="set automatic_optimization = False to run the steps without updates"):
+        quiet_trainer(tmp_path, [], max_epochs=1).fit(Without(), loader())
+    module = Without()
+    module.automatic_optimization = False
+    trainer = quiet_trainer(tmp_path, [], max_epochs=1)
+    trainer.fit(module, loader())
+    assert (trainer.current_epoch, trainer.global_step) == (1, 0)
+
+
+class Counting:
+    """A scheduler of its own kind."""
+
+    count = 0
+
+    def advance(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Scheduling(Tiny):
+    def configure_optimizers(self) -> Any:
+        self.scheduler = Counting()
+        return [torch.optim.SGD(self.parameters(), lr=0.1)], [self.scheduler]
+
+
+class ByHand(Scheduling):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.lr_schedulers().advance()
+
+
+class ByHook(Scheduling):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.advance()
+
+
+@pytest.mark.parametrize(("kind", "count"), [(ByHand, 8), (ByHook, 2)])
+def test_a_scheduler_that_the_module_advances_needs_no_step(kind: Any, count: int, tmp_path: Path) -> None:
+    module, trainer = kind(), quiet_trainer(tmp_path, [], max_epochs=2)
+    trainer.fit(module, loader())
+    assert module.scheduler.count == count
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    again = kind()
+    quiet_trainer(tmp_path, [], max_epochs=3).fit(again, loader(), ckpt_path=tmp_path / "saved.ckpt")
+    assert again.scheduler.count == count / 2 * 3
+
+
+def test_another_scheduler_without_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="a Counting is not a scheduler, as it has no step"):
+        quiet_trainer(tmp_path, [], max_epochs=1).fit(Scheduling(), loader())
+
+
+def test_validation_loaders_are_requested_again_before_the_next_validation(tmp_path: Path) -> None:
+    class Asked(Tiny):
+        def __init__(self) -> None:
+            super().__init__({"metric": [1.0]})
+            self.calls: list[tuple[str, int]] = []
+
+        def train_dataloader(self) -> Any:
+            self.calls.append(("train", self.current_epoch))
+            return loader()
+
+        def val_dataloader(self) -> Any:
+            self.calls.append(("val", self.current_epoch))
+            return loader(4)
+
+    module = Asked()
+    settings = {"max_epochs": 6, "reload_dataloaders_every_n_epochs": 2, "check_val_every_n_epoch": 3}
+    quiet_trainer(tmp_path, [], **settings).fit(module)
+    assert module.calls == [("train", 0), ("val", 0), ("train", 2), ("val", 2), ("train", 4), ("val", 5)]
+
+
+def test_a_step_that_takes_an_iterator_is_refused(tmp_path: Path) -> None:
+    class Iterating(Tiny):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            return super().training_step(*next(dataloader_iter))
+
+    with pytest.raises(
+        ConfigurationError, match=r"training_step takes dataloader_iter, but .*: take \(batch, batch_idx"
+    ):
+        quiet_trainer(tmp_path, [], max_epochs=1).fit(Iterating(), loader())
