@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .configuration import (
         AutocastKwargs as AutocastKwargs,
         DataLoaderConfiguration as DataLoaderConfiguration,
+        DDPCommunicationHookType as DDPCommunicationHookType,
         DeepSpeedPlugin as DeepSpeedPlugin,
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
         DistributedType as DistributedType,
@@ -32,8 +33,8 @@ _HOMES = {
     ".": "local_sgd logging utils",
     "...": "__version__",
     ".accelerator": "Accelerator",
-    ".configuration": "AutocastKwargs DataLoaderConfiguration DeepSpeedPlugin DistributedDataParallelKwargs "
-    "DistributedType FullyShardedDataParallelPlugin GradScalerKwargs ProfileKwargs",
+    ".configuration": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
+    "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs ProfileKwargs",
     ".functions": "notebook_launcher skip_first_batches",
     ".memory": "find_executable_batch_size",
     ".state": "PartialState",
@@ -41,7 +42,6 @@ _HOMES = {
 
 _LARGE = "large models are built and loaded under strategy='fsdp' or 'zero3', with Fabric.init_module."
 _ABSENT = {
-    "DDPCommunicationHookType": "gradients are reduced in their own dtype, without compression.",
     "InitProcessGroupKwargs": "phalanx creates the process group; Trainer(stall_timeout=...) limits waiting.",
     "ParallelismConfig": "name a strategy: Accelerator(strategy='fsdp'), or an object of phalanx.strategies.",
     "cpu_offload": _LARGE,

@@ -51,7 +51,7 @@ def strategy_of(
         return FSDPStrategy(**vars(fsdp))
     ddp = handlers.get(DistributedDataParallelKwargs)
     several = placement().size > 1
-    return DDPStrategy(**vars(ddp)) if ddp is not None and given in ("auto", "ddp") and several else given
+    return DDPStrategy(**ddp.options()) if ddp is not None and given in ("auto", "ddp") and several else given
 
 
 def precision_of(name: str | None, scaler: GradScalerKwargs | None) -> str | Precision:

@@ -6,14 +6,16 @@ A field that is not listed raises Python's ``TypeError`` for an unknown argument
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.profiler import ProfilerActivity, schedule
 
-from ...framework.core.errors import unknown
+from ...framework.core.errors import ConfigurationError, unknown
 
 
 class DistributedType(str, Enum):
@@ -111,15 +113,72 @@ class AutocastKwargs:
     cache_enabled: bool | None = None
 
 
+class DDPCommunicationHookType(str, Enum):
+    """The compression of gradients under ``ddp``."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
 @dataclass
 class DistributedDataParallelKwargs:
-    """Arguments of torch's ``DistributedDataParallel``, for ``DDPStrategy``."""
+    """Arguments of torch's ``DistributedDataParallel``, and the compression of gradients, for ``DDPStrategy``.
 
+    Attributes:
+        comm_hook: the compression.
+        comm_wrapper: ``FP16`` or ``BF16``: the dtype in which the hook computes.
+        comm_state_option: arguments of torch's ``PowerSGDState``.
+    """
+
+    dim: int = 0
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
+    check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of ``DDPStrategy``.
+
+        Raises:
+            ConfigurationError: the compression is not known, or ``comm_state_option`` has no hook to configure.
+        """
+        given = {name: value for name, value in vars(self).items() if not name.startswith("comm_")}
+        kinds = DDPCommunicationHookType
+        if self.comm_hook not in list(kinds):
+            raise unknown("comm_hook", str(self.comm_hook), [each.value for each in kinds])
+        keeps_state = self.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD)
+        if self.comm_state_option and not keeps_state:
+            raise ConfigurationError(
+                "comm_state_option is for PowerSGD: give comm_hook=DDPCommunicationHookType.POWER_SGD."
+            )
+        if self.comm_hook == kinds.NO:
+            return given
+        hooks = {
+            kinds.FP16: default_hooks.fp16_compress_hook,
+            kinds.BF16: default_hooks.bf16_compress_hook,
+            kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }
+        wrappers = {
+            kinds.NO: None,
+            kinds.FP16: default_hooks.fp16_compress_wrapper,
+            kinds.BF16: default_hooks.bf16_compress_wrapper,
+        }
+        if self.comm_wrapper not in wrappers:
+            raise unknown("comm_wrapper", str(self.comm_wrapper), [each.value for each in wrappers])
+        given["ddp_comm_hook"] = hooks[self.comm_hook]
+        given["ddp_comm_wrapper"] = wrappers[self.comm_wrapper]
+        if keeps_state:
+            given["ddp_comm_state"] = partial(powerSGD_hook.PowerSGDState, None, **self.comm_state_option)
+        return given
 
 
 @dataclass

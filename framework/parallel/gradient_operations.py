@@ -38,6 +38,9 @@ class GradientOperations:
         """
         return all_finite(gradients_of(parameters))
 
+    def discard(self) -> None:
+        """Drop what is kept of gradients that are not finite, besides ``parameter.grad``. Called on all ranks."""
+
     def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm of the full gradient, a 0-d tensor, the same on all ranks. Collective."""
         return nn.utils.get_total_norm(gradients_of(parameters), norm_type)
