@@ -85,7 +85,7 @@ class CommunicationHook:
                     "give DDPStrategy a function that returns a new state for each module."
                 )
             self._module = module
-        ddp.register_comm_hook(state, self._hook)  # type: ignore[no-untyped-call]
+        ddp.register_comm_hook(state, self._hook)
         gradients = HookedGradients(state)
         gradients.discard()
         return gradients

@@ -1,7 +1,4 @@
-"""The configuration objects of Accelerate, with the fields that have an effect here.
-
-A field that is not listed raises Python's ``TypeError`` for an unknown argument.
-"""
+"""The configuration objects of Accelerate, with the fields that have an effect here; others are refused."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.profiler import ProfilerActivity, schedule
 
 from ...framework.core.errors import ConfigurationError, unknown
+from .absent import knows_arguments
 
 
 class DistributedType(str, Enum):
@@ -35,6 +33,7 @@ class DistributedType(str, Enum):
     MULTI_HPU = "MULTI_HPU"
 
 
+@knows_arguments
 @dataclass
 class DataLoaderConfiguration:
     """The sharing of loaders between ranks.
@@ -56,6 +55,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
 
+@knows_arguments
 @dataclass
 class ProjectConfiguration:
     """The directories of a run, and how many of its states are kept.
@@ -90,6 +90,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
+@knows_arguments
 @dataclass
 class GradientAccumulationPlugin:
     """The number of micro-batches of an update.
@@ -97,14 +98,25 @@ class GradientAccumulationPlugin:
     Attributes:
         num_steps: the number of micro-batches.
         adjust_scheduler: accepted; a scheduler always steps once for each update.
-        sync_with_dataloader: accepted; the last window of a loader always ends with it.
+        sync_with_dataloader: must be True: the last window of a loader always ends with it.
+
+    Raises:
+        ConfigurationError: ``sync_with_dataloader`` is False.
     """
 
     num_steps: int
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
 
+    def __post_init__(self) -> None:
+        if not self.sync_with_dataloader:
+            raise ConfigurationError(
+                "GradientAccumulationPlugin(sync_with_dataloader=False) lets a window continue in the next epoch, and "
+                "here the last window of a loader ends with it: leave it out, or write the loop without accumulate."
+            )
 
+
+@knows_arguments
 @dataclass
 class AutocastKwargs:
     """Whether the block of ``autocast`` computes in the precision's dtype, and whether casts are cached."""
@@ -123,6 +135,7 @@ class DDPCommunicationHookType(str, Enum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
+@knows_arguments
 @dataclass
 class DistributedDataParallelKwargs:
     """Arguments of torch's ``DistributedDataParallel``, and the compression of gradients, for ``DDPStrategy``.
@@ -181,16 +194,19 @@ class DistributedDataParallelKwargs:
         return given
 
 
+@knows_arguments
 @dataclass
 class GradScalerKwargs:
-    """The loss scale of ``mixed_precision="fp16"``."""
+    """The loss scale of ``mixed_precision="fp16"``; with ``enabled=False`` losses are not scaled."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
+    enabled: bool = True
 
 
+@knows_arguments
 @dataclass
 class ProfileKwargs:
     """Arguments of ``torch.profiler.profile``.
@@ -219,33 +235,3 @@ class ProfileKwargs:
         if self.schedule_option:
             given["schedule"] = schedule(**given.pop("schedule_option"))
         return given
-
-
-@dataclass
-class FullyShardedDataParallelPlugin:
-    """The arguments of ``FSDPStrategy`` that Accelerate has."""
-
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    activation_checkpointing: bool = False
-
-
-@dataclass
-class DeepSpeedPlugin:
-    """The stage of ZeRO, and the place of its optimizer state.
-
-    Attributes:
-        zero_stage: 1, 2 or 3.
-        offload_optimizer_device: ``"none"``, ``"cpu"`` or ``"nvme"``.
-    """
-
-    zero_stage: int = 2
-    offload_optimizer_device: str = "none"
-
-    @property
-    def strategy(self) -> str:
-        """The name of the strategy."""
-        places = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
-        if self.offload_optimizer_device not in places:
-            raise unknown("offload_optimizer_device", self.offload_optimizer_device, places)
-        return f"zero{self.zero_stage}{places[self.offload_optimizer_device]}"
