@@ -129,7 +129,7 @@ class FSDPStrategy(Strategy):
         self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
         self._mesh = self._layout.build(world)
         self._deferred = Deferred()
-        self.gradients = ShardedGradients(world, self.name)
+        self.gradients = ShardedGradients(world)
         self.state = ShardedState(world)
         # The ranks of a tensor-parallel group share one computation, so they must see the same data.
         world.data_rank, world.data_size = world.rank // self.tensor_parallel, world.size // self.tensor_parallel
