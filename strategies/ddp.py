@@ -7,9 +7,8 @@ Experiences on Accelerating Data Parallel Training").
 from __future__ import annotations
 
 import gc
-import math
-import re
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,13 +16,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..framework.core.errors import ConfigurationError
+from ..framework.parallel.gradient_operations import GradientOperations
 from ..framework.parallel.meta_device import share_buffers
 from ..framework.parallel.parameter_names import state_tensors
-from ..framework.parallel.step_flags import StepFlags
 from ..framework.parallel.strategy import Routed, StepAdapter, StepFunction, Strategy
 from ..framework.parallel.zero_backward import zero_loss
+from .communication_hook import CommunicationHook, Hook, Wrapper
+from .ddp_flags import FlaggedAdapter, GradientFlags
+from .ddp_replica import Replica
+from .limits import check_names
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
+# Arguments of other frameworks, and their equivalents.
+_ELSEWHERE = {
+    "timeout": "use Trainer(stall_timeout=...), which limits every wait of a rank",
+    "process_group_backend": "leave it out, ranks use gloo on CPUs and NCCL on GPUs",
+    "mixed_precision": "use Trainer(precision=...)",
+    "model_averaging_period": "use phalanx.compat.accelerate.local_sgd.LocalSGD in a Fabric",
+    "start_method": "leave it out, a script's ranks run the script and a notebook's are forked",
+    "accelerator": "give it to the Trainer or the Fabric",
+    "parallel_devices": "use Trainer(devices=...)",
+    "cluster_environment": "leave it out, the launcher's variables are read",
+    "checkpoint_io": "leave it out, see docs/checkpoint-format.md",
+    "precision_plugin": "use Trainer(precision=...)",
+}
 
 
 class DDPStrategy(Strategy):
@@ -32,18 +48,32 @@ class DDPStrategy(Strategy):
     Keyword arguments go to ``torch.nn.parallel.DistributedDataParallel`` (``find_unused_parameters``,
     ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...).
 
+    Args:
+        ddp_comm_hook: averages gradients in place of DDP under automatic optimization and in a Fabric, such as the
+            hooks of ``torch.distributed.algorithms.ddp_comm_hooks``: ``hook(state, bucket)`` returns a future.
+        ddp_comm_state: the first argument of the hook, or a function without arguments that returns one for each
+            module. Checkpoints do not hold it.
+        ddp_comm_wrapper: makes another hook of the hook, such as torch's ``fp16_compress_wrapper``.
+
     Raises:
-        ConfigurationError: an argument that phalanx sets itself is given.
+        ConfigurationError: an argument is not known, or phalanx sets it itself.
     """
 
     name = "ddp"
 
-    def __init__(self, **ddp_arguments: Any) -> None:
-        taken = [name for name in _TAKEN if name in ddp_arguments]
-        if taken:
-            raise ConfigurationError(f"DDPStrategy({', '.join(taken)}=...) is set by phalanx itself; leave it out.")
+    def __init__(
+        self,
+        *,
+        ddp_comm_hook: Hook | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Wrapper | None = None,
+        **ddp_arguments: Any,
+    ) -> None:
+        check_arguments(ddp_arguments)
         self._arguments = ddp_arguments
-        self._ddp: _Replica | None = None
+        given = (ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
+        self._hook = CommunicationHook(*given) if any(each is not None for each in given) else None
+        self._ddp: Replica | None = None
         self._trainable: list[bool] = []
         self._routed = Routed.LOSS
         self._syncs = True
@@ -58,18 +88,27 @@ class DDPStrategy(Strategy):
         self._trainable = [parameter.requires_grad for parameter in module.parameters()]
         self._routed = routed
         if self.world.size > 1 and training and any(self._trainable):
-            adapter = StepAdapter(module)
-            if routed is Routed.LOSS:
-                adapter = flagged = _FlaggedAdapter(module, self.world.device)
-                self.flags = _GradientFlags(flagged.participation)
-            try:
-                self._ddp = _Replica(adapter, **self._arguments)
-            except TypeError as error:
-                raise ConfigurationError(f"DDPStrategy: DistributedDataParallel refuses an argument: {error}") from None
+            self._wrap(module, routed)
         elif self.world.size > 1:
             for tensor in state_tensors(module).values():
                 self.world.broadcast(tensor.detach())
         return list(optimizers)
+
+    def _wrap(self, module: nn.Module, routed: Routed) -> None:
+        hook = self._hook
+        if hook is not None and routed is Routed.STEP:
+            raise ConfigurationError(
+                "DDPStrategy(ddp_comm_hook=...) acts in the backward pass, and under manual optimization gradients are "
+                "averaged when an optimizer steps: leave the hook out, or use automatic optimization."
+            )
+        adapter = StepAdapter(module)
+        # A hook may change gradients in ways that a flag does not survive, so the flags are a message of their own.
+        if routed is Routed.LOSS and hook is None:
+            adapter = flagged = FlaggedAdapter(module, self.world.device)
+            self.flags = GradientFlags(flagged.participation)
+        self._ddp = Replica(adapter, **self._arguments)
+        if hook is not None:
+            self.gradients = hook.register(self._ddp, module)
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return a call of ``step`` through DDP when training; evaluation needs no communication."""
@@ -159,115 +198,25 @@ class DDPStrategy(Strategy):
 
     def teardown(self) -> None:
         """Drop the wrapper, which removes its hooks from the parameters."""
+        if self._hook is not None and self._ddp is not None:
+            self._hook.release(self._ddp.module.module)
         self._ddp = self.flags = None
+        self.gradients = GradientOperations()
         self._syncs, self._awaits_backward, self._reduces_next = True, False, False
 
 
-class _Replica(nn.parallel.DistributedDataParallel):
-    """``DistributedDataParallel`` with a fixed order of reduction, and a readable error about unused parameters.
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that torch's ``DistributedDataParallel`` does not have, and those that phalanx sets.
 
-    Torch reduces the first backward pass in one bucket, and divides later ones by the order in which gradients arrived
-    in the first. The sum of three or more ranks depends on that division, so the first step of a resumed run would be
-    rounded differently than in an uninterrupted run. Here the buckets of all steps follow the reversed order of
-    registration, which is the order of arrival if modules are registered in the order of their use.
+    Raises:
+        ConfigurationError: there is such an argument.
     """
-
-    def __init__(self, module: nn.Module, **arguments: Any) -> None:
-        # Otherwise torch reverses the buckets itself.
-        self._is_reversed = bool(arguments.get("static_graph") or not arguments.get("find_unused_parameters"))
-        super().__init__(module, **arguments)
-        if not self._delay_all_reduce_all_params:
-            # What torch itself does for a rank that has run out of data. No effect if the buckets are fixed already, as
-            # with find_unused_parameters.
-            self.reducer._push_all_rebuilt_params()
-            self.reducer._rebuild_buckets()
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Return the parameters in the order of reduction, and whether the gradient of each is sparse."""
-        parameters, is_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        if self._is_reversed:
-            parameters.reverse()
-            is_sparse.reverse()
-        return parameters, is_sparse
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the step.
-
-        Raises:
-            ConfigurationError: parameters were unused in the previous step.
-        """
-        try:
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "Expected to have finished reduction" not in str(error):
-                raise
-            raise ConfigurationError(
-                f"strategy='ddp' waits for the gradient of every parameter, and {self._unused(str(error))} had no part "
-                "in the loss: use strategy='ddp_find_unused_parameters_true', or freeze what is not trained."
-            ) from None
-
-    def _unused(self, message: str) -> str:
-        """Return the names of the parameters whose indices are in torch's message."""
-        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-        names = [name.removeprefix("module.module.") for name, one in self.named_parameters() if one.requires_grad]
-        order = range(len(names))[:: -1 if self._is_reversed else 1]
-        found = [names[index] for index in sorted(order[int(number)] for number in match[1].split())] if match else []
-        return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "") or "some"
-
-
-class _FlaggedAdapter(StepAdapter):
-    """Adds to every loss a parameter that is 0 and stays 0, whose reduced gradient carries the flags of a step.
-
-    Without it, ranks whose steps returned None could not tell "no rank had a loss, so there is no update" from
-    "another rank had one whose gradient is zero" unless they exchanged one more message in every step.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__(module)
-        self.participation = nn.Parameter(torch.zeros((), device=device))
-
-    def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
-        """Call ``step`` and let the parameter feed its loss."""
-        output = step(*args, **kwargs)
-        if output.__class__ is Tensor:
-            return output + self.participation if output.numel() == 1 else output
-        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-            return {**output, "loss": output["loss"] + self.participation}
-        return output
-
-
-class _GradientFlags(StepFlags):
-    """The flags of a step in one gradient: positive where any rank had a loss, NaN where one was not finite."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-        self._has_loss = False
-        self._poison: Any = None
-
-    def reset(self) -> None:
-        """Drop the gradient, and what made it NaN."""
-        self._parameter.grad = None
-        if self._poison is not None:
-            self._poison.remove()
-            self._poison = None
-
-    def send(self, has_loss: bool, nonfinite: bool) -> None:
-        """Make the flag's gradient NaN in the window's last backward pass, which DDP reduces, for ``nonfinite``."""
-        self._has_loss = has_loss
-        if nonfinite and self._poison is None:
-            self._poison = self._parameter.register_hook(_not_a_number)
-
-    def read(self, checks_losses: bool) -> tuple[bool, bool]:
-        """Return the flags; read the reduced gradient only if needed, since reading waits for the device."""
-        gradient = self._parameter.grad
-        if gradient is None or (self._has_loss and not checks_losses):
-            return self._has_loss, False
-        value = gradient.item()
-        return self._has_loss or value > 0, math.isnan(value)
-
-
-def _not_a_number(gradient: Tensor) -> Tensor:
-    return torch.full_like(gradient, math.nan)
+    taken = [name for name in _TAKEN if name in given]
+    if taken:
+        raise ConfigurationError(f"DDPStrategy({', '.join(taken)}=...) is set by phalanx itself; leave it out.")
+    own = [name for name in signature(DDPStrategy).parameters if name != "ddp_arguments"]
+    theirs = set(signature(nn.parallel.DistributedDataParallel).parameters) - {*_TAKEN, *_ELSEWHERE}
+    check_names("DDPStrategy", set(given) - theirs, [*own, *theirs], _ELSEWHERE)
 
 
 def find_unused_parameters(**ddp_arguments: Any) -> DDPStrategy:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from ...framework.core.errors import ConfigurationError, did_you_mean
 from ...framework.fabric.fabric import Fabric, verb
+from ...framework.fabric.module import engine_of
 from ...framework.parallel.strategy import Strategy
-from .arguments import by_class, default_devices, precision_of, strategy_of, updates
+from .absent import ARGUMENTS, MEMBERS, check_arguments
+from .arguments import by_class, default_devices, precision_of, strategy_of
 from .configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     DistributedType,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     ProfileKwargs,
     ProjectConfiguration,
 )
+from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from .preparation import Preparation
+from .state import AcceleratorState, GradientState, on_local_process
 from .states import NumberedStates, write_object
 from .trackers import Trackers
 
@@ -43,6 +47,8 @@ class Accelerator:
 
     Attributes:
         fabric: The Fabric that does the work.
+        state: The place of this process, the precision and the plug-ins.
+        gradient_state: The micro-batch that the loop is in.
         trackers: The loggers, after ``init_trackers``.
         project_configuration: The directories of the run.
         dataloader_config: The sharing of loaders.
@@ -71,7 +77,10 @@ class Accelerator:
         *,
         strategy: str | Strategy = "auto",
         devices: int | str | list[int] | None = None,
+        **others: Any,
     ) -> None:
+        known = [name for name in signature(Accelerator).parameters if name != "others"]
+        check_arguments("Accelerator", {k: v for k, v in others.items() if v is not None}, known, ARGUMENTS)
         handlers = by_class(kwargs_handlers)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None:
@@ -90,8 +99,18 @@ class Accelerator:
         self.fabric.launch()
         self._autocast = handlers.get(AutocastKwargs)
         self._profile = handlers.get(ProfileKwargs) or ProfileKwargs()
-        self._trackers = Trackers(log_with, self.project_configuration)
+        self._trackers = Trackers(self.fabric, log_with, self.project_configuration)
+        self.state = AcceleratorState(self.fabric, self.mixed_precision, deepspeed_plugin, fsdp_plugin)
+        self.gradient_state = GradientState(self.fabric)
+        self._preparation = Preparation(
+            self.fabric, self.dataloader_config, device_placement, step_scheduler_with_optimizer
+        )
         self._states = NumberedStates(self.fabric, self.project_configuration)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MEMBERS:
+            raise AttributeError(f"Accelerator has no {name}: {MEMBERS[name]}")
+        raise AttributeError(f"Accelerator has no {name}.{did_you_mean(name, dir(self))}")
 
     # ---- the same as in Fabric --------------------------------------------------------------------------------------
 
@@ -100,6 +119,7 @@ class Accelerator:
     check_trigger = verb("fabric", Fabric.check_trigger)
     clip_grad_norm_ = verb("fabric", Fabric.clip_grad_norm_)
     clip_grad_value_ = verb("fabric", Fabric.clip_grad_value_)
+    end_training = verb("fabric", Fabric.end_training)
     free_memory = clear = verb("fabric", Fabric.free_memory)
     gather = verb("fabric", Fabric.gather)
     gather_for_metrics = verb("fabric", Fabric.gather_for_metrics)
@@ -121,6 +141,12 @@ class Accelerator:
     unscale_gradients = verb("fabric", Fabric.unscale_gradients)
     wait_for_everyone = verb("fabric", Fabric.wait_for_everyone)
     no_sync = verb("fabric", Fabric.no_backward_sync)
+    init_trackers = verb("_trackers", Trackers.init_trackers)
+    get_tracker = verb("_trackers", Trackers.get_tracker)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Send metrics to all loggers, from rank 0."""
+        self.fabric.log_dict(values, step)
 
     # ---- the place of this process ----------------------------------------------------------------------------------
 
@@ -142,14 +168,24 @@ class Accelerator:
         return bool(self.num_processes > 1)
 
     @property
-    def distributed_type(self) -> DistributedType:
-        """How the work is spread over ranks."""
-        strategy = self.fabric.strategy
-        if strategy.traits.shards_state:
-            return DistributedType.DEEPSPEED if strategy.traits.takes_one_optimizer else DistributedType.FSDP
-        if self.num_processes == 1:
-            return DistributedType.NO
-        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+    def multi_device(self) -> bool:
+        """Whether several ranks train on GPUs that each hold the full model."""
+        return bool(self.distributed_type == DistributedType.MULTI_GPU)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether torch's ``fully_shard`` shards the model."""
+        return bool(self.distributed_type == DistributedType.FSDP)
+
+    is_composable_parallelism_enabled = is_fsdp2
+    distributed_type = read("state.distributed_type")
+    should_save_model = read("fabric.is_local_main_process")
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorator: run the function on one rank of each node and return None on the others."""
+        return on_local_process(self.fabric, function, local_process_index)
 
     split_batches = read("dataloader_config.split_batches")
     dispatch_batches = read("dataloader_config.dispatch_batches")
@@ -160,65 +196,27 @@ class Accelerator:
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Set up modules, optimizers, schedulers and loaders. Collective.
+    prepare = verb("_preparation", Preparation.prepare)
+    prepare_model = verb("_preparation", Preparation.prepare_model)
+    prepare_optimizer = verb("_preparation", Preparation.prepare_optimizer)
+    prepare_scheduler = verb("_preparation", Preparation.prepare_scheduler)
+    prepare_data_loader = verb("_preparation", Preparation.prepare_data_loader)
 
-        Other objects come back as they are.
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Generator[None, None, None]:
+        """Reduce gradients in the backward passes inside, whose forward passes ran within ``no_sync``. Collective."""
+        engine = engine_of(model)
+        if engine is None:
+            raise ConfigurationError("trigger_sync_in_backward takes a module that prepare returned.")
+        before = engine.allow_sync(True)
+        try:
+            yield
+        finally:
+            engine.allow_sync(before)
 
-        Args:
-            objects: in any order. An optimizer that is given with its module is set up together with it.
-            device_placement: for each object, whether it is moved to the device.
-
-        Returns:
-            One object, or a tuple in the order given.
-        """
-        moves = device_placement or [self.device_placement] * len(objects)
-        ready: dict[int, Any] = {}
-        for given, move in zip(objects, moves, strict=True):
-            if isinstance(given, nn.Module):
-                optimizers = [each for each in objects if isinstance(each, Optimizer) and updates(each, given)]
-                found = self.fabric.setup(given, *optimizers, move_to_device=move)
-                ready.update(zip(map(id, [given, *optimizers]), found if optimizers else [found], strict=True))
-        for given, move in zip(objects, moves, strict=True):
-            if id(given) not in ready:
-                ready[id(given)] = self._prepare_one(given, move)
-        result = tuple(ready[id(given)] for given in objects)
-        return result[0] if len(result) == 1 else result
-
-    def _prepare_one(self, given: Any, move: bool) -> Any:
-        if isinstance(given, Optimizer):
-            return self.prepare_optimizer(given)
-        if hasattr(given, "state_dict") and callable(getattr(given, "get_last_lr", None)):
-            return self.prepare_scheduler(given)
-        if isinstance(given, torch.utils.data.DataLoader):
-            return self.prepare_data_loader(given, move)
-        return given
-
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> Any:
-        """Set up a module whose optimizer is set up later, or that has none. Collective."""
-        move = self.device_placement if device_placement is None else device_placement
-        return self.fabric.setup_module(model, move_to_device=move)
-
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Set up an optimizer of a module that is set up."""
-        return self.fabric.setup_optimizers(optimizer)
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Set up a scheduler. It steps once for each rank after an update, unless batches are split."""
-        steps = 1 if self.dataloader_config.split_batches else self.num_processes
-        follows = self.step_scheduler_with_optimizer
-        return self.fabric.setup_scheduler(scheduler, follows, steps_per_update=steps if follows else 1)
-
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> Any:
-        """Set up a loader. Collective."""
-        config = self.dataloader_config
-        return self.fabric.setup_dataloaders(
-            data_loader,
-            move_to_device=self.device_placement if device_placement is None else device_placement,
-            split_batches=config.split_batches,
-            dispatch_batches=bool(config.dispatch_batches),
-            even_batches=config.even_batches,
-        )
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a part of the module was spread over several devices by a device map."""
+        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Return the user's own module."""
@@ -241,59 +239,21 @@ class Accelerator:
         handler = profile_handler or self._profile
         return self.fabric.profile(handler.output_trace_dir, **handler.options())
 
-    # ---- trackers ---------------------------------------------------------------------------------------------------
-
-    def init_trackers(
-        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Create the loggers that ``log_with`` names, and record the configuration of the run.
-
-        Args:
-            project_name: name of the directory below the logging directory.
-            config: hyperparameters.
-            init_kwargs: for each name of a logger, further arguments.
-        """
-        self.fabric.loggers.extend(self._trackers.create(project_name, init_kwargs or {}))
-        if self.is_main_process and config is not None:
-            for logger in self.fabric.loggers:
-                logger.log_hyperparams(config)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a logger by name, or with ``unwrap`` its experiment object."""
-        logger = self._trackers.find(name)
-        return logger.experiment if unwrap else logger
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Send metrics to all loggers, from rank 0."""
-        self.fabric.log_dict(values, step)
-
-    def end_training(self) -> None:
-        """Close the loggers."""
-        self.fabric.end_training()
-
     # ---- files ------------------------------------------------------------------------------------------------------
 
+    save_state = verb("_states", NumberedStates.save)
+    load_state = verb("_states", NumberedStates.load)
+    register_save_state_pre_hook = verb("_states", NumberedStates.register_save_state_pre_hook)
+    register_load_state_pre_hook = verb("_states", NumberedStates.register_load_state_pre_hook)
     project_dir = read("project_configuration.project_dir")
     logging_dir = read("project_configuration.logging_dir")
     save_iteration = read("project_configuration.iteration")
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a module's weights in full; under a strategy that shards them, on rank 0. Collective."""
+        return self.fabric.full_state_dict(model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object with ``torch.save``, or a dict of tensors as safetensors, on rank 0."""
         if self.is_main_process:
             write_object(obj, f, safe_serialization)
-
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, **options: Any) -> str:
-        """Save all objects that are set up or registered, and every rank's random generators. Collective.
-
-        Args:
-            output_dir: the directory; by default a numbered one, see ``ProjectConfiguration``.
-            options: ``safe_serialization`` is accepted; tensors are always stored as safetensors.
-
-        Returns:
-            The directory.
-        """
-        return self._states.save(output_dir)
-
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
-        """Load what ``save_state`` saved, by default the last numbered one. Collective."""
-        self._states.load(input_dir)

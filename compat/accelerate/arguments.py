@@ -14,15 +14,14 @@ from ...framework.core.precision import LossScaler, Precision
 from ...framework.distributed.world import placement
 from ...framework.parallel.strategy import Strategy
 from ...precisions import Float16Mixed
-from ...strategies import DDPStrategy, FSDPStrategy
+from ...strategies import DDPStrategy
 from .configuration import (
     AutocastKwargs,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     ProfileKwargs,
 )
+from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
 _PRECISIONS = {None: "32-true", "no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs)
@@ -48,10 +47,10 @@ def strategy_of(
     if deepspeed is not None:
         return deepspeed.strategy
     if fsdp is not None:
-        return FSDPStrategy(**vars(fsdp))
+        return fsdp.strategy
     ddp = handlers.get(DistributedDataParallelKwargs)
     several = placement().size > 1
-    return DDPStrategy(**vars(ddp)) if ddp is not None and given in ("auto", "ddp") and several else given
+    return DDPStrategy(**ddp.options()) if ddp is not None and given in ("auto", "ddp") and several else given
 
 
 def precision_of(name: str | None, scaler: GradScalerKwargs | None) -> str | Precision:
@@ -68,8 +67,10 @@ class _Scaled(Float16Mixed):
     def __init__(self, scaler: GradScalerKwargs) -> None:
         self._scaler = scaler
 
-    def loss_scaler(self) -> LossScaler:
+    def loss_scaler(self) -> LossScaler | None:  # type: ignore[override]
         given = self._scaler
+        if not given.enabled:
+            return None
         return LossScaler(given.init_scale, given.growth_factor, given.backoff_factor, given.growth_interval)
 
 

@@ -1,19 +1,19 @@
-"""The configuration objects of Accelerate, with the fields that have an effect here.
-
-A field that is not listed raises Python's ``TypeError`` for an unknown argument.
-"""
+"""The configuration objects of Accelerate, with the fields that have an effect here; others are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.profiler import ProfilerActivity, schedule
 
-from ...framework.core.errors import unknown
+from ...framework.core.errors import ConfigurationError, unknown
+from .absent import knows_arguments
 
 
 class DistributedType(str, Enum):
@@ -33,6 +33,7 @@ class DistributedType(str, Enum):
     MULTI_HPU = "MULTI_HPU"
 
 
+@knows_arguments
 @dataclass
 class DataLoaderConfiguration:
     """The sharing of loaders between ranks.
@@ -54,6 +55,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
 
+@knows_arguments
 @dataclass
 class ProjectConfiguration:
     """The directories of a run, and how many of its states are kept.
@@ -88,6 +90,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
+@knows_arguments
 @dataclass
 class GradientAccumulationPlugin:
     """The number of micro-batches of an update.
@@ -95,14 +98,25 @@ class GradientAccumulationPlugin:
     Attributes:
         num_steps: the number of micro-batches.
         adjust_scheduler: accepted; a scheduler always steps once for each update.
-        sync_with_dataloader: accepted; the last window of a loader always ends with it.
+        sync_with_dataloader: must be True: the last window of a loader always ends with it.
+
+    Raises:
+        ConfigurationError: ``sync_with_dataloader`` is False.
     """
 
     num_steps: int
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
 
+    def __post_init__(self) -> None:
+        if not self.sync_with_dataloader:
+            raise ConfigurationError(
+                "GradientAccumulationPlugin(sync_with_dataloader=False) lets a window continue in the next epoch, and "
+                "here the last window of a loader ends with it: leave it out, or write the loop without accumulate."
+            )
 
+
+@knows_arguments
 @dataclass
 class AutocastKwargs:
     """Whether the block of ``autocast`` computes in the precision's dtype, and whether casts are cached."""
@@ -111,27 +125,88 @@ class AutocastKwargs:
     cache_enabled: bool | None = None
 
 
+class DDPCommunicationHookType(str, Enum):
+    """The compression of gradients under ``ddp``."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+@knows_arguments
 @dataclass
 class DistributedDataParallelKwargs:
-    """Arguments of torch's ``DistributedDataParallel``, for ``DDPStrategy``."""
+    """Arguments of torch's ``DistributedDataParallel``, and the compression of gradients, for ``DDPStrategy``.
 
+    Attributes:
+        comm_hook: the compression.
+        comm_wrapper: ``FP16`` or ``BF16``: the dtype in which the hook computes.
+        comm_state_option: arguments of torch's ``PowerSGDState``.
+    """
+
+    dim: int = 0
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
+    check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of ``DDPStrategy``.
+
+        Raises:
+            ConfigurationError: the compression is not known, or ``comm_state_option`` has no hook to configure.
+        """
+        given = {name: value for name, value in vars(self).items() if not name.startswith("comm_")}
+        kinds = DDPCommunicationHookType
+        if self.comm_hook not in list(kinds):
+            raise unknown("comm_hook", str(self.comm_hook), [each.value for each in kinds])
+        keeps_state = self.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD)
+        if self.comm_state_option and not keeps_state:
+            raise ConfigurationError(
+                "comm_state_option is for PowerSGD: give comm_hook=DDPCommunicationHookType.POWER_SGD."
+            )
+        if self.comm_hook == kinds.NO:
+            return given
+        hooks = {
+            kinds.FP16: default_hooks.fp16_compress_hook,
+            kinds.BF16: default_hooks.bf16_compress_hook,
+            kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }
+        wrappers = {
+            kinds.NO: None,
+            kinds.FP16: default_hooks.fp16_compress_wrapper,
+            kinds.BF16: default_hooks.bf16_compress_wrapper,
+        }
+        if self.comm_wrapper not in wrappers:
+            raise unknown("comm_wrapper", str(self.comm_wrapper), [each.value for each in wrappers])
+        given["ddp_comm_hook"] = hooks[self.comm_hook]
+        given["ddp_comm_wrapper"] = wrappers[self.comm_wrapper]
+        if keeps_state:
+            given["ddp_comm_state"] = partial(powerSGD_hook.PowerSGDState, None, **self.comm_state_option)
+        return given
 
 
+@knows_arguments
 @dataclass
 class GradScalerKwargs:
-    """The loss scale of ``mixed_precision="fp16"``."""
+    """The loss scale of ``mixed_precision="fp16"``; with ``enabled=False`` losses are not scaled."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
+    enabled: bool = True
 
 
+@knows_arguments
 @dataclass
 class ProfileKwargs:
     """Arguments of ``torch.profiler.profile``.
@@ -160,33 +235,3 @@ class ProfileKwargs:
         if self.schedule_option:
             given["schedule"] = schedule(**given.pop("schedule_option"))
         return given
-
-
-@dataclass
-class FullyShardedDataParallelPlugin:
-    """The arguments of ``FSDPStrategy`` that Accelerate has."""
-
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    activation_checkpointing: bool = False
-
-
-@dataclass
-class DeepSpeedPlugin:
-    """The stage of ZeRO, and the place of its optimizer state.
-
-    Attributes:
-        zero_stage: 1, 2 or 3.
-        offload_optimizer_device: ``"none"``, ``"cpu"`` or ``"nvme"``.
-    """
-
-    zero_stage: int = 2
-    offload_optimizer_device: str = "none"
-
-    @property
-    def strategy(self) -> str:
-        """The name of the strategy."""
-        places = {"none": "", "cpu": "-offload", "nvme": "-nvme"}
-        if self.offload_optimizer_device not in places:
-            raise unknown("offload_optimizer_device", self.offload_optimizer_device, places)
-        return f"zero{self.zero_stage}{places[self.offload_optimizer_device]}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import Any
+
+from .absent import sentence_for
+from .availability import availability, is_availability
 from .configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     ProfileKwargs,
@@ -16,9 +20,35 @@ from .configuration import (
 )
 from .functions import set_seed
 from .memory import find_executable_batch_size, release_memory
+from .operations import (
+    broadcast,
+    broadcast_object_list,
+    compare_versions,
+    concatenate,
+    convert_to_fp32,
+    extract_model_from_parallel,
+    find_batch_size,
+    gather,
+    gather_object,
+    is_compiled_module,
+    is_namedtuple,
+    is_torch_tensor,
+    is_torch_version,
+    listify,
+    pad_across_processes,
+    patch_environment,
+    reduce,
+    save,
+    send_to_device,
+    str_to_bool,
+    tqdm,
+    wait_for_everyone,
+)
+from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
 __all__ = [
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
@@ -26,9 +56,58 @@ __all__ = [
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "LoggerType",
+    "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "broadcast",
+    "broadcast_object_list",
+    "compare_versions",
+    "concatenate",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
     "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "is_compiled_module",
+    "is_namedtuple",
+    "is_torch_tensor",
+    "is_torch_version",
+    "listify",
+    "pad_across_processes",
+    "patch_environment",
+    "reduce",
     "release_memory",
+    "save",
+    "send_to_device",
     "set_seed",
+    "str_to_bool",
+    "tqdm",
+    "wait_for_everyone",
 ]
+
+
+class LoggerType(str, Enum):
+    """The trackers that ``log_with`` names; other ones are given as ``Logger`` objects."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+
+
+class PrecisionType(str, Enum):
+    """The names of ``mixed_precision``."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+def __getattr__(name: str) -> Any:
+    if is_availability(name):
+        return availability(name)
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise ImportError(f"{__name__} has no {name}: {sentence_for(name)}", name=name)

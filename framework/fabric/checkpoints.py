@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
 from . import compare, contents_of, is_stateful, parameter_names, publish_weights, read_weights, restore, snapshot_of
 from .collectives import Collectives
-from .contents import Contents, Filter
+from .contents import Contents, Filter, full_state
 from .loading import Fits, Saved
 from .module import engine_of, unwrap
 from .prepared import Prepared
@@ -175,36 +175,46 @@ class Checkpoints:
                 )
         self._registered += objects
 
-    def save_state(self, output_dir: Location) -> None:
-        """Save all objects that are set up or registered, and every rank's random generators. Collective."""
-        self._save(output_dir, self._everything(), {}, {"random": capture()})
+    def save_state(self, output_dir: Location, without: Sequence[nn.Module] = ()) -> None:
+        """Save all objects that are set up or registered, and every rank's random generators. Collective.
 
-    def load_state(self, input_dir: Location) -> None:
+        Args:
+            output_dir: the checkpoint's directory.
+            without: modules whose weights are not saved.
+        """
+        self._save(output_dir, self._everything(without), {}, {"random": capture()})
+
+    def load_state(self, input_dir: Location, without: Sequence[nn.Module] = ()) -> None:
         """Load what ``save_state`` saved. The same objects must be set up and registered, in order. Collective.
+
+        Args:
+            input_dir: the checkpoint's directory.
+            without: modules whose weights are not loaded.
 
         Raises:
             CheckpointError: the checkpoint does not match. Raised before anything has changed.
         """
-        state, world = self._everything(), self._ranks.world
+        state, world = self._everything(without), self._ranks.world
         self.load(input_dir, state)
         documents = open_on_all_ranks(world, input_dir, verified=True).rank_documents
         # With another number of ranks there are no matching generators to continue with.
         if len(documents) == world.size and documents[world.rank] is not None:
             restore_generators(decode(documents[world.rank])["random"])
 
-    def _everything(self) -> dict[str, Any]:
-        prepared = self._prepared
+    def _everything(self, without: Sequence[nn.Module]) -> dict[str, Any]:
+        prepared, left_out = self._prepared, {id(unwrap(module)) for module in without}
         groups: dict[str, list[Any]] = {
-            "module": [engine.module for engine in prepared.engines],
+            "module": prepared.modules,
             "optimizer": prepared.optimizers,
             "scheduler": prepared.schedulers,
             "loader": prepared.loaders,
             "object": self._registered,
         }
-        return {f"{kind}_{number}": value for kind, values in groups.items() for number, value in enumerate(values)}
+        numbered = ((f"{kind}_{number}", each) for kind, group in groups.items() for number, each in enumerate(group))
+        return {key: value for key, value in numbered if id(value) not in left_out}
 
     def _names(self, contents: Contents) -> dict[int, str]:
-        return parameter_names(contents, [engine.module for engine in self._prepared.engines])
+        return parameter_names(contents, self._prepared.modules)
 
     def _own_state(self) -> dict[str, Any]:
         """Return the state of the Fabric itself: loss scale, windows, and how many updates were applied."""
@@ -229,6 +239,15 @@ class Checkpoints:
                 one.load_applied(int(count))
             for scheduler in prepared.schedulers:
                 scheduler.catch_up()
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return a module's weights in full, by name. Collective.
+
+        Returns:
+            Under a strategy that shards weights: on the CPU of rank 0, and an empty dict on other ranks. Else those of
+            ``model.state_dict()``, on all ranks.
+        """
+        return full_state(contents_of({"": model}, self._prepared.strategy, self._prepared.engines), self._ranks.world)
 
     # ---- for other programs ---------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map
 from ..checkpoint.codec import encode, encode_inline
 from ..checkpoint.write_plan import Shard, Snapshot
 from ..core.errors import ConfigurationError, unknown
+from ..distributed.world import World
+from ..parallel.full_tensors import whole_tensors
 from ..parallel.parameter_names import names_of
 from ..parallel.strategy import Strategy
 from ..state.class_hyperparameters import class_names
@@ -71,6 +73,15 @@ def contents_of(state: Mapping[str, Any], strategy: Strategy, engines: Sequence[
         else:
             contents.values[key] = value
     return contents
+
+
+def full_state(contents: Contents, world: World) -> dict[str, Tensor]:
+    """Return the weights of the only module in full; see ``Fabric.full_state_dict``. Collective."""
+    ((key, module),) = contents.modules.items()
+    strategy = contents.strategies[key]
+    if strategy.traits.replicates:
+        return module.state_dict()
+    return dict(whole_tensors(model_state(strategy, module), world))
 
 
 def _holder(engines: Sequence[Engine], module: nn.Module) -> Engine | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -258,6 +259,8 @@ class Fabric(RankProperties):
     load = verb("_checkpoints", Checkpoints.load)
     load_raw = verb("_checkpoints", Checkpoints.load_raw)
     save_model = verb("_checkpoints", Checkpoints.save_model)
+    modules = property(attrgetter("_prepared.modules"), doc="All modules that are set up: the user's own objects.")
+    full_state_dict = verb("_checkpoints", Checkpoints.full_state_dict)
     save_state = verb("_checkpoints", Checkpoints.save_state)
     load_state = verb("_checkpoints", Checkpoints.load_state)
     register_for_checkpointing = verb("_checkpoints", Checkpoints.register_for_checkpointing)

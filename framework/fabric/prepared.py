@@ -55,6 +55,11 @@ class Prepared:
         self.loaders.clear()
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """All modules that are set up, in order: the user's own objects."""
+        return [engine.module for engine in self.engines]
+
+    @property
     def optimizers(self) -> list[FabricOptimizer]:
         """All optimizers that are set up."""
         return [optimizer for engine in self.engines for optimizer in engine.optimizers]

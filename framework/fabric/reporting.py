@@ -6,7 +6,7 @@ import atexit
 import inspect
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS, Registry, as_list
 from ..metrics.logger import Logger
+from ..metrics.logger_threads import LoggerFanout
 from ..parallel.resources import Resources
 
 
@@ -36,6 +37,8 @@ class Reporting:
         self.updates = updates
         self._resources = resources
         self._at_exit: Callable[[], None] | None = None
+        self._fanout: LoggerFanout | None = None
+        self._written_to: list[Logger] = []
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a hook of all callbacks that have it, in order, with those keyword arguments that each one accepts."""
@@ -60,27 +63,40 @@ class Reporting:
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send metrics to all loggers, from rank 0. ``step`` defaults to the number of updates so far."""
+        """Send metrics to all loggers, from rank 0. ``step`` defaults to the number of updates so far.
+
+        Loggers write in threads of their own. One that fails or hangs does not disturb the loop; the failure is
+        printed.
+        """
         if self._resources.place.rank != 0 or not self.loggers:
             return
         if step is None:
             step = self.updates()
         numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        if self._at_exit is None:
-            # Refers to the loggers only, so that this Fabric and its modules can be freed before the exit.
-            self._at_exit = partial(_flush, self.loggers, os.getpid())
-            atexit.register(self._at_exit)
-        for logger in self.loggers:
-            logger.log_metrics(numbers, step)
+        self._writers().log_metrics(numbers, step)
 
     def end_training(self) -> None:
         """Close the loggers. Call it after the loop; without it they are flushed when the process exits."""
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
             self._at_exit = None
-        if self._resources.place.rank == 0:
-            for logger in self.loggers:
-                logger.finalize("success")
+        if self._resources.place.rank == 0 and self.loggers:
+            self._writers().finalize("success")
+            self._fanout = None
+
+    def _writers(self) -> LoggerFanout:
+        """Return the threads that write; new ones if there are other loggers than before."""
+        if self._fanout is None or self._written_to != self.loggers:
+            if self._fanout is not None:
+                self._fanout.finalize("success")
+            self._written_to = list(self.loggers)
+            self._fanout = LoggerFanout(self._written_to, _print)
+            if self._at_exit is not None:
+                atexit.unregister(self._at_exit)
+            # Refers to the threads only, so that this Fabric and its modules can be freed before the exit.
+            self._at_exit = partial(_flush, self._fanout, os.getpid())
+            atexit.register(self._at_exit)
+        return self._fanout
 
     @contextmanager
     def profile(self, /, trace_dir: str | Path | None = None, **options: Any) -> Generator[Any, None, None]:
@@ -98,15 +114,14 @@ class Reporting:
             profiler.export_chrome_trace(str(directory / f"rank_{self._resources.place.rank}.json"))
 
 
-def _flush(loggers: Sequence[Logger], process: int) -> None:
+def _print(sentence: str) -> None:
+    sys.stderr.write(f"{sentence}\n")
+
+
+def _flush(fanout: LoggerFanout, process: int) -> None:
     """Flush loggers at the exit of a process; one that was forked from it holds copies of the buffered records."""
-    if os.getpid() != process:
-        return
-    for logger in loggers:
-        try:
-            logger.save()
-        except Exception as error:
-            sys.stderr.write(f"{type(logger).__name__}.save failed ({type(error).__name__}: {error}).\n")
+    if os.getpid() == process:
+        fanout.state_dicts()
 
 
 def _resolved(given: Any, registry: Registry) -> list[Any]:

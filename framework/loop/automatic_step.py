@@ -258,7 +258,7 @@ class AutomaticStep(TrainingStep):
         if nonfinite:
             # Do not report this to the loss scaler: the overflow is not caused by the scale.
             self.guard.handle_loss()
-            self.updater.forget(self.optimizer)
+            self.updater.discard(self.optimizer)
         elif has_loss and self.apply(index):
             self.guard.applied()
             self.progress.updated()

@@ -17,6 +17,9 @@ class GradientOperations:
     Methods marked "Collective" must be called by all ranks in the same order.
     """
 
+    clips_by_value: bool = True
+    """Whether ``clip_by_value`` can reach the gradients of the coming update."""
+
     def scale(self, parameters: Iterable[Tensor], factor: float) -> None:
         """Multiply gradients in place."""
         gradients = gradients_of(parameters)
@@ -38,6 +41,9 @@ class GradientOperations:
         """
         return all_finite(gradients_of(parameters))
 
+    def discard(self) -> None:
+        """Drop what is kept of gradients that are not finite, besides ``parameter.grad``. Called on all ranks."""
+
     def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm of the full gradient, a 0-d tensor, the same on all ranks. Collective."""
         return nn.utils.get_total_norm(gradients_of(parameters), norm_type)
@@ -50,7 +56,7 @@ class GradientOperations:
         """Clamp every gradient's elements to ``[-limit, limit]``.
 
         Raises:
-            ConfigurationError: gradients are sharded, so a rank does not hold all elements.
+            ConfigurationError: ``clips_by_value`` is False.
         """
         present = [parameter for parameter in parameters if parameter.grad is not None]
         if present:
@@ -64,8 +70,9 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def no_clipping_by_value(strategy: str) -> ConfigurationError:
-    """Return the error for clipping by value under a strategy that shards gradients."""
+    """Return the error for clipping by value under a strategy whose gradients are in an engine."""
     return ConfigurationError(
-        f"gradient_clip_algorithm='value' needs full gradients, and strategy={strategy!r} shards them: use "
-        "'norm', which in a Fabric is clip_gradients(..., max_norm=...)."
+        "gradient_clip_algorithm='value' needs gradients that can be changed before the update, and "
+        f"strategy={strategy!r} holds them in its engine: use 'norm', which in a Fabric is "
+        "clip_gradients(..., max_norm=...), or strategy='fsdp'."
     )

@@ -59,6 +59,11 @@ class Updater:
         """Record that the gradients of an optimizer were dropped."""
         self._unscaled.discard(id(optimizer))
 
+    def discard(self, optimizer: Optimizer) -> None:
+        """Record that gradients that are not finite will not be used. Called on all ranks."""
+        self.strategy.gradients.discard()
+        self.forget(optimizer)
+
     def finish(self) -> None:
         """Adapt the scale to all updates since the last call, if ``defers_scale`` is set."""
         if self.scaler is not None and self._outcomes:
@@ -136,6 +141,7 @@ class Updater:
         explained = self.scaler is not None and self.scaler.scale > _LEAST_SCALE
         if self.on_nonfinite_gradients is not None and not explained:
             self.on_nonfinite_gradients(optimizer)
+        self.strategy.gradients.discard()
         self._record(optimizer, False)
 
     def _record(self, optimizer: Optimizer, finite: bool) -> None:

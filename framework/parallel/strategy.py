@@ -47,8 +47,7 @@ class Traits:
     """The properties of a strategy that the rest of phalanx depends on, as data."""
 
     shards_state: bool = False
-    """Each rank holds a part of the parameters, gradients or optimizer state: every rank writes its part of a
-    checkpoint, and gradients cannot be clipped by value."""
+    """Each rank holds a part of the parameters, gradients or optimizer state, and writes its part of a checkpoint."""
     takes_one_optimizer: bool = False
     """``setup`` takes a module together with exactly one optimizer."""
     owns_loss_scale: bool = False
@@ -224,10 +223,10 @@ class StepAdapter(nn.Module):
 
 
 def check_algorithm(strategy: Strategy, algorithm: str) -> None:
-    """Refuse clipping by value if a rank does not hold full gradients.
+    """Refuse clipping by value if the strategy does not let it change gradients.
 
     Raises:
-        ConfigurationError: the algorithm is ``"value"`` and the strategy shards its state.
+        ConfigurationError: the algorithm is ``"value"``, and ``strategy.gradients.clips_by_value`` is False.
     """
-    if algorithm == "value" and strategy.traits.shards_state:
+    if algorithm == "value" and not strategy.gradients.clips_by_value:
         raise no_clipping_by_value(strategy.name)

@@ -21,6 +21,8 @@ class EngineGradients(GradientOperations):
         trained: the ``id`` of each parameter that the engine trains.
     """
 
+    clips_by_value = False
+
     def __init__(self, name: str, update: EngineUpdate | None = None, trained: Set[int] = frozenset()) -> None:
         self._name = name
         self._update = update
@@ -79,7 +81,7 @@ class EngineGradients(GradientOperations):
         self.update.clip(max_norm)
 
     def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Raise, as no rank holds full gradients.
+        """Raise, as the engine clips by norm only.
 
         Raises:
             ConfigurationError: always.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ...framework.core.errors import ConfigurationError, is_count, unknown
+from ...framework.core.errors import ConfigurationError, is_count
 
 GATHERS = ("rank_zero", "all", "none")
 # Arguments of other frameworks, and their equivalents.
-_ELSEWHERE = {
+ELSEWHERE = {
+    "ddp_comm_hook": "use reduce_dtype=torch.bfloat16 to reduce gradients in fewer bits",
     "auto_wrap_policy": "use units=..., a class, a size or a function",
     "sharding_strategy": "use strategy='fsdp', 'hsdp' or 'ddp', and reshard_after_forward",
     "mixed_precision": "use Trainer(precision=...), and reduce_dtype",
@@ -21,18 +21,6 @@ _ELSEWHERE = {
     "sync_module_states": "leave it out, all ranks start from rank 0's weights",
     "device_mesh": "use replicas and tensor_parallel",
 }
-
-
-def check_names(others: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse arguments that ``FSDPStrategy`` does not have.
-
-    Raises:
-        ConfigurationError: an argument is not known; the message names the equivalent of those of other frameworks.
-    """
-    for name in others:
-        if name in _ELSEWHERE:
-            raise ConfigurationError(f"FSDPStrategy({name}=...) is not known here: {_ELSEWHERE[name]}.")
-        raise unknown("FSDPStrategy argument", name, known)
 
 
 def check_count(name: str, given: Any, least: int, known: str | None = None) -> None:

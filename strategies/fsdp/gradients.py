@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ...framework.checkpoint.finite_check import all_finite
 from ...framework.distributed.world import World
-from ...framework.parallel.gradient_operations import GradientOperations, no_clipping_by_value
+from ...framework.parallel.gradient_operations import GradientOperations
 from .state import local_of
 
 
@@ -20,12 +20,10 @@ class ShardedGradients(GradientOperations):
 
     Args:
         world: the ranks.
-        name: the name of the strategy, for errors.
     """
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._name = name
 
     def scale(self, parameters: Iterable[Tensor], factor: float) -> None:
         """Multiply this rank's shards of the gradients."""
@@ -53,12 +51,11 @@ class ShardedGradients(GradientOperations):
         scale_to_norm(local_gradients(parameters), max_norm, norm)
 
     def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Raise, as no rank holds full gradients.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise no_clipping_by_value(self._name)
+        """Clamp this rank's shards of the gradients."""
+        gradients = local_gradients(parameters)
+        if gradients:
+            torch._foreach_clamp_min_(gradients, -limit)
+            torch._foreach_clamp_max_(gradients, limit)
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

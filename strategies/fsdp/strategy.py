@@ -23,9 +23,9 @@ from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
-from ..limits import check_dense, check_elementwise
+from ..limits import check_dense, check_elementwise, check_names
 from .activations import Checkpointed, check_checkpointing
-from .arguments import GATHERS, check_count, check_flags, check_names, check_reduce_dtype
+from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_reduce_dtype
 from .deferred import Deferred
 from .gradients import ShardedGradients
 from .mesh import Layout, Replicas, lay_out
@@ -73,7 +73,8 @@ class FSDPStrategy(Strategy):
         gather_weights: Literal["rank_zero", "all", "none"] = "rank_zero",
         **others: Any,
     ) -> None:
-        check_names(others, [name for name in signature(FSDPStrategy).parameters if name != "others"])
+        known = [name for name in signature(FSDPStrategy).parameters if name != "others"]
+        check_names("FSDPStrategy", others, known, ELSEWHERE)
         check_units(units)
         check_checkpointing(activation_checkpointing)
         check_count("replicas", replicas, 1, "node" if replicas == "node" else None)
@@ -128,7 +129,7 @@ class FSDPStrategy(Strategy):
         self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
         self._mesh = self._layout.build(world)
         self._deferred = Deferred()
-        self.gradients = ShardedGradients(world, self.name)
+        self.gradients = ShardedGradients(world)
         self.state = ShardedState(world)
         # The ranks of a tensor-parallel group share one computation, so they must see the same data.
         world.data_rank, world.data_size = world.rank // self.tensor_parallel, world.size // self.tensor_parallel

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from models import Regressor, loader, network, silent_trainer, weights_of
 from ranks import run_on_ranks
 from sharded_state import connected
 from small_gpt import SmallGPT, loss_of, optimizer_of, small_gpt, token_data
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from phalanx import Fabric
 from phalanx.framework.core.optimizer_config import parameters_of
 from phalanx.strategies import FSDPStrategy
 
@@ -251,3 +253,32 @@ def test_bf16_mixed_keeps_weights_and_reduces_in_fp32(windows: int) -> None:
     for own, dtypes, gradients in run_on_ranks(2, narrow, windows):
         assert own == pytest.approx(losses, rel=2e-2)
         assert dtypes == gradients == {torch.float32}
+
+
+def clamped(strategy: str) -> list[Any]:
+    """Train with clipping by value through the Trainer and through a Fabric; return the weights of both."""
+    net = network()
+    module = Regressor(optimizer="sgd")
+    settings: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    given: Any = FSDPStrategy(gather_weights="all") if strategy == "fsdp" else strategy
+    silent_trainer(strategy=given, devices=2, max_steps=4, **settings).fit(module, loader(64, 4))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    for x, y in fabric.setup_dataloaders(loader(64, 4)):
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        fabric.clip_gradients(model, optimizer, clip_val=0.01)
+        optimizer.step()
+    return [
+        weights_of(module).tolist(),
+        {name: value.tolist() for name, value in fabric.full_state_dict(model).items()},
+    ]
+
+
+def test_clipping_by_value_equals_that_of_ddp() -> None:
+    (trained, looped), (others, _) = run_on_ranks(2, clamped, "fsdp")
+    expected, expected_loop = run_on_ranks(2, clamped, "ddp")[0]
+    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-6)
+    assert others == trained
+    torch.testing.assert_close(looped, expected_loop, rtol=0, atol=1e-6)

@@ -1,0 +1,141 @@
+"""Names of Accelerate that have no counterpart, and a sentence for each that says what to use instead."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from ...framework.core.errors import ConfigurationError, unknown
+
+C = TypeVar("C", bound=type[Any])
+
+_LARGE = "large models are built and loaded under strategy='fsdp' or 'zero3', with Fabric.init_module."
+_MESH = "phalanx has no mesh of its own: FSDPStrategy(replicas=..., tensor_parallel=...) lays out the ranks."
+_FP8 = "fp8 is not part of phalanx: use mixed_precision='bf16'."
+_MEGATRON = "Megatron-LM is not part of phalanx: use strategy='fsdp' with tensor_parallel, or 'zero3'."
+_TP = "use FSDPStrategy(tensor_parallel=...), and configure_tensor_parallel in the module."
+_INTERNAL = "it is a part of Accelerate's own machinery; phalanx has its own."
+_FSDP = "fsdp is configured with FSDPStrategy, and its checkpoints hold full tensors."
+_DUMMY = "create the optimizer and the scheduler in the program, and pass them to prepare."
+_CONFIG_FILE = "Accelerator(...) and the launcher's command take the settings; there is no configuration file."
+_COMPILE = "call torch.compile on the module before prepare."
+
+PACKAGE = {
+    "InitProcessGroupKwargs": "phalanx creates the process group; Trainer(stall_timeout=...) limits waiting.",
+    "ParallelismConfig": "name a strategy: Accelerator(strategy='fsdp'), or an object of phalanx.strategies.",
+    "cpu_offload": _LARGE,
+    "cpu_offload_with_hook": _LARGE,
+    "debug_launcher": "use notebook_launcher(function, args, num_processes=2).",
+    "disk_offload": _LARGE,
+    "dispatch_model": _LARGE,
+    "infer_auto_device_map": _LARGE,
+    "init_empty_weights": "use Fabric.init_module(empty_init=True), or torch.device('meta').",
+    "init_on_device": "use 'with torch.device(...)'.",
+    "load_checkpoint_and_dispatch": _LARGE,
+    "load_checkpoint_in_model": "use Fabric.load_raw(path, module).",
+    "prepare_pippy": "pipeline parallelism is not part of phalanx.",
+    "synchronize_rng_states": "loaders draw the same permutation on all ranks without it.",
+}
+
+# Attributes of an Accelerator.
+MEMBERS = {
+    **dict.fromkeys(("parallelism_config", "torch_device_mesh"), _MESH),
+    **dict.fromkeys(("data_parallel_rank", "data_parallel_shard_rank"), _MESH),
+    **dict.fromkeys(("tensor_parallel_rank", "context_parallel_rank", "pipeline_parallel_rank"), _MESH),
+    "maybe_context_parallel": "context parallelism is not part of phalanx.",
+    "deepspeed_ulysses_dl_adapter": "sequence parallelism is not part of phalanx.",
+    "deepspeed_plugin": "the strategy is accelerator.fabric.strategy.",
+    "fp8_backend": _FP8,
+    "lomo_backward": "LOMO updates weights in backward: use another optimizer, and strategy='zero3' to save memory.",
+    "scaler": "the loss scale is accelerator.fabric.scaler; GradScalerKwargs sets its start.",
+}
+
+# Arguments of an Accelerator.
+ARGUMENTS = {
+    "dynamo_backend": _COMPILE,
+    "dynamo_plugin": _COMPILE,
+    "torch_tp_plugin": _TP,
+    "megatron_lm_plugin": _MEGATRON,
+    "deepspeed_plugins": "give one deepspeed_plugin, and create a second Accelerator for a module with other settings.",
+    "parallelism_config": _MESH,
+}
+
+_HARDWARE = "phalanx trains on CPUs and CUDA GPUs."
+# Fields of configuration objects, by class.
+FIELDS: dict[str, dict[str, str]] = {
+    "DataLoaderConfiguration": {"data_seed": "call set_seed before prepare; it decides the order of loaders too."},
+    "ProjectConfiguration": {"save_on_each_node": "leave it out: checkpoints are in a directory that all nodes share."},
+    "GradientAccumulationPlugin": {
+        "sync_each_batch": "leave it out: accumulate reduces gradients once for an update. Without accumulate every "
+        "backward pass reduces them."
+    },
+    "FullyShardedDataParallelPlugin": {
+        "auto_wrap_policy": "use transformer_cls_names_to_wrap or min_num_params, or FSDPStrategy(units=...).",
+        "mixed_precision_policy": "use Accelerator(mixed_precision=...), or FSDPStrategy(reduce_dtype=...).",
+        "state_dict_type": "leave it out: checkpoints hold full tensors, written by all ranks.",
+        "use_orig_params": "leave it out: parameters keep their names.",
+        "sync_module_states": "leave it out: all ranks start from rank 0's weights.",
+        "backward_prefetch": "use FSDPStrategy(prefetch=...).",
+        "forward_prefetch": "use FSDPStrategy(prefetch=...).",
+        "cpu_ram_efficient_loading": "build the module in Fabric.init_module, and load it with Fabric.load_raw.",
+    },
+    "DeepSpeedPlugin": {
+        "gradient_accumulation_steps": "use Accelerator(gradient_accumulation_steps=...).",
+        "gradient_clipping": "call accelerator.clip_grad_norm_.",
+        "zero3_init_flag": "build the module in Fabric.init_module.",
+        "zero3_save_16bit_model": "leave it out: save_model writes full weights under every strategy.",
+    },
+}
+
+# Names of accelerate.utils, besides those of PACKAGE; every other one is a part of Accelerate's own machinery.
+UTILS = {
+    **PACKAGE,
+    **dict.fromkeys(("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"), _DUMMY),
+    **dict.fromkeys(("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), _FP8),
+    **dict.fromkeys(("MegatronLMPlugin", "MegatronLMDummyScheduler", "MegatronLMDummyDataLoader"), _MEGATRON),
+    **dict.fromkeys(("TorchTensorParallelPlugin", "TorchTensorParallelConfig"), _TP),
+    **dict.fromkeys(("TorchDynamoPlugin", "compile_regions"), _COMPILE),
+    **dict.fromkeys(("load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer"), _FSDP),
+    **dict.fromkeys(("enable_fsdp_ram_efficient_loading", "disable_fsdp_ram_efficient_loading"), _FSDP),
+    "merge_fsdp_weights": "checkpoints hold full tensors: use 'phalanx checkpoint consolidate'.",
+    **dict.fromkeys(("load_and_quantize_model", "BnbQuantizationConfig"), "quantize the module before prepare."),
+    **dict.fromkeys(("get_max_memory", "get_balanced_memory", "compute_module_sizes", "offload_state_dict"), _LARGE),
+    **dict.fromkeys(("write_basic_config", "ComputeEnvironment"), _CONFIG_FILE),
+    "TorchContextParallelConfig": "context parallelism is not part of phalanx.",
+    "synchronize_rng_state": PACKAGE["synchronize_rng_states"],
+    "install_xla": _HARDWARE,
+}
+
+
+def sentence_for(name: str) -> str:
+    """Return what to use instead of a name of ``accelerate.utils``."""
+    return UTILS.get(name, _INTERNAL)
+
+
+def knows_arguments(cls: C) -> C:
+    """Let a class refuse arguments of Accelerate that it lacks with a sentence, and others with the closest match."""
+    absent, construct = FIELDS.get(cls.__name__, {}), vars(cls)["__init__"]
+    known = list(inspect.signature(cls).parameters)
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_arguments(cls.__name__, kwargs, known, absent)
+        construct(self, *args, **kwargs)
+
+    setattr(cls, "__init__", init)  # noqa: B010
+    return cls
+
+
+def check_arguments(what: str, given: Mapping[str, Any], known: list[str], absent: Mapping[str, str]) -> None:
+    """Refuse arguments that are not known.
+
+    Raises:
+        ConfigurationError: there is one; the message holds its sentence or the closest match.
+    """
+    for name in given:
+        if name not in known:
+            if name in absent:
+                raise ConfigurationError(f"{what}({name}=...) is not known here: {absent[name]}")
+            raise unknown(f"{what} argument", name, known)
