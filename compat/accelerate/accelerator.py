@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...framework.fabric.fabric import Fabric, verb
+from ...framework.fabric.fabric import Fabric
+from ...framework.fabric.verbs import verb
 from ...framework.parallel.strategy import Strategy
 from .arguments import by_class, default_devices, precision_of, strategy_of, updates
 from .configuration import (

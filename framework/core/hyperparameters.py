@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
+from torch.utils._pytree import tree_map
+
 from .errors import ConfigurationError, did_you_mean
 
 
@@ -69,6 +71,8 @@ class HyperparametersMixin:
         kept = {name: value for name, value in found.items() if name not in skipped}
         # Called before ``nn.Module.__init__``, and perhaps in a class with a ``__setattr__`` of its own.
         object.__setattr__(self, "_hparams", AttributeDict({**self.hparams, **kept}))
+        # Containers are copied, but not a tensor or a module in them.
+        object.__setattr__(self, "_hparams_initial", tree_map(lambda leaf: leaf, dict(self.hparams)))
         object.__setattr__(self, "_log_hparams", logger)
 
     @property
@@ -78,6 +82,16 @@ class HyperparametersMixin:
             object.__setattr__(self, "_hparams", AttributeDict())
         kept: AttributeDict = self.__dict__["_hparams"]
         return kept
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """The hyperparameters as the last ``save_hyperparameters`` recorded them, without changes made since."""
+        return AttributeDict(tree_map(lambda leaf: leaf, self.__dict__.get("_hparams_initial", {})))
+
+    def remove_ignored_hparams(self, ignore_list: Iterable[str]) -> None:
+        """Remove recorded hyperparameters by name, such as those that a base class recorded."""
+        for name in ignore_list:
+            self.hparams.pop(name, None)
 
     @property
     def hparams_to_log(self) -> dict[str, Any]:

@@ -75,6 +75,8 @@ class FitValidation:
         assert plan.validation is not None
         in_step = run.train_log.in_step
         run.train_log.in_step = False
+        for hook in run.module_hook("on_validation_model_zero_grad"):
+            hook()
 
         with ExitStack() as repeated:
             # A checkpoint saved during a validation has the validation still due: a resumed run repeats all of it.

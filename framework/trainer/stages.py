@@ -89,7 +89,8 @@ def _fit(session: Session, request: StageRequest) -> None:
 def _begin(session: Session, loop: FitLoop) -> None:
     """Send the configuration of the fit to the loggers and the console."""
     run = loop.run
-    if hyperparameters := without_secrets(run.module.hparams_to_log):
+    hyperparameters = without_secrets(run.module.hparams_to_log)
+    if hyperparameters and session.settings.given.enable_autolog_hparams:
         run.loggers.log_hyperparams(hyperparameters)
     if not run.world.is_global_zero:
         return
