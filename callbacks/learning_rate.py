@@ -45,6 +45,12 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        """The learning rates that were logged in the current or last fit, by name."""
+        self.last_momentum_values: dict[str, float] = {}
+        """The momenta that were logged last, by name."""
+        self.last_weight_decay_values: dict[str, float] = {}
+        """The weight decays that were logged last, by name."""
         self._sources: list[tuple[Optimizer, str, set[str]]] = []
         self._every = 1
         self._taken_step = -1
@@ -64,6 +70,7 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._every = trainer.log_every_n_steps
         self._taken_step = -1
+        self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
         self._sources = self._name_optimizers(trainer)
 
     def on_train_epoch_start(self, trainer: TrainerView, module: TrainModule) -> None:
@@ -108,16 +115,21 @@ class LearningRateMonitor(Callback):
 
     def _values_of(self, optimizer: Optimizer, name: str) -> dict[str, float]:
         values: dict[str, float] = {}
+        momenta: dict[str, float] = {}
+        decays: dict[str, float] = {}
         groups = optimizer.param_groups
         for number, group in enumerate(groups, 1):
             label = group.get("name") or (f"pg{number}" if len(groups) > 1 else "")
             full = f"{name}/{label}" if label else name
             values[full] = float(group["lr"])
+            self.lrs.setdefault(full, []).append(values[full])
             if self.log_momentum:
-                values[f"{full}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
+                momenta[f"{full}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
             if self.log_weight_decay:
-                values[f"{full}-weight_decay"] = float(group.get("weight_decay", 0))
-        return values
+                decays[f"{full}-weight_decay"] = float(group.get("weight_decay", 0))
+        self.last_momentum_values.update(momenta)
+        self.last_weight_decay_values.update(decays)
+        return {**values, **momenta, **decays}
 
 
 def _numbered(optimizer: Optimizer, seen: Counter[type]) -> str:
