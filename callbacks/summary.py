@@ -63,8 +63,8 @@ def _traced(trainer: TrainerView, module: TrainModule) -> tuple[dict[str, Forwar
 
     Collective if the strategy's forward passes are.
     """
-    example = module.example_input_array
-    if example is None or not (trainer.is_global_zero or trainer.strategy.traits.forward_has_collectives):
+    example, strategy = module.example_input_array, trainer.strategy
+    if example is None or not (trainer.is_global_zero or strategy.traits.forward_has_collectives):
         return None, ""
     fabric = trainer.fabric
     try:

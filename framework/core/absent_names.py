@@ -61,10 +61,10 @@ def lacks(table: Mapping[str, str], kind: type[Absent | AbsentValue] = Absent) -
 
 
 def must_be_none(what: str, value: object, advice: str) -> None:
-    """Refuse an argument of another library that has no effect here, unless it is None.
+    """Refuse a value for an argument of another library that has no effect here.
 
     Raises:
-        ConfigurationError: the value is not None.
+        ConfigurationError: a value other than `None` was given.
     """
     if value is not None:
         raise ConfigurationError(f"{what} is not supported (must be None): {advice}.")

@@ -128,11 +128,11 @@ def _built(
     cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any], hparams_file: str | Path | None
 ) -> Any:
     document = checkpoint.document if isinstance(checkpoint.document, dict) else {}
-    if hparams_file is not None:
-        document = {**document, "hparams": {}, "unsaved_hparams": [], "class_hparams": None}
-    saved = decode(document.get("hparams", {})) if hparams_file is None else read_hparams(hparams_file)
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{checkpoint.path} holds hyperparameters that are not a dict; it is damaged.")
+    if hparams_file is None:
+        saved = _saved_hparams(checkpoint, document)
+    else:
+        # Nothing of the saved ones is used, so none of them can be missing.
+        saved, document = read_hparams(hparams_file), {}
     parameters = inspect.signature(cls.__init__).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in overrides:
@@ -158,6 +158,13 @@ def _built(
             f"{cls.__name__} cannot be built from {checkpoint.path}: {error}. Pass the missing arguments to "
             "load_from_checkpoint, or call save_hyperparameters() in __init__ before saving."
         ) from error
+
+
+def _saved_hparams(checkpoint: Checkpoint, document: Mapping[str, Any]) -> dict[str, Any]:
+    saved = decode(document.get("hparams", {}))
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{checkpoint.path} holds hyperparameters that are not a dict; it is damaged.")
+    return saved
 
 
 def _unsaved(document: Mapping[str, Any]) -> list[str]:
