@@ -37,5 +37,5 @@ MODULE = {
     "configure_sharded_model": "build large layers in configure_model",
     "to_onnx": "call torch.onnx.export(module, ...)",
     "to_tensorrt": "export with torch.export, and compile with torch_tensorrt",
-    "to_torchscript": "call torch.jit.script(module) or torch.jit.trace(module, inputs)",
+    "to_torchscript": "call torch.jit.script or torch.jit.trace with the network inside the module, such as module.net",
 }
