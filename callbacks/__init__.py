@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from .lambda_callback import LambdaCallback as LambdaCallback
     from .learning_rate import LearningRateMonitor as LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from .on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from .prediction_writer import BasePredictionWriter as BasePredictionWriter, PredictionWriter as PredictionWriter
-    from .progress import (
-        ProgressBar as ProgressBar,
-        RichProgressBar as RichProgressBar,
-        TQDMProgressBar as TQDMProgressBar,
-    )
+    from .progress import ProgressBar as ProgressBar
+    from .progress_variants import RichProgressBar as RichProgressBar, TQDMProgressBar as TQDMProgressBar
     from .stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from .summary import ModelSummary as ModelSummary, RichModelSummary as RichModelSummary
     from .timer import Timer as Timer
@@ -37,8 +35,10 @@ _HOMES = {
     ".lambda_callback": "LambdaCallback",
     ".learning_rate": "LearningRateMonitor",
     ".model_checkpoint": "ModelCheckpoint",
+    ".on_exception_checkpoint": "OnExceptionCheckpoint",
     ".prediction_writer": "BasePredictionWriter PredictionWriter",
-    ".progress": "ProgressBar RichProgressBar TQDMProgressBar",
+    ".progress": "ProgressBar",
+    ".progress_variants": "RichProgressBar TQDMProgressBar",
     ".stochastic_weight_averaging": "StochasticWeightAveraging",
     ".summary": "ModelSummary RichModelSummary",
     ".timer": "Timer",
@@ -52,8 +52,6 @@ _ABSENT = {
     "LearningRateFinder": "compare the losses of short fits, Trainer(max_steps=...), with several learning rates.",
     "ModelPruning": "a pruned parameter has another name, which no checkpoint and no sharded strategy expects; call "
     "torch.nn.utils.prune on the module after the fit, and prune.remove before its weights are saved.",
-    "OnExceptionCheckpoint": "after an error the ranks may be at different steps; "
-    "ModelCheckpoint(every_n_train_steps=..., asynchronous=True) limits the steps that an error costs.",
     "SpikeDetection": "every fit reports loss spikes, with their value, rank and step.",
     "ThroughputMonitor": "the progress bar shows the speed; to log it, call self.log with your own count per second.",
 }

@@ -37,6 +37,10 @@ class GradientAccumulationScheduler(Callback):
         """Return the factor of an epoch, counted from 0."""
         return self.schedule(epoch, 0)
 
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Whether any factor is above 1."""
+        return self.schedule.largest > 1
+
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return

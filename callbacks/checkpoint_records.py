@@ -18,6 +18,7 @@ from ..framework.checkpoint.retention import Retention
 from ..framework.checkpoint.save_request import SaveRequest
 from ..framework.checkpoint.whole_checkpoint import hide
 from ..framework.core.errors import PhalanxError
+from ..framework.metrics.hparams_text import as_yaml
 from ..framework.metrics.logger import Logger
 from ..framework.system.atomic_directories import delete_hidden
 from .checkpoint_plan import SavePlan
@@ -86,6 +87,12 @@ class CheckpointRecords(Callback):
         None before the first, or without ``monitor``. A failed save restores the previous one.
         """
         return _as_tensor(self._current)
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write ``best_k_models`` as YAML; by default to ``best_k_models.yaml`` in ``dirpath``."""
+        target = Path(self.dirpath or os.curdir, "best_k_models.yaml") if filepath is None else Path(filepath)
+        scores = {path: float(score) for path, score in self.best_k_models.items()}
+        target.write_text(as_yaml(scores), encoding="utf-8")
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..framework.api.callback import Callback
+from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, is_count
 from ..framework.metrics.monitor import check_mode, is_better, missing_metric
+from .absent import EARLY_STOPPING
 from .monitoring import acts_at_epoch_end
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class EarlyStoppingReason(Enum):
     NON_FINITE_METRIC = 4
 
 
+@lacks(EARLY_STOPPING)
 class EarlyStopping(Callback):
     """Stop training when a metric has not improved for a number of checks.
 
@@ -88,6 +91,7 @@ class EarlyStopping(Callback):
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.log_rank_zero_only = log_rank_zero_only
         self.stopping_reason_message: str | None
         self._reset()
 

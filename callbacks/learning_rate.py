@@ -51,8 +51,11 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.lrs: dict[str, list[float]] = {}
+        """The learning rates that were logged in the current or last fit, by name."""
         self.last_momentum_values: dict[str, float | None] = {}
+        """The momenta that were logged last, by name; None before the first."""
         self.last_weight_decay_values: dict[str, float | None] = {}
+        """The weight decays that were logged last, by name; None before the first."""
         self._sources: list[tuple[Optimizer, str, set[str]]] = []
         self._every = 1
         self._taken_step = -1
@@ -72,6 +75,7 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._every = trainer.log_every_n_steps
         self._taken_step = -1
+        self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
         self._sources = self._name_optimizers(trainer)
         names = [full for optimizer, name, _ in self._sources for full, _ in _named_groups(optimizer, name)]
         self.lrs = {name: [] for name in names}

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..framework.checkpoint.file_names import CheckpointNames, NameTemplate
 from ..framework.checkpoint.retention import Retention
+from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, MetricError
 from ..framework.metrics.monitor import check_mode, missing_metric
 from ..framework.system.atomic_files import absolute
+from .absent import MODEL_CHECKPOINT
+from .checkpoint_naming import DEFAULT_NAME, CheckpointNaming
 from .checkpoint_plan import SavePlan, SaveSchedule
 from .checkpoint_records import CheckpointRecords
+from .last_step import LastStep
 from .monitoring import acts_at_epoch_end
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
 
 
-class ModelCheckpoint(CheckpointRecords):
+@lacks(MODEL_CHECKPOINT)
+class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
     """Save checkpoints by epochs, steps or time; retain the best by a metric, the newest, and every nth permanently.
 
     - Retention: a checkpoint is retained while one of the rules applies: it is among the best ``save_top_k``, among the
@@ -63,7 +69,9 @@ class ModelCheckpoint(CheckpointRecords):
             a checkpoint that does not exist yet.
         keep_last: the number of newest checkpoints to retain, for any value of the metric.
         keep_every_nth: retain every nth due checkpoint permanently, counted over the entire run.
-        save_on_exception: must be False; Lightning has the argument.
+        save_on_exception: when the fit ends with an error, save the state after its last optimizer step as
+            ``on_exception.ckpt`` in ``dirpath``; see ``OnExceptionCheckpoint``, which also lists what is not restored
+            and when nothing is saved.
 
     Raises:
         ConfigurationError: an argument is invalid, or two contradict one another.
@@ -71,11 +79,6 @@ class ModelCheckpoint(CheckpointRecords):
 
     monitors = True
     runs_last = True
-
-    CHECKPOINT_JOIN_CHAR = "-"
-    CHECKPOINT_NAME_LAST = "last"
-    FILE_EXTENSION = ".ckpt"
-    STARTING_VERSION = 1
 
     def __init__(
         self,
@@ -98,11 +101,6 @@ class ModelCheckpoint(CheckpointRecords):
         keep_every_nth: int = 0,
         save_on_exception: bool = False,
     ) -> None:
-        if save_on_exception:
-            raise ConfigurationError(
-                "ModelCheckpoint(save_on_exception=True): after an error the ranks may be at different steps; "
-                "every_n_train_steps=..., asynchronous=True limits the steps that an error costs."
-            )
         if save_last not in (None, True, False, "link"):
             raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False or 'link'.")
         check_mode("ModelCheckpoint", mode)
@@ -114,12 +112,14 @@ class ModelCheckpoint(CheckpointRecords):
         self.save_last = save_last
         self.save_top_k = save_top_k
         self.save_weights_only = save_weights_only
+        self.save_on_exception = save_on_exception
+        self._last_step = LastStep()
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
         self._schedule = SaveSchedule(every_n_train_steps, every_n_epochs, train_time_interval)
-        self._template = NameTemplate(filename or "{epoch}-{step}", auto_insert_metric_name)
+        self._template = self._as_template(filename or DEFAULT_NAME)
         self.last_model_path = ""
         self._newest = ""
         self.asynchronous = asynchronous
@@ -167,7 +167,9 @@ class ModelCheckpoint(CheckpointRecords):
 
     def wants(self, hook: str) -> bool:
         if hook == "on_train_batch_end":
-            return self._schedule.within_epochs
+            return self._schedule.within_epochs or self.save_on_exception
+        if hook in ("on_before_optimizer_step", "on_exception"):
+            return self.save_on_exception
         return super().wants(hook)
 
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
@@ -182,17 +184,27 @@ class ModelCheckpoint(CheckpointRecords):
     def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
         self._begin(trainer.global_step)
         self._forget_missing(trainer)
+        if self.save_on_exception:
+            self._last_step.begin(trainer)
+
+    def on_before_optimizer_step(self, trainer: TrainerView, module: TrainModule, optimizer: Optimizer) -> None:
+        self._last_step.update_begins(trainer)
+
+    def on_exception(self, trainer: TrainerView, module: TrainModule, exception: BaseException) -> None:
+        if trainer.state.stage == "fit" and not trainer.fast_dev_run and self.dirpath is not None:
+            self._last_step.save(trainer, Path(self.dirpath, f"on_exception{self.FILE_EXTENSION}"), exception)
 
     def on_train_batch_end(
         self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
         # Within a window, or after a skipped update, there is no new state to save.
-        if step == self._seen_step:
-            return
-        self._seen_step = step
-        if self._schedule.step_is_due(step) or (self._schedule.interval is not None and self._its_time(trainer)):
-            self._save_or_defer(trainer)
+        if step != self._seen_step:
+            self._seen_step = step
+            if self._schedule.step_is_due(step) or (self._schedule.interval is not None and self._its_time(trainer)):
+                self._save_or_defer(trainer)
+        if self.save_on_exception and not trainer.fast_dev_run:
+            self._last_step.batch_ends(trainer)
 
     def on_validation_end(self, trainer: TrainerView, module: TrainModule) -> None:
         if trainer.state.stage != "fit" or trainer.sanity_checking:
@@ -214,6 +226,7 @@ class ModelCheckpoint(CheckpointRecords):
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
         trainer.finish_saves()
+        self._last_step.end()
         step = trainer.global_step
         if step in (self._saved_step, self._first_step) or trainer.fast_dev_run:
             return
@@ -238,24 +251,6 @@ class ModelCheckpoint(CheckpointRecords):
         return False
 
     # ---- plans, saves and deletions ---------------------------------------------------------------------------------
-
-    def format_checkpoint_name(
-        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
-    ) -> str:
-        """Return the path for metrics, which include ``epoch`` and ``step``; ``ver`` is appended as ``-v<ver>``.
-
-        Raises:
-            MetricError: the template names a metric that is not given.
-        """
-        template = self._template if filename is None else NameTemplate(filename, self.auto_insert_metric_name)
-        return self._names.path(self.dirpath, metrics, template, ver)
-
-    @property
-    def _names(self) -> CheckpointNames:
-        # Constructed at each call, as the user may change these public attributes.
-        last = NameTemplate(self.CHECKPOINT_NAME_LAST, self.auto_insert_metric_name)
-        versions = (self.STARTING_VERSION, self.enable_version_counter)
-        return CheckpointNames(self._template, last, self.CHECKPOINT_JOIN_CHAR, self.FILE_EXTENSION, *versions)
 
     def _save_or_defer(self, trainer: TrainerView, last_chance: bool = False) -> None:
         if trainer.fast_dev_run or (trainer.global_step == self._saved_step and not self._deferred):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..framework.api.callback import Callback
-from ..framework.core.errors import ConfigurationError, is_count
+from ..framework.core.absent_names import lacks
+from ..framework.core.errors import ConfigurationError
+from .absent import PROGRESS_BAR
 from .progress_screens import UNKNOWN, Frame, Lines, Live, Screen
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ _NEVER = float("inf")
 _DEVICE_SECONDS = 0.5
 
 
+@lacks(PROGRESS_BAR)
 class ProgressBar(Callback):
     """Display epoch, batches, speed, remaining time, loss, and the metrics logged with ``prog_bar=True``, on rank 0.
 
@@ -46,6 +50,7 @@ class ProgressBar(Callback):
         self._refresh_seconds = refresh_seconds
         self._line_seconds = line_seconds
         self._active = True
+        self._trainer: TrainerView | None = None
         self._screen: Screen = Lines(line_seconds)
         self._frames: list[Frame] = []
         self._next_look = _NEVER
@@ -53,6 +58,50 @@ class ProgressBar(Callback):
     @property
     def state_key(self) -> str:
         return "ProgressBar"
+
+    @property
+    def trainer(self) -> TrainerView:
+        """The Trainer of the current or last stage.
+
+        Raises:
+            ConfigurationError: No stage has begun.
+        """
+        if self._trainer is None:
+            raise ConfigurationError(f"{type(self).__name__}.trainer is known in a stage: read it in a hook.")
+        return self._trainer
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether progress is displayed from the next stage on."""
+        return self._shown
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether nothing is displayed from the next stage on."""
+        return not self._shown
+
+    def enable(self) -> None:
+        """Display progress from the next stage on."""
+        self._shown = True
+
+    def disable(self) -> None:
+        """Display nothing from the next stage on."""
+        self._shown = False
+
+    def get_metrics(self, trainer: TrainerView, module: TrainModule) -> dict[str, Any]:
+        """Return the numbers and strings to display; override it to change them.
+
+        By default the most recent loss, unless a metric has "loss" in its name, and the metrics logged with
+        ``prog_bar=True``.
+        """
+        metrics, loss = trainer.progress_bar_metrics, trainer.latest_loss
+        has_own = loss is None or any("loss" in name for name in metrics)
+        return {**({} if has_own else {"loss": loss}), **metrics}
+
+    def print(self, *args: Any, sep: str = " ") -> None:
+        """Print a line of text on rank 0, above the live bar if there is one."""
+        if self._active:
+            self.show(sep.join(map(str, args)))
 
     def show(self, text: str) -> bool:
         """Print a line of text, above the live bar if there is one."""
@@ -68,6 +117,7 @@ class ProgressBar(Callback):
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
+        self._trainer = trainer
         self._active = trainer.is_global_zero and trainer.verbose and self._shown
         self._frames.clear()
         self._next_look = _NEVER
@@ -91,12 +141,13 @@ class ProgressBar(Callback):
         self, trainer: TrainerView, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if time.monotonic() >= self._next_look:
-            self._draw(trainer, batch_idx + 1)
+            self._draw(trainer, module, batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
         if self._frames:
             frame = self._frames.pop()
-            self._screen.end(frame.ended(trainer.progress.batch_in_epoch, _metrics_text(trainer), time.monotonic()))
+            metrics_text = _as_text(self.get_metrics(trainer, module))
+            self._screen.end(frame.ended(trainer.progress.batch_in_epoch, metrics_text, time.monotonic()))
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._next_look = _NEVER
@@ -117,7 +168,7 @@ class ProgressBar(Callback):
     ) -> None:
         done = self._frames[-1].count_batch()
         if time.monotonic() >= self._next_look:
-            self._draw(trainer, done)
+            self._draw(trainer, module, done)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
@@ -143,11 +194,12 @@ class ProgressBar(Callback):
         self._frames.append(Frame(label, total, now, done, now, done))
         self._next_look = now + self._screen.seconds
 
-    def _draw(self, trainer: TrainerView, done: int) -> None:
+    def _draw(self, trainer: TrainerView, module: TrainModule, done: int) -> None:
         frame = self._frames[-1]
         loss = trainer.latest_loss
         frame.look(done, time.monotonic())
-        metrics_text = _metrics_text(trainer) if len(self._frames) == 1 and trainer.state.stage == "fit" else ""
+        in_training = len(self._frames) == 1 and trainer.state.stage == "fit"
+        metrics_text = _as_text(self.get_metrics(trainer, module)) if in_training else ""
         self._screen.draw(frame, metrics_text)
         on_device = isinstance(loss, Tensor) and loss.device.type != "cpu"
         pause = self._screen.pause(frame)
@@ -168,60 +220,7 @@ class ProgressBar(Callback):
                 self._screen.close()
 
 
-class RichProgressBar(ProgressBar):
-    """A ``ProgressBar`` that draws the live bar even if the output is not a terminal.
-
-    Args:
-        refresh_seconds: Time between two updates of the live bar, in seconds.
-        line_seconds: Minimum time between two lines of text within an epoch, in seconds.
-        refresh_rate: 0: display nothing. Other numbers have no effect, as updates follow the clock.
-        leave: Accepted for compatibility: a line with the metrics of each epoch always remains.
-
-    Raises:
-        ConfigurationError: A time is not positive, or the rate is negative.
-    """
-
-    def __init__(
-        self, refresh_seconds: float = 0.1, line_seconds: float = 10.0, *, refresh_rate: int = 1, leave: bool = True
-    ) -> None:
-        super().__init__(refresh_seconds, line_seconds)
-        self._shown = _is_shown(self, refresh_rate)
-
-    def _make_screen(self) -> Screen:
-        return Live(self._refresh_seconds, force=True)
-
-
-class TQDMProgressBar(ProgressBar):
-    """A ``ProgressBar`` with the arguments of Lightning's class of this name.
-
-    Args:
-        refresh_rate: 0: display nothing. Other numbers have no effect, as updates follow the clock.
-        process_position: Accepted for compatibility: only rank 0 displays progress.
-        leave: Accepted for compatibility: a line with the metrics of each epoch always remains.
-
-    Raises:
-        ConfigurationError: The rate is negative.
-    """
-
-    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__()
-        self._shown = _is_shown(self, refresh_rate)
-
-
-def _is_shown(bar: ProgressBar, refresh_rate: int) -> bool:
-    if not is_count(refresh_rate, 0):
-        raise ConfigurationError(
-            f"{type(bar).__name__}(refresh_rate={refresh_rate!r}): give a whole number, 0 for no display."
-        )
-    return refresh_rate > 0
-
-
-def _metrics_text(trainer: TrainerView) -> str:
-    """Return the loss and the metrics of the progress bar as text. On a GPU, reading them waits for the device.
-
-    The most recent loss is omitted if the user has logged a metric with "loss" in its name.
-    """
-    metrics = trainer.progress_bar_metrics
-    shows_own = trainer.latest_loss is None or any("loss" in name for name in metrics)
-    values = {**({} if shows_own else {"loss": trainer.latest_loss}), **metrics}
-    return "".join(f", {name} {float(value):.4g}" for name, value in values.items())
+def _as_text(metrics: Mapping[str, Any]) -> str:
+    """Return metrics as text. On a GPU, reading them waits for the device."""
+    shown = {name: value if isinstance(value, str) else f"{float(value):.4g}" for name, value in metrics.items()}
+    return "".join(f", {name} {text}" for name, text in shown.items())

@@ -111,13 +111,14 @@ class Lines:
 class Live:
     """A live bar of rich. It is refreshed explicitly, without rich's refresh thread."""
 
-    def __init__(self, seconds: float, force: bool = False) -> None:
+    def __init__(self, seconds: float, force: bool = False, console_arguments: dict[str, Any] | None = None) -> None:
         # Importing rich takes tens of milliseconds, so it is imported only if a live bar is displayed.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.seconds = seconds
-        self._console = Console(file=cast(Any, EncodableStream()), force_terminal=True if force else None)
+        standard = {"file": cast(Any, EncodableStream()), "force_terminal": True if force else None}
+        self._console = Console(**{**standard, **(console_arguments or {})})
         self._columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24))
         self._text = TextColumn("{task.fields[text]}", markup=False)
         self._progress_class = Progress

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, is_count, unknown
 from ..framework.state.average_settings import AverageSettings
+from .absent import STOCHASTIC_WEIGHT_AVERAGING
 from .weight_averaging import Elementwise, WeightAveraging
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
 
 
+@lacks(STOCHASTIC_WEIGHT_AVERAGING)
 class StochasticWeightAveraging(WeightAveraging):
     """Average the weights at the end of each epoch from a given one on, while the learning rate anneals to a constant.
 

@@ -63,6 +63,11 @@ class TensorBoardLogger(FileLogger):
         return os.path.join(super().log_dir, self._sub_dir) if self._sub_dir else super().log_dir
 
     @property
+    def sub_dir(self) -> str | None:
+        """The subdirectory of the version's directory for the event files."""
+        return self._sub_dir
+
+    @property
     def experiment(self) -> SummaryWriter:
         with self._lock:
             if self._writer is None:

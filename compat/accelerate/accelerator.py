@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ...framework.core.errors import ConfigurationError, did_you_mean
-from ...framework.fabric.fabric import Fabric, verb
+from ...framework.fabric.fabric import Fabric
 from ...framework.fabric.module import engine_of
+from ...framework.fabric.verbs import verb
 from ...framework.parallel.strategy import Strategy
 from .absent import ARGUMENTS, MEMBERS, check_arguments
 from .arguments import by_class, default_devices, precision_of, strategy_of

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..core.absent_names import lacks
 from ..core.hyperparameters import HyperparametersMixin
-from .absent_names import DATA_MODULE, lacks
+from .absent_names import DATA_MODULE
 from .overriding import is_overridden
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ class DataModule(HyperparametersMixin):
     """
 
     trainer: TrainerView | None = None
+    prepare_data_per_node: bool = True
+    """Whether ``prepare_data`` runs on one rank of each node; if False, on rank 0 alone."""
+    allow_zero_length_dataloader_with_multiple_devices: bool = True
+    """Accepted for modules written for Lightning: a rank without data always takes part with weight 0."""
 
     def __repr__(self) -> str:
         names = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")

@@ -110,6 +110,10 @@ class RunAccess(nn.Module):
         """Print on rank 0."""
         self.fabric.print(*args, **kwargs)
 
-    def all_gather(self, data: Any) -> Any:
-        """Return tensors of all ranks, stacked in a new first dimension. Collective."""
-        return self.fabric.all_gather(data)
+    @property
+    def device_mesh(self) -> None:
+        """None: no strategy splits single layers over a mesh of devices."""
+
+    def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
+        """Return tensors of all ranks, stacked in a new first dimension; see ``Fabric.all_gather``. Collective."""
+        return self.fabric.all_gather(data, group, sync_grads)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import open_checkpoint
+from ..core.absent_names import AbsentValue, lacks
 from ..core.hyperparameters import HyperparametersMixin
 from ..core.optimizer_config import parameters_of
 from ..metrics.metric_log import MetricLog
 from ..metrics.no_log import NoLog
 from ..metrics.torchmetrics_state import logged_items
 from ..state import rebuild_module
-from .absent_names import MODULE_METHODS, AbsentMethod, lacks
+from .absent_names import MODULE
 from .module_hooks import ModuleHooks
 from .outside_run import OutsideRun
 from .run_access import RunAccess
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _LIVE = ("_run", "_metric_log")
 
 
-@lacks(MODULE_METHODS, AbsentMethod)
+@lacks(MODULE, AbsentValue)
 class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
     """Base class of models with their training. Override ``training_step``, ``configure_optimizers`` and other hooks.
 
@@ -213,8 +214,10 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,
-        map_location: str | torch.device | None = None,
+        map_location: str | torch.device | Mapping[str, Any] | Callable[..., Any] | None = None,
+        hparams_file: str | Path | None = None,
         strict: bool | None = None,
+        weights_only: bool | None = None,
         *,
         average: str | None = None,
         **overrides: Any,
@@ -223,9 +226,12 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
 
         Args:
             checkpoint_path: the checkpoint's directory.
-            map_location: the device that the module's tensors are on afterwards (default: the CPU).
+            map_location: the device that the module's tensors are on afterwards (default: the CPU); also a dict or a
+                function as for ``torch.load``.
+            hparams_file: a YAML or CSV file with hyperparameters, which replace those in the checkpoint.
             strict: whether names and shapes of weights must match exactly (default: ``strict_loading`` of the module).
                 If False, matching tensors are loaded, and a warning lists the mismatches on both sides.
+            weights_only: accepted for programs written for Lightning: nothing is ever unpickled.
             average: load this average of the weights, such as ``"ema"``, instead of the trained weights.
             overrides: arguments of ``__init__`` that replace or complete the saved ones.
 
@@ -234,8 +240,10 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
 
         Raises:
             CheckpointError: the checkpoint is damaged, or its weights do not match this module.
-            ConfigurationError: the device does not exist, or an override is not an argument of ``__init__``.
+            ConfigurationError: the device or ``hparams_file`` does not exist, or an override is not an argument of
+                ``__init__``.
             UnknownNameError: the checkpoint has no such average.
         """
-        module: Self = rebuild_module(cls, open_checkpoint(checkpoint_path), map_location, strict, overrides, average)
+        checkpoint = open_checkpoint(checkpoint_path)
+        module: Self = rebuild_module(cls, checkpoint, map_location, strict, overrides, average, hparams_file)
         return module

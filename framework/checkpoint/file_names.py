@@ -18,16 +18,17 @@ COUNTERS = ("epoch", "step")
 class NameTemplate:
     """A template whose fields are ``epoch``, ``step`` and metrics.
 
-    With ``insert_names`` each value is preceded by its name: ``epoch=3-step=1200-val_loss=0.12``. A slash in such a
-    name becomes an underscore.
+    With ``insert_names`` each value is preceded by its name: ``epoch=3-step=1200-val_loss=0.12``, with another
+    text than ``=`` in ``equals``. A slash in such a name becomes an underscore.
 
     Raises:
         ConfigurationError: the template cannot be read, a field's format does not fit numbers, or there is a slash
             outside fields, which would put checkpoints into folders that are never searched.
     """
 
-    def __init__(self, template: str, insert_names: bool = True) -> None:
+    def __init__(self, template: str, insert_names: bool = True, equals: str = "=") -> None:
         self._insert_names = insert_names
+        self._equals = equals
         try:
             self._parts = [
                 (text, field, spec or "", conversion) for text, field, spec, conversion in Formatter().parse(template)
@@ -58,7 +59,7 @@ class NameTemplate:
         for literal, field, _, _ in self._parts:
             text += re.escape(literal)
             if field is not None:
-                text += (re.escape(f"{field.replace('/', '_')}=") if self._insert_names else "") + ".+"
+                text += (re.escape(self._label(field)) if self._insert_names else "") + ".+"
         return text
 
     def fill(self, epoch: int, step: int, metrics: Mapping[str, float]) -> str:
@@ -76,9 +77,11 @@ class NameTemplate:
             if field not in counters and field not in metrics:
                 raise missing_metric("A checkpoint's filename", field, metrics)
             value = counters[field] if field in counters else float(metrics[field])
-            label = f"{field.replace('/', '_')}=" if self._insert_names else ""
-            name += label + format(value, spec)
+            name += (self._label(field) if self._insert_names else "") + format(value, spec)
         return name
+
+    def _label(self, field: str) -> str:
+        return field.replace("/", "_") + self._equals
 
 
 @dataclass(frozen=True)

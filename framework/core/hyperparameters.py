@@ -61,7 +61,8 @@ class HyperparametersMixin:
         kept = {name: value for name, value in {**self.hparams, **found}.items() if name not in skipped}
         # Called before ``nn.Module.__init__``, and perhaps in a class with a ``__setattr__`` of its own.
         object.__setattr__(self, "_hparams", AttributeDict(kept))
-        object.__setattr__(self, "_hparams_initial", AttributeDict(tree_map(lambda leaf: leaf, kept)))
+        # Containers are copied, but not a tensor or a module in them.
+        object.__setattr__(self, "_hparams_initial", tree_map(lambda leaf: leaf, kept))
         object.__setattr__(self, "_log_hparams", logger)
 
     @property
@@ -74,8 +75,13 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """The hyperparameters as the last ``save_hyperparameters`` recorded them, without later changes."""
-        return AttributeDict(self.__dict__.get("_hparams_initial", {}))
+        """The hyperparameters as the last ``save_hyperparameters`` recorded them, without changes made since."""
+        return AttributeDict(tree_map(lambda leaf: leaf, self.__dict__.get("_hparams_initial", {})))
+
+    def remove_ignored_hparams(self, ignore_list: Iterable[str]) -> None:
+        """Remove recorded hyperparameters by name, such as those that a base class recorded."""
+        for name in ignore_list:
+            self.hparams.pop(name, None)
 
     @property
     def hparams_to_log(self) -> dict[str, Any]:

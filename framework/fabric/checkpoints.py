@@ -75,6 +75,8 @@ class Checkpoints:
         state: dict[str, Any] | nn.Module | Optimizer | None = None,
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
+        *,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint, also one of a Trainer, into objects and return the rest of its contents. Collective.
 
@@ -85,6 +87,7 @@ class Checkpoints:
                 from the only one in the checkpoint. Without ``state`` all contents are returned.
             strict: if False, matching tensors are loaded, and a warning lists the mismatches.
             rename: maps the first parts of saved tensor names to the current ones: ``{"net": "body.net"}``.
+            weights_only: accepted for programs written for Lightning: nothing is ever unpickled.
 
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or it does not match. Raised on all ranks, before
@@ -121,6 +124,8 @@ class Checkpoints:
         obj: nn.Module | Optimizer | None = None,
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
+        *,
+        weights_only: bool | None = None,
     ) -> dict[str, Tensor]:
         """Return the weights in a checkpoint or in safetensors files, by name. Collective if ``obj`` is given.
 
@@ -129,6 +134,7 @@ class Checkpoints:
             obj: a module to load the weights into.
             strict: as in ``load``.
             rename: as in ``load``.
+            weights_only: as in ``load``.
 
         Raises:
             CheckpointError: there are no readable weights, or they do not match the module. Raised on all ranks if a

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.absent_names import must_be_none
 from ..core.errors import ConfigurationError, unknown
 from ..distributed.control import Triggers
 from ..distributed.gather import gather_rows, map_leaves, pad_over_ranks, split_rows, stack_tensors
@@ -20,6 +21,7 @@ from ..parallel.resources import Resources
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_ALL_RANKS = "all ranks take part; for some of them call torch.distributed with your own group"
 _REDUCTIONS = ("sum", "mean", "none")
 
 
@@ -69,13 +71,15 @@ class Collectives:
         """Move a tensor, a module or a collection of tensors to this rank's device."""
         return to_device(obj, self.world.device)
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all ranks, stacked in a new first dim. Collective.
 
         Args:
             data: a tensor or number, or a collection of them. Tensors must have the same shape on all ranks.
+            group: must be None; Lightning has the argument.
             sync_grads: let gradients flow back to the rank that each part came from.
         """
+        must_be_none("all_gather(group=...)", group, _ALL_RANKS)
         return stack_tensors(self.world, data, sync_grads, self.world.device)
 
     def gather(self, data: Any) -> Any:
@@ -91,14 +95,16 @@ class Collectives:
         found: list[Any] = gather_rows(self.world, data, as_objects=True)
         return found
 
-    def all_reduce(self, data: Any, op: str = "mean", *, reduce_op: str | None = None) -> Any:
+    def all_reduce(self, data: Any, op: str = "mean", *, reduce_op: str | None = None, group: None = None) -> Any:
         """Return tensors reduced over all ranks; numbers are reduced as tensors. Collective.
 
         Args:
             data: a tensor or number, or a collection of them. It is not modified.
             op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             reduce_op: Lightning's name for ``op``.
+            group: must be None; Lightning has the argument.
         """
+        must_be_none("all_reduce(group=...)", group, _ALL_RANKS)
         op = op if reduce_op is None else reduce_op
 
         def reduce(leaf: Any) -> Any:

@@ -15,14 +15,14 @@ A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
+from ..core.absent_names import lacks, must_be_none
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
 from ..core.precision import Precision
@@ -40,21 +40,10 @@ from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
 from .training import Training
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from .verbs import ABSENT, verb
 
 
-def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a method of a Fabric that calls ``method`` of its attribute ``part``; signature and docstring are kept."""
-
-    def call(fabric: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(getattr(fabric, part), *args, **kwargs)
-
-    functools.update_wrapper(call, method)
-    return call
-
-
+@lacks(ABSENT)
 class Fabric(RankProperties):
     """The verbs of training on one rank or many. Every rank must call those marked "Collective", in the same order.
 
@@ -67,6 +56,7 @@ class Fabric(RankProperties):
         accumulate: micro-batches for each optimizer step inside ``accumulate``, a number or a schedule.
         callbacks: objects whose hooks ``call`` calls, or names of registered ones.
         loggers: loggers that ``log`` writes to: objects or names.
+        plugins: must be None; Lightning has the argument.
 
     Attributes:
         resources: The requested devices, ranks, strategy and precision.
@@ -92,7 +82,9 @@ class Fabric(RankProperties):
         accumulate: int | AccumulationSchedule = 1,
         callbacks: Any = None,
         loggers: Any = None,
+        plugins: None = None,
     ) -> None:
+        must_be_none("Fabric(plugins=...)", plugins, "give the strategy and the precision as objects or by name")
         self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision)
         self.accumulation = resolve_accumulation(accumulate)
         self._reporting = Reporting(self.resources, callbacks, loggers, lambda: self._prepared.updates)
@@ -191,6 +183,7 @@ class Fabric(RankProperties):
 
     seed_everything = verb("_setup", Setup.seed_everything)
     init_module = verb("_setup", Setup.init_module)
+    init_tensor = verb("_setup", Setup.init_tensor)
     setup = verb("_setup", Setup.setup)
     setup_module = verb("_setup", Setup.setup_module)
     setup_optimizers = verb("_setup", Setup.setup_optimizers)

@@ -38,10 +38,13 @@ class Setup:
 
     # ---- modules, optimizers, schedulers --------------------------------------------------------------------------
 
-    def setup(self, module: nn.Module, *optimizers: Optimizer, move_to_device: bool = True) -> Any:
+    def setup(
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
+    ) -> Any:
         """Prepare a module and its optimizers for training on many ranks. Collective.
 
-        Returns the module, or ``(module, optimizer, ...)`` if optimizers were given.
+        Returns the module, or ``(module, optimizer, ...)`` if optimizers were given, with a ``scheduler`` at the end,
+        which is set up as by ``setup_scheduler(scheduler, step_scheduler_with_optimizer=False)``.
 
         Raises:
             ConfigurationError: one of them was set up before, or the strategy does not support it.
@@ -63,7 +66,9 @@ class Setup:
         wrapped = wrap_module(engine, module, self._precision, world.device.type)
         engine.optimizers = [FabricOptimizer(optimizer, engine) for optimizer in ready]
         join_fabric(original, self._fabric, self._prepared, engine)
-        return (wrapped, *engine.optimizers) if optimizers else wrapped
+        # The loop of a Lightning program decides when to call step.
+        schedulers = () if scheduler is None else (self.setup_scheduler(scheduler, False),)
+        return (wrapped, *engine.optimizers, *schedulers) if optimizers or schedulers else wrapped
 
     def setup_module(self, module: M, move_to_device: bool = True) -> M:
         """Prepare a module for training on many ranks. Collective.
@@ -147,6 +152,12 @@ class Setup:
             stack.enter_context(DefaultDtype(self._precision.parameter_dtype))
             if empty_init:
                 stack.enter_context(_NoInitialization())
+            yield
+
+    @contextmanager
+    def init_tensor(self) -> Generator[None, None, None]:
+        """Create tensors on this rank's device; floating-point ones in the precision's parameter dtype."""
+        with self._ranks.world.device, DefaultDtype(self._precision.parameter_dtype):
             yield
 
     # ---- loaders and their batches --------------------------------------------------------------------------------

@@ -89,6 +89,8 @@ class FitValidation:
             self._reload()
         in_step = run.train_log.in_step
         run.train_log.in_step = False
+        for hook in run.module_hook("on_validation_model_zero_grad"):
+            hook()
 
         with ExitStack() as repeated:
             # A checkpoint saved during a validation has the validation still due: a resumed run repeats all of it.

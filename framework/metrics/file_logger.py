@@ -13,7 +13,6 @@ from .hparams_text import as_yaml
 from .logger import Logger
 
 _DEFAULT_NAME = "phalanx_logs"
-_HPARAMS_FILE = "hparams.yaml"
 # A file in a log directory outside the run's directory; it contains the path of the run that owns it.
 _OWNER_FILE = ".run"
 
@@ -25,6 +24,11 @@ class FileLogger(Logger):
     those of the Trainer, or without one the working directory and ``phalanx_logs``, and the next free version. A
     directory with files of another run is never written to: the next free version is used instead.
     """
+
+    LOGGER_JOIN_CHAR = "-"
+    """The text between the prefix and the key of a metric."""
+    NAME_HPARAMS_FILE = "hparams.yaml"
+    """The file of the hyperparameters."""
 
     def __init__(
         self,
@@ -120,18 +124,18 @@ class FileLogger(Logger):
             directory.mkdir(parents=True, exist_ok=True)
             if self._run and self._fixed_version is None and os.path.abspath(directory) != self._run_path():
                 (directory / _OWNER_FILE).write_text(self._run_path(), encoding="utf-8")
-            if not (directory / _HPARAMS_FILE).exists():
-                (directory / _HPARAMS_FILE).write_text(as_yaml(self._hparams), encoding="utf-8")
+            if not (directory / self.NAME_HPARAMS_FILE).exists():
+                (directory / self.NAME_HPARAMS_FILE).write_text(as_yaml(self._hparams), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"The log directory {str(directory)!r} cannot be created: {error}.") from error
         return directory
 
     def _write_hparams(self, params: Mapping[str, Any]) -> None:
         self._hparams.update(params)
-        (self._make_log_dir() / _HPARAMS_FILE).write_text(as_yaml(self._hparams), encoding="utf-8")
+        (self._make_log_dir() / self.NAME_HPARAMS_FILE).write_text(as_yaml(self._hparams), encoding="utf-8")
 
     def _with_prefix(self, key: str) -> str:
-        return f"{self._prefix}-{key}" if self._prefix else key
+        return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{key}" if self._prefix else key
 
 
 def _expanded(path: str | os.PathLike[str]) -> str:

@@ -40,6 +40,16 @@ class Logger(ABC):
         return None
 
     @property
+    def root_dir(self) -> str | None:
+        """The directory that contains all versions of the experiment, or None if the logger writes no files."""
+        return None
+
+    @property
+    def group_separator(self) -> str:
+        """The text between a group and a name in the names of metrics."""
+        return "/"
+
+    @property
     def log_dir(self) -> str | None:
         """The directory of this run's files, or None if the logger writes no files."""
         return None
@@ -67,8 +77,8 @@ class Logger(ABC):
         """Whether ``log_graph`` records anything."""
         return type(self).log_graph is not Logger.log_graph
 
-    def log_graph(self, model: nn.Module) -> None:
-        """Record the model's graph."""
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Record the model's graph, computed from ``input_array`` or the model's ``example_input_array``."""
 
     def save(self) -> None:
         """Flush buffered records."""

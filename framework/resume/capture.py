@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch.utils._pytree import tree_map
+
 from ..checkpoint.codec import encode
 from ..checkpoint.consolidate import AVERAGES
 from ..checkpoint.manifest import JSON
@@ -58,6 +60,7 @@ class RunState:
         self._optimizers: dict[str, Shard] = {}
         self._document = _described(run)
         self._training: dict[str, Any] = {}
+        self._frozen: dict[str, Any] | None = None
         self._user_hooks = run.hooks("on_save_checkpoint")
         self._logger_states = partial(run.loggers.state_dicts, None)
         canonical = canonical_names(run.module)
@@ -85,6 +88,19 @@ class RunState:
             "seed": seed,
         }
 
+    def freeze(self) -> None:
+        """Read the states of schedulers, callbacks and other objects now, and copy the module's buffers.
+
+        Any rank may write the state afterwards.
+        """
+        self.holders.write_alone()
+        self._frozen = tree_map(lambda leaf: leaf, self.holders.states())
+        model = self._sections["model"]
+        copies = {
+            name: replace(model[name], tensor=model[name].tensor.clone()) for name in self._buffers & model.keys()
+        }
+        self._sections["model"] = {**model, **copies}
+
     def weights(self) -> Snapshot:
         """Return a snapshot of the model and its hyperparameters."""
         document, sections = {**self._document, "weights_only": True}, dict(self._sections)
@@ -98,7 +114,8 @@ class RunState:
         for hook in self._user_hooks:
             hook(user)
         document = {**self._document, **self._training, "weights_only": False}
-        document["state"], tensors = self.holders.encoded({**self.holders.states(), "user": user})
+        states = self.holders.states() if self._frozen is None else self._frozen
+        document["state"], tensors = self.holders.encoded({**states, "user": user})
         document["loggers"] = self._logger_states()
         sections = {**self._sections, "optimizer": self._optimizers, "state": tensors}
         return Snapshot(sections=sections, document=document, buffers=self._buffers)
@@ -127,6 +144,10 @@ class StateHolders:
             "measured": self._measured,
             "shown": {reader: self._values[reader] for reader in ("logged", "progress_bar")},
         }
+
+    def write_alone(self) -> None:
+        """Make ``encoded`` return the tensors on this rank, for a checkpoint that it saves alone."""
+        self._writes = True
 
     def encoded(self, state: dict[str, Any]) -> tuple[JSON, dict[str, Shard]]:
         """Return a document and the tensors that it refers to, both from rank 0."""

@@ -29,6 +29,7 @@ from ..distributed.control import Signal
 from ..distributed.world import World
 from ..run.run import Run
 from . import capture_run
+from .step_record import StepRecord
 
 _FAILURES_IN_A_ROW = 3
 _TOLERATED = (ConfigurationError, NonFiniteError, StorageError)
@@ -80,6 +81,11 @@ class Saver:
     def follow(self, windows: Windows) -> None:
         """Save the position in the data of these windows with every checkpoint from now on."""
         self._windows = windows
+
+    def record(self) -> StepRecord:
+        """Return a record of the state after the last optimizer step; see ``StepRecord``."""
+        assert self._windows is not None
+        return StepRecord(self._run, self._windows)
 
     def prepare(self, size: int = 0) -> None:
         """Prepare asynchronous saves of about ``size`` bytes on this rank. Collective."""

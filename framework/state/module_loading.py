@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,24 +24,30 @@ from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unk
 from ..distributed.seed import capture, restore
 from ..parallel.parameter_names import canonical_table, state_tensors
 from .class_hyperparameters import imported_classes
+from .hparams_file import read_hparams
 from .module_state import StateTensors, check_model, put_extra_state, saved_extra_state, state_of
 from .state_matching import listed
+
+Location = str | torch.device | Mapping[str, Any] | Callable[..., Any] | None
+"""Values of ``map_location``."""
 
 
 def rebuild_module(
     cls: type[Any],
     checkpoint: Checkpoint,
-    map_location: str | torch.device | None,
+    map_location: Location,
     strict: bool | None,
     overrides: Mapping[str, Any],
     average: str | None = None,
+    hparams_file: str | Path | None = None,
 ) -> Any:
     """Build ``cls`` with a checkpoint's hyperparameters and load its weights, on the device ``map_location``.
 
     The module is built on the CPU and moved; each tensor is read directly to its device. With ``strict=False``,
     matching tensors are loaded and a warning names those that are missing, unexpected or of a different shape; None
     stands for the module's ``strict_loading``.
-    ``average`` names a weight average to load instead of the weights.
+    ``average`` names a weight average to load instead of the weights. The hyperparameters in ``hparams_file`` replace
+    those of the checkpoint.
 
     Raises:
         CheckpointError: the module cannot be built from the checkpoint, or the weights do not match the module.
@@ -52,7 +59,7 @@ def rebuild_module(
     if average is not None:
         _check_average(checkpoint, average)
     with kept_generators(device):
-        module = _built(cls, checkpoint, overrides)
+        module = _built(cls, checkpoint, overrides, hparams_file)
         module.configure_model()
         module.to(device)
         _hand_over_user_state(module, checkpoint)
@@ -70,13 +77,26 @@ def _check_average(checkpoint: Checkpoint, average: str) -> None:
         raise unknown("average", average, held)
 
 
-def target_device(given: str | torch.device | None) -> torch.device:
+def target_device(given: Location) -> torch.device:
     """Return the device that ``map_location`` names; the CPU for `None`.
+
+    Checkpoints record no devices: a dict must map to one device, and a function is called with an empty storage and
+    ``"cpu"``.
 
     Raises:
         ConfigurationError: the value is not a device, or the device is not available.
     """
     example = "give 'cpu', 'cuda', 'cuda:1', a torch.device or None"
+    if isinstance(given, Mapping):
+        targets = set(map(str, given.values()))
+        if len(targets) != 1:
+            raise ConfigurationError(
+                f"map_location={given!r} must map to one device, as all tensors go there: {example}."
+            )
+        given = targets.pop()
+    elif callable(given):
+        storage = given(torch.UntypedStorage(0), "cpu")
+        given = getattr(storage, "device", None)
     if not isinstance(given, str | torch.device | None):
         raise ConfigurationError(f"map_location={given!r} must name one device: {example}.")
     try:
@@ -106,11 +126,15 @@ def kept_generators(device: torch.device) -> Iterator[None]:
         restore(state)
 
 
-def _built(cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Any:
+def _built(
+    cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any], hparams_file: str | Path | None
+) -> Any:
     document = checkpoint.document if isinstance(checkpoint.document, dict) else {}
-    saved = decode(document.get("hparams", {}))
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{checkpoint.path} holds hyperparameters that are not a dict; it is damaged.")
+    if hparams_file is None:
+        saved = _saved_hparams(checkpoint, document)
+    else:
+        # Nothing of the saved ones is used, so none of them can be missing.
+        saved, document = read_hparams(hparams_file), {}
     parameters = inspect.signature(cls.__init__).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in overrides:
@@ -136,6 +160,13 @@ def _built(cls: type[Any], checkpoint: Checkpoint, overrides: Mapping[str, Any])
             f"{cls.__name__} cannot be built from {checkpoint.path}: {error}. Pass the missing arguments to "
             "load_from_checkpoint, or call save_hyperparameters() in __init__ before saving."
         ) from error
+
+
+def _saved_hparams(checkpoint: Checkpoint, document: Mapping[str, Any]) -> dict[str, Any]:
+    saved = decode(document.get("hparams", {}))
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{checkpoint.path} holds hyperparameters that are not a dict; it is damaged.")
+    return saved
 
 
 def _unsaved(document: Mapping[str, Any]) -> list[str]:

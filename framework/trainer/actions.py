@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.save_request import SaveRequest
+from ..core.absent_names import must_be_none
 from ..core.errors import ConfigurationError
 from ..distributed.control import Signal
 from ..resume import check_export, export_module, export_run, make_ready
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..core.accumulation import AccumulationSchedule
+    from ..resume.step_record import StepRecord
     from ..run.run import Run
     from ..state.average_settings import AverageSettings
     from ..state.weight_average import Average
@@ -61,7 +63,14 @@ class TrainerActions(TrainerProperties):
             self.run.loggers.log_metrics(dict(metrics), step)
             self.run.metrics.values["callback"].update(metrics)
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
+    def save_checkpoint(
+        self,
+        filepath: str | Path,
+        weights_only: bool = False,
+        asynchronous: bool = False,
+        *,
+        storage_options: None = None,
+    ) -> None:
         """Save the state of the run after the last optimizer step. Collective.
 
         After a fit, save its state at the end, until the next fit begins. Where every rank has the full state, the
@@ -73,6 +82,7 @@ class TrainerActions(TrainerProperties):
             asynchronous: return once the state is copied, and write it in the background. At most one save is pending:
                 the next save and the end of the fit wait for it. A failure is reported at the step after it is known,
                 and training continues; the third failure in a row ends the run.
+            storage_options: must be None; Lightning has the argument.
 
         Raises:
             ConfigurationError: there is no state to save: no fit has ended, or it has ended with an error, or in ranks
@@ -80,6 +90,7 @@ class TrainerActions(TrainerProperties):
             NonFiniteError: a weight is NaN or infinite; no checkpoint was written.
             StorageError: the checkpoint could not be written; an existing one is unchanged.
         """
+        must_be_none("save_checkpoint(storage_options=...)", storage_options, "checkpoints are written to directories")
         if self.run is None:
             save_ended_fit(self._session, absolute(filepath), weights_only)
             return
@@ -149,6 +160,15 @@ class TrainerActions(TrainerProperties):
         """Wait for a pending asynchronous save, and handle its result. Collective."""
         if self.run is not None:
             self.run.saver.finish()
+
+    def record_step(self) -> StepRecord:
+        """Return a record of the state after the last optimizer step, which this rank can save after an error.
+
+        Raises:
+            ConfigurationError: ranks hold parts of the state.
+        """
+        record: StepRecord = self._running("record_step").saver.record()
+        return record
 
     def _running(self, what: str) -> Run:
         if self.run is None:

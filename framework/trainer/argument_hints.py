@@ -50,8 +50,6 @@ _ELSEWHERE = {
     "auto_lr_find": "leave it out, and find a rate before fit",
     "auto_scale_batch_size": "leave it out, and find a size before fit",
     "track_grad_norm": "leave it out, and log the norm in on_before_optimizer_step",
-    "model_registry": "leave it out: checkpoints are in the run's directory",
-    "enable_autolog_hparams": "leave it out, and call save_hyperparameters(logger=False)",
 }
 
 

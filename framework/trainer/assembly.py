@@ -13,7 +13,6 @@ from ..core.errors import ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import mix_seed, seed_generators
 from ..distributed.collective_errors import on_rank_zero
-from ..distributed.rank_zero_first import first_in_turn
 from ..loop import ManualStep, statistics_pass
 from ..loop.automatic_step import AutomaticStep
 from ..metrics.logger_threads import LoggerFanout
@@ -28,7 +27,7 @@ from ..resume.resume_point import Origin, claim_directory, find_checkpoint
 from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from .checks import check_backward
-from .data_sources import Data, require_data
+from .data_sources import Data, prepare_data, require_data
 from .loop_assembly import build_loop, check_limits, evaluation_plan
 from .plugins import check_state_keys
 
@@ -173,11 +172,10 @@ def _prepare(run: Run, request: StageRequest, stage: str) -> None:
     module, datamodule = run.module, request.datamodule
     # The section "outside" has no stall limit: the first rank of a node may download for hours while the
     # others wait.
-    with run.heartbeat.section("outside"), first_in_turn(run.world, local=True):
-        if run.world.local_rank == 0:
-            if datamodule is not None:
-                datamodule.prepare_data()
-            module.prepare_data()
+    with run.heartbeat.section("outside"):
+        for owner in (datamodule, module):
+            if owner is not None:
+                prepare_data(owner, run.world)
     if datamodule is not None:
         datamodule.setup(stage)
     for callback in run.callbacks:

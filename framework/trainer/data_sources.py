@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, DataError
 from ..data.combined_source import prepare_evaluations, prepare_training
+from ..distributed.rank_zero_first import first_in_turn
 from ..run.overrides import is_overridden
 
 if TYPE_CHECKING:
@@ -31,6 +32,14 @@ _LOADER_HOOKS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
+
+
+def prepare_data(owner: DataModule | TrainModule, world: World) -> None:
+    """Call ``prepare_data`` on the first rank of each node, or on rank 0 alone, while the others wait. Collective."""
+    per_node = owner.prepare_data_per_node
+    with first_in_turn(world, local=per_node):
+        if (world.local_rank if per_node else world.rank) == 0:
+            owner.prepare_data()
 
 
 @dataclass

@@ -97,7 +97,7 @@ def _check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
     Raises:
         ConfigurationError: there is such a method; the message names the most similar hook.
     """
-    inherited = set(dir(base))
+    inherited = set(dir(base)) - set(_FORMER)
     owners = [owner for owner in cls.__mro__ if _is_users(owner)]
     for owner in owners:
         for name, value in vars(owner).items():

@@ -59,6 +59,7 @@ class SettingProperties:
     log_every_n_steps = Setting(lambda settings: settings.log_every_n_steps)
     gradient_clip_val = Setting(lambda settings: settings.clipping[0])
     gradient_clip_algorithm = Setting(lambda settings: settings.clipping[1])
+    enable_autolog_hparams = Setting(lambda settings: bool(settings.given.enable_autolog_hparams))
     barebones = Setting(lambda settings: settings.barebones)
     verbose = Setting(lambda settings: settings.verbose)
     reload_dataloaders_every_n_epochs = Setting(lambda settings: settings.given.reload_dataloaders_every_n_epochs)

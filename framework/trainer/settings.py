@@ -126,6 +126,8 @@ class TrainerSettings:
     default_root_dir: str | Path | None = _setting(
         None, "where ``<name>/version_<n>`` is created (default: the working directory).", directory
     )
+    enable_autolog_hparams: bool = _setting(True, "send the module's hyperparameters to the loggers.", flag)
+    model_registry: None = _setting(None, "must be None.", unsupported("checkpoints are in the run's directory"))
     plugins: None = _setting(
         None, "must be None.", unsupported("give strategies, loggers and callbacks as objects or by name")
     )

@@ -98,7 +98,8 @@ def _fit(session: Session, request: StageRequest) -> None:
 def _begin(session: Session, loop: FitLoop) -> None:
     """Send the configuration of the fit to the loggers and the console."""
     run = loop.run
-    if session.loggers and (hyperparameters := hyperparameters_to_log(run.module, session.datamodule)):
+    autolog = session.settings.given.enable_autolog_hparams
+    if session.loggers and autolog and (hyperparameters := hyperparameters_to_log(run.module, session.datamodule)):
         run.loggers.log_hyperparams(hyperparameters)
     if not run.world.is_global_zero:
         return

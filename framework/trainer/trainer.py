@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..api.absent_names import TRAINER, lacks
+from ..api.absent_names import TRAINER
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
+from ..core.absent_names import lacks
 from ..core.errors import ConfigurationError, is_count
 from ..launch import launch_script
 from ..metrics.hparams_text import hyperparameters_to_log
@@ -80,6 +81,7 @@ class Trainer(TrainerActions):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> None:
         """Train a module. Collective.
 
@@ -90,12 +92,15 @@ class Trainer(TrainerActions):
             datamodule: provides the loaders instead.
             ckpt_path: resume from a path, ``"last"``, ``"best"``, or ``"auto"``: the newest checkpoint of this run that
                 verifies, or a fresh start.
+            weights_only: accepted for programs written for Lightning, by all stages: nothing is ever unpickled, and a
+                resumed fit restores its entire state.
 
         Raises:
             ConfigurationError: an argument is invalid. Raised before any process starts.
             CheckpointError: the checkpoint is missing, damaged or does not match.
             NonFiniteError: a loss or gradient is NaN or infinite.
         """
+        flag("weights_only", weights_only)
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
         model, compiler = original_of(model, self.strategy)
@@ -146,8 +151,10 @@ class Trainer(TrainerActions):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Validate, with the weights of ``ckpt_path`` if given; return the metrics of each loader. Collective."""
+        flag("weights_only", weights_only)
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def test(
@@ -157,8 +164,10 @@ class Trainer(TrainerActions):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Test, with the weights of ``ckpt_path`` if given; return the metrics of each loader. Collective."""
+        flag("weights_only", weights_only)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def predict(
@@ -168,12 +177,14 @@ class Trainer(TrainerActions):
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> list[Any] | None:
         """Predict; return the outputs of all batches on every rank, in the dataset's order. Collective.
 
         With several loaders, return one list per loader. With ``return_predictions=False`` return None, for callbacks
         that write predictions.
         """
+        flag("weights_only", weights_only)
         if return_predictions is not None:
             flag("return_predictions", return_predictions)
         request = self._evaluation_request("predict", model, dataloaders, ckpt_path, datamodule)

@@ -19,7 +19,6 @@ ABSENT = {
     "Checkpoint",
     "LearningRateFinder",
     "ModelPruning",
-    "OnExceptionCheckpoint",
     "SpikeDetection",
     "ThroughputMonitor",
 }

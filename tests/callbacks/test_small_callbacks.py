@@ -305,11 +305,11 @@ def test_parts_and_totals_are_shown(tmp_path: Path) -> None:
             self.tied = self.layer
 
     assert summary(tmp_path, Deep()) == [
-        "Name  | Type       | Params | Mode",
-        "-" * 35,
-        "layer | Linear     | 5      | train",
-        "block | Sequential | 2.1 K  | train",
-        "-" * 35,
+        "Name  | Type       | Params | Share  | Dtype   | Mode",
+        "-" * 54,
+        "layer | Linear     | 5      | 0.2 %  | float32 | train",
+        "block | Sequential | 2.1 K  | 99.8 % | float32 | train",
+        "-" * 54,
         "2.1 K trainable, 51 frozen, 2.1 K parameters in all, 0.008 MB.",
     ]
     assert any(line.startswith("block.0 | Linear") for line in summary(tmp_path, Deep(), -1))

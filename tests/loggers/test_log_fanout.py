@@ -130,11 +130,11 @@ def test_the_graph_is_recorded_in_the_calling_thread() -> None:
     seen: list[str] = []
 
     class Graph(Recorder):
-        def log_graph(self, model: nn.Module) -> None:
+        def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
             seen.append(threading.current_thread().name)
 
     class NoGraph(Recorder):
-        def log_graph(self, model: nn.Module) -> None:
+        def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
             raise RuntimeError("cannot trace")
 
     notes: list[str] = []

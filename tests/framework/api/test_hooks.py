@@ -196,7 +196,7 @@ def test_every_call_of_a_fit() -> None:
         "callback.on_sanity_check_start", *validation(1), "callback.on_sanity_check_end",
         *both("on_train_start"), *both("on_train_epoch_start"),
         *batch_of_one_update() * 2,
-        *validation(2),
+        "module.on_validation_model_zero_grad", *validation(2),
         *both("on_train_epoch_end"), "module.lr_scheduler_step",
         *both("on_train_end"), *both("on_fit_end"), *both("teardown"),
     ]  # fmt: skip

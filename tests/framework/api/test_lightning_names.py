@@ -6,44 +6,20 @@ import inspect
 from typing import Any
 
 import pytest
+from lightning_names import methods_that_lack_arguments, missing, public, without_sentence
 from models import Regressor, loader, silent_trainer
-from torch import nn
 
-from phalanx import Callback, DataModule, Trainer, TrainModule
-from phalanx.framework.api.absent_names import DATA_MODULE, MODULE_METHODS, TRAINER
+from phalanx import Callback, DataModule, Fabric, Trainer, TrainModule
+from phalanx.framework.api.absent_names import CHECKPOINT_KEYS, DATA_MODULE, MODULE, TRAINER
 from phalanx.framework.core.errors import ConfigurationError
 
 pl = pytest.importorskip("lightning.pytorch")
-
-# Names of a LightningModule that a TrainModule lacks; torch says so itself.
-MODULE_LACKS = {
-    *("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
-    *("allow_zero_length_dataloader_with_multiple_devices", "configure_sharded_model", "device_mesh"),
-    *("on_validation_model_zero_grad", "prepare_data_per_node", "remove_ignored_hparams"),
-}
-
-
-def public(cls: type, instance: object) -> set[str]:
-    """Return the public names of a class and of one of its objects, without those of ``nn.Module``."""
-    return {name for name in {*dir(cls), *vars(instance)} - {*dir(nn.Module)} if not name.startswith("_")}
+lightning_fabric = pytest.importorskip("lightning.fabric")
 
 
 def lightning_trainer() -> Any:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return pl.Trainer(accelerator="cpu", enable_model_summary=False, **quiet)
-
-
-def missing(names: set[str], mine: object) -> dict[str, str]:
-    """Return the names that an object lacks, with the messages of their errors."""
-    found = {}
-    for name in sorted(names):
-        try:
-            getattr(mine, name)
-        except ConfigurationError:
-            continue
-        except AttributeError as error:
-            found[name] = str(error)
-    return found
 
 
 def test_each_name_of_the_trainer() -> None:
@@ -60,13 +36,48 @@ def test_each_name_of_the_data_module() -> None:
 
 
 def test_each_name_of_the_module() -> None:
-    assert set(missing(public(pl.LightningModule, pl.LightningModule()), TrainModule())) == MODULE_LACKS
+    module = TrainModule()
+    assert missing(public(pl.LightningModule, pl.LightningModule()), module) == {}
+    assert methods_that_lack_arguments(pl.LightningModule, TrainModule) == {}
+    assert module.device_mesh is None
+    assert module.allow_zero_length_dataloader_with_multiple_devices
 
 
-@pytest.mark.parametrize("name", MODULE_METHODS)
+@pytest.mark.parametrize("name", [name for name in MODULE if name.islower()])
 def test_each_absent_method_of_the_module(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"TrainModule has no '{name}': .*torch"):
+    with pytest.raises(ConfigurationError, match=f"TrainModule has no '{name}': .*\\w"):
         getattr(TrainModule(), name)("model.file")
+
+
+@pytest.mark.parametrize("name", CHECKPOINT_KEYS)
+def test_each_absent_key_of_checkpoints(name: str) -> None:
+    for owner in (TrainModule(), TrainModule):
+        key = getattr(owner, name)
+        for use in (hash, str, lambda key: key == "hyper_parameters"):
+            with pytest.raises(ConfigurationError, match=f"TrainModule has no '{name}': checkpoints have other keys"):
+                use(key)
+
+
+def test_an_absent_hook_is_refused_where_it_is_overridden() -> None:
+    class Model(Regressor):
+        def configure_sharded_model(self) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"phalanx never calls Model\.configure_sharded_model\. Did you mean"):
+        silent_trainer(devices=1, max_epochs=1).fit(Model(), loader(8))
+
+
+def test_each_name_of_fabric() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    theirs = lightning_fabric.Fabric
+    assert without_sentence(public(theirs), fabric) == {}
+    assert missing(["run"], fabric) == {
+        "run": "Fabric has no 'run': put the code into a function and call fabric.launch(function)."
+    }
+    assert methods_that_lack_arguments(theirs, Fabric) == {}
+
+
+def test_each_argument_of_the_stages() -> None:
+    assert methods_that_lack_arguments(pl.Trainer, Trainer) == {}
 
 
 def test_each_hook_of_a_callback_with_its_arguments() -> None:
@@ -83,10 +94,10 @@ def test_each_hook_of_a_callback_with_its_arguments() -> None:
 
 def test_each_argument_of_the_trainer() -> None:
     known = set(inspect.signature(Trainer.__init__).parameters)
-    for name in set(inspect.signature(pl.Trainer.__init__).parameters) - known:
-        given: dict[str, Any] = {name: None}
-        with pytest.raises(ConfigurationError, match=f"{name}=None\\): there is no such argument; leave it out"):
-            Trainer(**given)
+    assert set(inspect.signature(pl.Trainer.__init__).parameters) <= known
+    registry: dict[str, Any] = {"model_registry": "a/b"}
+    with pytest.raises(ConfigurationError, match=r"model_registry is not supported \(must be None\): checkpoints are"):
+        Trainer(**registry)
 
 
 def test_values_of_the_further_names() -> None:

@@ -1,0 +1,196 @@
+"""Checkpoints saved after an error: the state after the last optimizer step, from which a fit resumes exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks, run_script
+from small_fits import quiet_trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import Trainer, TrainModule
+from phalanx.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from phalanx.framework.core.errors import ConfigurationError
+
+
+class Net(TrainModule):
+    """State of all kinds: running statistics, dropout, a scheduler by step, momentum and epoch means."""
+
+    def __init__(self, fails: str = "", at_step: int = 0, on_rank: int | None = None, dropout: float = 0.5) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 1))
+        self.fails, self.at_step, self.on_rank = fails, at_step, on_rank
+        self.means: list[float] = []
+
+    def _fail(self, where: str) -> None:
+        if where == self.fails and self.global_step == self.at_step and self.on_rank in (None, self.global_rank):
+            self.fails = ""
+            raise RuntimeError(f"planted in {where}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch[0]).square().mean()
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        self._fail("training_step")
+        return loss
+
+    def on_before_backward(self, loss: Any) -> None:
+        self._fail("on_before_backward")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).square().mean() + torch.rand(()))
+        self._fail("validation_step")
+
+    def on_train_epoch_end(self) -> None:
+        self._fail("on_train_epoch_end")
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self._fail("optimizer_step")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def shuffled() -> DataLoader[Any]:
+    rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(rows), batch_size=4, shuffle=True)
+
+
+def fit(folder: Path, module: Net, callback: Any, ckpt_path: Any = None, **settings: Any) -> Trainer:
+    torch.manual_seed(5)
+    trainer = quiet_trainer(folder, callback, max_epochs=2, val_check_interval=0.5, **settings)
+    trainer.fit(module, shuffled(), shuffled(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def result(module: Net, trainer: Trainer) -> tuple[Any, Any]:
+    return module.state_dict(), {name: value.clone() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("where", ["training_step", "on_before_backward", "validation_step", "on_train_epoch_end"])
+def test_a_fit_resumed_after_an_error_equals_an_undisturbed_one(where: str, accumulate: int, tmp_path: Path) -> None:
+    settings = {"accumulate_grad_batches": accumulate}
+    undisturbed = Net()
+    expected = result(undisturbed, fit(tmp_path, undisturbed, OnExceptionCheckpoint(tmp_path / "none"), **settings))
+    at_step = {"training_step": 4 // accumulate, "on_before_backward": 4 // accumulate}.get(where, 6 // accumulate)
+    if where == "validation_step" and accumulate == 2:
+        at_step = 2
+    with pytest.raises(RuntimeError, match=f"planted in {where}"):
+        fit(tmp_path, Net(where, at_step), OnExceptionCheckpoint(tmp_path / "saved", "error"), **settings)
+    assert not (tmp_path / "none").exists()
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["error.ckpt"]
+    resumed = Net()
+    again = fit(
+        tmp_path, resumed, OnExceptionCheckpoint(tmp_path / "none"), tmp_path / "saved" / "error.ckpt", **settings
+    )
+    torch.testing.assert_close(result(resumed, again), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("at_step", "sentence"),
+    [(0, "came before the first optimizer step"), (2, "came while optimizer step 2 was applied")],
+)
+def test_an_error_within_an_update_is_reported_and_saves_nothing(
+    at_step: int, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(tmp_path, Net("optimizer_step", at_step), OnExceptionCheckpoint(tmp_path / "saved"))
+    assert f"Nothing was saved after the error: it {sentence}" in capsys.readouterr().out
+    assert not (tmp_path / "saved").exists()
+
+
+def test_model_checkpoint_saves_on_exception(tmp_path: Path) -> None:
+    undisturbed = Net()
+    expected = result(undisturbed, fit(tmp_path, undisturbed, OnExceptionCheckpoint(tmp_path / "none")))
+
+    def checkpoint() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_on_exception=True, save_top_k=-1)
+
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(tmp_path, Net("training_step", 3), checkpoint())
+    names = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert names == {"epoch=0-step=2.ckpt", "on_exception.ckpt"}
+    resumed = Net()
+    again = fit(tmp_path, resumed, checkpoint(), tmp_path / "saved" / "on_exception.ckpt")
+    torch.testing.assert_close(result(resumed, again), expected, rtol=0, atol=0)
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"OnExceptionCheckpoint\(filename=''\): give the checkpoint a name"):
+        OnExceptionCheckpoint("folder", "")
+
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+import torch
+from test_on_exception_checkpoint import Net, shuffled
+
+from phalanx import Trainer
+from phalanx.callbacks import OnExceptionCheckpoint
+
+folder, fails, rank, resume = sys.argv[1:]
+torch.manual_seed(5)
+trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+                  callbacks=[OnExceptionCheckpoint(Path(folder) / "saved")])
+module = Net(fails, 4, int(rank) if rank else None, dropout=0.0)
+trainer.fit(module, shuffled(), ckpt_path=resume or None)
+if trainer.is_global_zero:
+    torch.save(module.state_dict(), Path(folder) / "weights.pt")
+"""
+
+
+def run(folder: Path, fails: str = "", rank: str = "", resume: str = "") -> Any:
+    folder.mkdir(exist_ok=True)
+    script = folder / "program.py"
+    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    script.write_text(f"import sys\nsys.path[:0] = {folders!r}\n{PROGRAM}")
+    return run_script(script, str(folder), fails, rank, resume)
+
+
+@pytest.mark.parametrize("rank", ["0", "1", ""])
+def test_the_rank_that_fails_saves_for_all(rank: str, tmp_path: Path) -> None:
+    undisturbed = run(tmp_path / "undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stdout
+    failed = run(tmp_path / "failed", "training_step", rank)
+    assert failed.returncode == 1, failed.stdout
+    assert "planted in training_step" in failed.stdout
+    assert "Nothing was saved" not in failed.stdout
+    saved = tmp_path / "failed" / "saved"
+    assert [path.name for path in saved.iterdir()] == ["on_exception.ckpt"]
+    resumed = run(tmp_path / "resumed", resume=str(saved / "on_exception.ckpt"))
+    assert resumed.returncode == 0, resumed.stdout
+    weights = [torch.load(tmp_path / name / "weights.pt") for name in ("undisturbed", "resumed")]
+    if rank != "0":
+        # Each rank has running statistics of its own, of which checkpoints hold those of the rank that saves.
+        weights = [{name: value for name, value in one.items() if "running" not in name} for one in weights]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+def fit_on_a_rank(folder: str, strategy: str) -> str:
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        callbacks=[OnExceptionCheckpoint(Path(folder) / "saved")],
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match="a checkpoint after an error is not possible under") as error:
+        trainer.fit(Net(), shuffled())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_strategies_that_shard_the_state_are_refused(strategy: str, tmp_path: Path) -> None:
+    messages = run_on_ranks(2, fit_on_a_rank, str(tmp_path), strategy)
+    assert all("where each rank holds a part of the state: remove OnExceptionCheckpoint" in text for text in messages)
