@@ -15,10 +15,9 @@ A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``
 
 from __future__ import annotations
 
-import functools
 import gc
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ from ..launch import launch_function, launch_script
 from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
 from ..parallel.optimizer_step import Updater
-from ..parallel.resources import RankProperties, Resources, resolve_resources
+from ..parallel.resources import Resources, resolve_resources
 from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import Checkpoints
@@ -39,22 +38,10 @@ from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
 from .training import Training
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from .verbs import AccelerateNames, verb
 
 
-def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a method of a Fabric that calls ``method`` of its attribute ``part``; signature and docstring are kept."""
-
-    def call(fabric: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(getattr(fabric, part), *args, **kwargs)
-
-    functools.update_wrapper(call, method)
-    return call
-
-
-class Fabric(RankProperties):
+class Fabric(AccelerateNames):
     """The verbs of training on one rank or many. Every rank must call those marked "Collective", in the same order.
 
     Args:
@@ -220,9 +207,23 @@ class Fabric(RankProperties):
         return self._training.ends_window
 
     @property
+    def is_accumulating(self) -> bool:
+        """Whether this is inside ``accumulate``."""
+        return self._training.inside
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """The number of micro-batches in the current window."""
         return self._training.window_size
+
+    def set_accumulation(self, accumulate: int | Mapping[int, int] | AccumulationSchedule) -> None:
+        """Set the number of micro-batches for each optimizer step from now on: a number or a schedule.
+
+        Raises:
+            ConfigurationError: it is not a whole number of at least 1.
+        """
+        self.accumulation = resolve_accumulation(accumulate)
+        self._training.set_accumulation(self.accumulation)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -261,26 +262,6 @@ class Fabric(RankProperties):
     save_state = verb("_checkpoints", Checkpoints.save_state)
     load_state = verb("_checkpoints", Checkpoints.load_state)
     register_for_checkpointing = verb("_checkpoints", Checkpoints.register_for_checkpointing)
-
-    # ---- Accelerate's names ---------------------------------------------------------------------------------------
-
-    num_processes = RankProperties.world_size
-    process_index = RankProperties.global_rank
-    local_process_index = RankProperties.local_rank
-    is_main_process = RankProperties.is_global_zero
-    wait_for_everyone = barrier
-    main_process_first = verb("_ranks", Collectives.main_process_first)
-    local_main_process_first = verb("_ranks", Collectives.local_main_process_first)
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self.global_rank == self.world_size - 1
 
 
 def empty_caches() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -106,7 +106,9 @@ def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precisi
     """Return the ``FabricModule`` of an engine's module. ``compiled`` is the module that its forward pass calls."""
     module = engine.module
     kind = type(module)
-    fields = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    fields: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    if not hasattr(module, "no_sync"):
+        fields["no_sync"] = _no_sync
     own = types.new_class(f"Fabric{kind.__name__}", (FabricModule, kind), exec_body=lambda space: space.update(fields))
     wrapped: Any = object.__new__(own)
     # No ordinary way: the two objects must share all attributes, also those that are assigned to either of them later.
@@ -116,6 +118,11 @@ def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precisi
     for name in getattr(module, "forward_methods", ()):
         wrapped.mark_forward_method(name)
     return wrapped
+
+
+def _no_sync(module: FabricModule) -> AbstractContextManager[None]:
+    """Do not reduce gradients over ranks in the passes inside, as ``no_sync`` of ``DistributedDataParallel``."""
+    return module._calls.engine.without_sync()
 
 
 def engine_of(module: nn.Module) -> Engine | None:

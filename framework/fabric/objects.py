@@ -6,7 +6,8 @@ Optimizers and schedulers behave like the originals, and follow accumulation win
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,6 +93,15 @@ class Engine:
         postponed = self.window is not None and self.window.inside and not self.window.sync
         self.strategy.sync_gradients(allowed and not postponed)
         return before
+
+    @contextmanager
+    def without_sync(self) -> Generator[None, None, None]:
+        """Do not reduce gradients in the passes inside."""
+        before = self.allow_sync(False)
+        try:
+            yield
+        finally:
+            self.allow_sync(before)
 
     def leave_closed_window(self) -> None:
         """Leave a window whose last micro-batch has ended, so that optimizers act in every step again."""

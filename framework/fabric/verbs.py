@@ -1,0 +1,45 @@
+"""``verb``, and the names that Accelerate has for methods of a Fabric."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ..parallel.resources import RankProperties
+from .collectives import Collectives
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method of a Fabric that calls ``method`` of its attribute ``part``; signature and docstring are kept."""
+
+    def call(fabric: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(fabric, part), *args, **kwargs)
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+class AccelerateNames(RankProperties):
+    """Properties and methods of a Fabric under Accelerate's names."""
+
+    num_processes = RankProperties.world_size
+    process_index = RankProperties.global_rank
+    local_process_index = RankProperties.local_rank
+    is_main_process = RankProperties.is_global_zero
+    wait_for_everyone = verb("_ranks", Collectives.barrier)
+    main_process_first = verb("_ranks", Collectives.main_process_first)
+    local_main_process_first = verb("_ranks", Collectives.local_main_process_first)
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.global_rank == self.world_size - 1
