@@ -163,7 +163,7 @@ class Fabric(AccelerateNames):
     broadcast = verb("_ranks", Collectives.broadcast)
     pad_across_processes = verb("_ranks", Collectives.pad_across_processes)
     split_between_processes = verb("_ranks", Collectives.split_between_processes)
-    barrier = verb("_ranks", Collectives.barrier)
+    barrier = wait_for_everyone = verb("_ranks", Collectives.barrier)
     rank_zero_first = verb("_ranks", Collectives.rank_zero_first)
     set_trigger = verb("_ranks", Collectives.set_trigger)
     check_trigger = verb("_ranks", Collectives.check_trigger)

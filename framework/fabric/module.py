@@ -26,14 +26,32 @@ class _Calls:
         self._context = precision.forward_context(device_type)
         self._routes: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._compiled = compiled
+        self._shared_after = 0
 
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in self._routes:
             step = self._step(self._compiled if name == "__call__" else getattr(self.engine.module, name))
             strategy = self.engine.strategy
-            self._routes[name] = strategy.route(step, training=True), strategy.route(step, training=False)
+            self._routes[name] = strategy.route(step, training=True), self._evaluation(step)
         train, evaluate = self._routes[name]
         return (train if torch.is_grad_enabled() else evaluate)(*args, **kwargs)
+
+    def _evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function for calls without gradients. The first call after an update is collective if the module
+        has buffers: each rank has its own, such as running means, and all are to evaluate the same model.
+        """
+        strategy, module = self.engine.strategy, self.engine.module
+        evaluate = strategy.route(step, training=False)
+        if strategy.world.size == 1 or next(module.buffers(), None) is None:
+            return evaluate
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._shared_after != self.engine.updates:
+                self._shared_after = self.engine.updates
+                strategy.sync_buffers(module)
+            return evaluate(*args, **kwargs)
+
+        return call
 
     def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         precision = self._precision

@@ -63,6 +63,11 @@ class Engine:
         self._joined: tuple[GradientWindow, int] | None = None
         self._may_sync = True
 
+    @property
+    def updates(self) -> int:
+        """The number of updates that the module's optimizers have applied; the same on all ranks."""
+        return sum(one.applied for one in self.optimizers)
+
     def owns(self, parameter: Tensor) -> bool:
         """Return whether a parameter belongs to the module."""
         return any(parameter is own for own in self.module.parameters())

@@ -30,7 +30,6 @@ class AccelerateNames(RankProperties):
     process_index = RankProperties.global_rank
     local_process_index = RankProperties.local_rank
     is_main_process = RankProperties.is_global_zero
-    wait_for_everyone = verb("_ranks", Collectives.barrier)
     main_process_first = verb("_ranks", Collectives.main_process_first)
     local_main_process_first = verb("_ranks", Collectives.local_main_process_first)
 
