@@ -18,6 +18,7 @@ from ...framework.fabric.module import engine_of
 from ...framework.fabric.verbs import verb
 from ...framework.parallel.strategy import Strategy
 from .absent import ARGUMENTS, MEMBERS, check_arguments
+from .accumulation import Accumulation
 from .arguments import by_class, default_devices, precision_of, strategy_of
 from .configuration import (
     AutocastKwargs,
@@ -40,7 +41,7 @@ def read(path: str) -> Any:
     return property(attrgetter(path), doc=f"The value of ``{path}``.")
 
 
-class Accelerator:
+class Accelerator(Accumulation):
     """Ranks, strategy and precision for hand-written loops, under Accelerate's names; see ``phalanx.Fabric``.
 
     Without a launcher it runs on one rank, unless ``devices`` asks for more. ``strategy`` and ``devices`` are those of
@@ -116,7 +117,6 @@ class Accelerator:
     # ---- the same as in Fabric --------------------------------------------------------------------------------------
 
     accumulate = verb("fabric", Fabric.accumulate)
-    backward = verb("fabric", Fabric.backward)
     check_trigger = verb("fabric", Fabric.check_trigger)
     clip_grad_norm_ = verb("fabric", Fabric.clip_grad_norm_)
     clip_grad_value_ = verb("fabric", Fabric.clip_grad_value_)
@@ -159,7 +159,6 @@ class Accelerator:
     is_local_main_process = read("fabric.is_local_main_process")
     is_last_process = read("fabric.is_last_process")
     sync_gradients = read("fabric.sync_gradients")
-    gradient_accumulation_steps = read("fabric.gradient_accumulation_steps")
     optimizer_step_was_skipped = read("fabric.optimizer_step_was_skipped")
     trackers = read("fabric.loggers")
 

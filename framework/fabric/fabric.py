@@ -16,7 +16,7 @@ A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..launch import launch_function, launch_script
 from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
 from ..parallel.optimizer_step import Updater
-from ..parallel.resources import RankProperties, Resources, resolve_resources
+from ..parallel.resources import Resources, resolve_resources
 from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import Checkpoints
@@ -40,11 +40,11 @@ from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
 from .training import Training
-from .verbs import ABSENT, verb
+from .verbs import ABSENT, AccelerateNames, verb
 
 
 @lacks(ABSENT)
-class Fabric(RankProperties):
+class Fabric(AccelerateNames):
     """The verbs of training on one rank or many. Every rank must call those marked "Collective", in the same order.
 
     Args:
@@ -169,7 +169,7 @@ class Fabric(RankProperties):
     broadcast = verb("_ranks", Collectives.broadcast)
     pad_across_processes = verb("_ranks", Collectives.pad_across_processes)
     split_between_processes = verb("_ranks", Collectives.split_between_processes)
-    barrier = verb("_ranks", Collectives.barrier)
+    barrier = wait_for_everyone = verb("_ranks", Collectives.barrier)
     rank_zero_first = verb("_ranks", Collectives.rank_zero_first)
     set_trigger = verb("_ranks", Collectives.set_trigger)
     check_trigger = verb("_ranks", Collectives.check_trigger)
@@ -214,9 +214,23 @@ class Fabric(RankProperties):
         return self._training.ends_window
 
     @property
+    def is_accumulating(self) -> bool:
+        """Whether this is inside ``accumulate``."""
+        return self._training.inside
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """The number of micro-batches in the current window."""
         return self._training.window_size
+
+    def set_accumulation(self, accumulate: int | Mapping[int, int] | AccumulationSchedule) -> None:
+        """Set the number of micro-batches for each optimizer step from now on: a number or a schedule.
+
+        Raises:
+            ConfigurationError: it is not a whole number of at least 1.
+        """
+        self.accumulation = resolve_accumulation(accumulate)
+        self._training.set_accumulation(self.accumulation)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -257,26 +271,6 @@ class Fabric(RankProperties):
     save_state = verb("_checkpoints", Checkpoints.save_state)
     load_state = verb("_checkpoints", Checkpoints.load_state)
     register_for_checkpointing = verb("_checkpoints", Checkpoints.register_for_checkpointing)
-
-    # ---- Accelerate's names ---------------------------------------------------------------------------------------
-
-    num_processes = RankProperties.world_size
-    process_index = RankProperties.global_rank
-    local_process_index = RankProperties.local_rank
-    is_main_process = RankProperties.is_global_zero
-    wait_for_everyone = barrier
-    main_process_first = verb("_ranks", Collectives.main_process_first)
-    local_main_process_first = verb("_ranks", Collectives.local_main_process_first)
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self.global_rank == self.world_size - 1
 
 
 def empty_caches() -> None:

@@ -58,6 +58,10 @@ class GradientWindow:
         self._taken: set[Hashable] = set()
         self._closed = False
 
+    def set_schedule(self, schedule: AccumulationSchedule) -> None:
+        """Set the number of micro-batches per window, from the next micro-batch on."""
+        self._schedule = schedule
+
     # ---- the context ----------------------------------------------------------------------------------------------
 
     def enter(self, epoch: int, end_of_data: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -26,14 +26,32 @@ class _Calls:
         self._context = precision.forward_context(device_type)
         self._routes: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._compiled = compiled
+        self._shared_after = 0
 
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in self._routes:
             step = self._step(self._compiled if name == "__call__" else getattr(self.engine.module, name))
             strategy = self.engine.strategy
-            self._routes[name] = strategy.route(step, training=True), strategy.route(step, training=False)
+            self._routes[name] = strategy.route(step, training=True), self._evaluation(step)
         train, evaluate = self._routes[name]
         return (train if torch.is_grad_enabled() else evaluate)(*args, **kwargs)
+
+    def _evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function for calls without gradients. The first call after an update is collective if the module
+        has buffers: each rank has its own, such as running means, and all are to evaluate the same model.
+        """
+        strategy, module = self.engine.strategy, self.engine.module
+        evaluate = strategy.route(step, training=False)
+        if strategy.world.size == 1 or next(module.buffers(), None) is None:
+            return evaluate
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._shared_after != self.engine.updates:
+                self._shared_after = self.engine.updates
+                strategy.sync_buffers(module)
+            return evaluate(*args, **kwargs)
+
+        return call
 
     def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         precision = self._precision
@@ -106,7 +124,9 @@ def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precisi
     """Return the ``FabricModule`` of an engine's module. ``compiled`` is the module that its forward pass calls."""
     module = engine.module
     kind = type(module)
-    fields = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    fields: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    if not hasattr(module, "no_sync"):
+        fields["no_sync"] = _no_sync
     own = types.new_class(f"Fabric{kind.__name__}", (FabricModule, kind), exec_body=lambda space: space.update(fields))
     wrapped: Any = object.__new__(own)
     # No ordinary way: the two objects must share all attributes, also those that are assigned to either of them later.
@@ -116,6 +136,11 @@ def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precisi
     for name in getattr(module, "forward_methods", ()):
         wrapped.mark_forward_method(name)
     return wrapped
+
+
+def _no_sync(module: FabricModule) -> AbstractContextManager[None]:
+    """Do not reduce gradients over ranks in the passes inside, as ``no_sync`` of ``DistributedDataParallel``."""
+    return module._calls.engine.without_sync()
 
 
 def engine_of(module: nn.Module) -> Engine | None:

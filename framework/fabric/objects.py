@@ -6,7 +6,8 @@ Optimizers and schedulers behave like the originals, and follow accumulation win
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,6 +63,11 @@ class Engine:
         self._joined: tuple[GradientWindow, int] | None = None
         self._may_sync = True
 
+    @property
+    def updates(self) -> int:
+        """The number of updates that the module's optimizers have applied; the same on all ranks."""
+        return sum(one.applied for one in self.optimizers)
+
     def owns(self, parameter: Tensor) -> bool:
         """Return whether a parameter belongs to the module."""
         return any(parameter is own for own in self.module.parameters())
@@ -92,6 +98,15 @@ class Engine:
         postponed = self.window is not None and self.window.inside and not self.window.sync
         self.strategy.sync_gradients(allowed and not postponed)
         return before
+
+    @contextmanager
+    def without_sync(self) -> Generator[None, None, None]:
+        """Do not reduce gradients in the passes inside."""
+        before = self.allow_sync(False)
+        try:
+            yield
+        finally:
+            self.allow_sync(before)
 
     def leave_closed_window(self) -> None:
         """Leave a window whose last micro-batch has ended, so that optimizers act in every step again."""

@@ -44,6 +44,12 @@ class Training:
         self.windows.clear()
         self._window = None
 
+    def set_accumulation(self, accumulation: AccumulationSchedule) -> None:
+        """Set the number of micro-batches per window, of the windows in progress too."""
+        self._accumulation = accumulation
+        for window in self.windows.values():
+            window.set_schedule(accumulation)
+
     # `self` is positional-only in methods with arbitrary keywords, which may include one named `self`.
     def backward(
         self, /, loss: Tensor, model: nn.Module | None = None, weight: float | Tensor | None = None, **options: Any
@@ -122,6 +128,11 @@ class Training:
         return self.windows[key]
 
     @property
+    def inside(self) -> bool:
+        """Whether a micro-batch of a window is in progress."""
+        return self._window is not None and self._window.inside
+
+    @property
     def ends_window(self) -> bool:
         """Whether the current micro-batch ends its window."""
         return self._window is None or self._window.sync
@@ -141,21 +152,13 @@ class Training:
         """Return the precision's context for forward passes on this rank's device, or None if they need none."""
         return self._precision.forward_context(self._ranks.world.device.type)
 
-    @contextmanager
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Generator[None, None, None]:
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Do not reduce gradients over ranks in the passes inside, not at the end of a window of ``accumulate`` either.
 
         Meant for loops that accumulate without ``accumulate``.
         """
         engine = self._prepared.engine_for(module, "no_backward_sync")
-        if not enabled:
-            yield
-            return
-        before = engine.allow_sync(False)
-        try:
-            yield
-        finally:
-            engine.allow_sync(before)
+        return engine.without_sync() if enabled else nullcontext()
 
     def full_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the full gradient of a parameter, averaged over ranks; None if no loss depends on it. Collective.

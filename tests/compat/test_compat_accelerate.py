@@ -124,6 +124,70 @@ def test_a_loop_on_two_ranks_trains_as_plain_torch(tmp_path: Path) -> None:
         assert (len(rows), rates, kind) == (32, [pytest.approx(0.01 * (1 - 0.9 * 12 / 24))], "MULTI_CPU")
 
 
+# A loop that accumulates without `accumulate`: `no_sync` skips the reduction, and `backward` divides the loss.
+BY_HAND = """
+import contextlib, json
+import torch
+from torch import nn
+from {accelerate} import Accelerator
+
+
+def train(**options):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, **options)
+    accelerator.gradient_accumulation_steps = 2
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    rows = torch.randn(4, 2, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    norms = []
+    for window in rows:
+        for number, ranks in enumerate(window):
+            skips = number == 0 and accelerator.num_processes > 1
+            with model.no_sync() if skips else contextlib.nullcontext():
+                accelerator.backward(model(ranks[accelerator.process_index]).square().mean())
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.gradient_accumulation_steps, norms, model.weight.flatten().tolist()
+"""
+
+
+def by_hand_on_rank(devices: int) -> Any:
+    namespace: dict[str, Any] = {"__name__": "loop"}
+    exec(BY_HAND.format(accelerate="phalanx.compat.accelerate"), namespace)
+    return namespace["train"](devices=devices)
+
+
+def by_hand_in_plain_torch(ranks: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    rows = torch.randn(4, 2, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    norms = []
+    for window in rows:
+        model(window[:, :ranks].flatten(end_dim=-2)).square().mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, model.weight.flatten().tolist()
+
+
+def test_accumulation_without_accumulate_trains_as_with_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "loop.py"
+    script.write_text(BY_HAND.format(accelerate="accelerate") + 'print("RESULT", json.dumps(train()))')
+    output = run_script(script).stdout
+    theirs = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
+    for mine, other in zip(by_hand_on_rank(1), theirs, strict=True):
+        assert mine == pytest.approx(other, abs=1e-6)
+
+
+def test_accumulation_without_accumulate_on_two_ranks_trains_as_plain_torch() -> None:
+    for steps, norms, weights in run_on_ranks(2, by_hand_on_rank, 2):
+        assert (steps, pytest.approx(norms, abs=1e-6)) == (2, by_hand_in_plain_torch(2)[0])
+        assert weights == pytest.approx(by_hand_in_plain_torch(2)[1], abs=1e-6)
+
+
 def averaged_now_and_then() -> tuple[float, float]:
     accelerator = Accelerator(cpu=True, devices=2)
     model = nn.Linear(1, 1, bias=False)

@@ -483,13 +483,43 @@ def unsynchronized() -> list[tuple[float, float]]:
         with fabric.no_backward_sync(model):
             inside = gradient()
         found.append((inside, gradient()))
-    return found
+    with model.no_sync():
+        inside = gradient()
+    return [*found, (inside, gradient())]
 
 
 def test_no_backward_sync_holds_inside_accumulate_and_ends_with_its_block() -> None:
     for rank, found in enumerate(run_on_ranks(2, unsynchronized)):
         own, mean = float(rank), 0.5
-        assert found == [(own, own), (own, own), (own, 0.0), (own, mean)]
+        assert found == [(own, own), (own, own), (own, 0.0), (own, mean), (own, mean)]
+
+
+def test_the_number_of_micro_batches_may_change_between_updates() -> None:
+    fabric = Fabric(accelerator="cpu", accumulate=4)
+    original = line_model()
+    model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.1))
+    ends = []
+    for step in range(8):
+        if step == 4:
+            fabric.set_accumulation(2)
+        with fabric.accumulate(model):
+            assert fabric.is_accumulating
+            fabric.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+        assert not fabric.is_accumulating
+        ends.append(fabric.sync_gradients)
+    assert ends == [False, False, False, True, False, True, False, True]
+    assert (fabric.gradient_accumulation_steps, optimizer.applied) == (2, 3)
+    with pytest.raises(ConfigurationError, match="must be a whole number of at least 1"):
+        fabric.set_accumulation(0)
+
+
+def test_a_no_sync_of_the_module_itself_is_kept() -> None:
+    class Own(nn.Linear):
+        def no_sync(self) -> str:
+            return "own"
+
+    assert Fabric(accelerator="cpu").setup(Own(1, 1)).no_sync() == "own"
 
 
 class Parts(nn.Module):
