@@ -36,7 +36,8 @@ _HOMES = {
 # Strategies of Lightning that have no counterpart here.
 _ABSENT = {
     "ModelParallelStrategy": "use FSDPStrategy(tensor_parallel=...), and configure_tensor_parallel in the module.",
-    "ParallelStrategy": "derive from Strategy; docs/extending.md shows a complete one.",
+    "ParallelStrategy": "compare trainer.world_size with 1 to ask for several ranks, or derive from Strategy, of which "
+    "docs/extending.md shows a complete one.",
     "XLAStrategy": "phalanx trains on CPUs and CUDA GPUs.",
     "SingleDeviceXLAStrategy": "phalanx trains on CPUs and CUDA GPUs.",
 }

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
         trainer as trainer,
         utilities as utilities,
     )
+    from .examples import cli_lightning_logo as cli_lightning_logo
 
     LightningDataModule = DataModule
     LightningModule = TrainModule
 
 _HOMES = {
     ".": "callbacks core fabric loggers strategies trainer utilities",
+    ".examples": "cli_lightning_logo",
     "...": "__version__",
     "...framework.api.callback": "Callback",
     "...framework.api.data_module": "LightningDataModule=DataModule",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NoReturn
 
 ABSENT = {
-    "accelerators": 'name the device with Trainer(accelerator="cpu") or "cuda".',
+    "accelerators": 'name the device with accelerator="cpu" or "cuda" of Trainer and Fabric.',
     "cli": "parse arguments with argparse or jsonargparse, and create the Trainer from them.",
-    "demos": "the example models of Lightning are not part of phalanx; see examples/.",
+    "demos": "keep 'from lightning.pytorch.demos import ...' for its data sets and plain modules, or copy them into "
+    "the program; its LightningModules and LightningDataModules need their base class changed.",
     "loops": "there are no loop objects: read trainer.progress, or write your own loop with phalanx.Fabric.",
-    "plugins": "name the precision with Trainer(precision=...); ranks under SLURM, MPI and torchrun are found without "
+    "plugins": "name the precision with precision=...; ranks under SLURM, MPI and torchrun are found without "
     "a plug-in, and SyncBatchNorm is set with Trainer(sync_batchnorm=True).",
     "profilers": "run fit under torch.profiler.",
     "pytorch": "remove '.pytorch': phalanx.compat.lightning stands in for lightning and for lightning.pytorch.",

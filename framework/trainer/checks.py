@@ -91,7 +91,8 @@ def split_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, DataModule | N
     Raises:
         ConfigurationError: both were given, or ``datamodule`` is not a DataModule.
     """
-    if isinstance(loaders, DataModule):
+    # Every data module has this hook, one of another library too.
+    if hasattr(type(loaders), "train_dataloader"):
         loaders, datamodule = None, datamodule or loaders
     if datamodule is None:
         return loaders, None

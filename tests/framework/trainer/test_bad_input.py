@@ -253,6 +253,14 @@ def test_a_lightning_module_is_refused_with_advice_for_conversion(lightning: Any
     assert "let Old derive from phalanx.TrainModule instead of LightningModule" in text
 
 
+def test_a_lightning_data_module_in_place_of_loaders_is_refused_with_advice(lightning: Any) -> None:
+    class Images(lightning.LightningDataModule):  # type: ignore[misc]
+        pass
+
+    text = message(ConfigurationError, lambda: silent_trainer(devices=1).fit(Regressor(), Images()))
+    assert "let Images derive from phalanx.DataModule instead of LightningDataModule" in text
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
