@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..framework.core.arguments import keywords_of, unknown_argument
 from ..framework.core.errors import ConfigurationError
 from ..framework.parallel.meta_device import share_buffers
 from ..framework.parallel.parameter_names import state_tensors
@@ -42,6 +43,10 @@ class DDPStrategy(Strategy):
         taken = [name for name in _TAKEN if name in ddp_arguments]
         if taken:
             raise ConfigurationError(f"DDPStrategy({', '.join(taken)}=...) is set by phalanx itself; leave it out.")
+        known = [name for name in keywords_of(nn.parallel.DistributedDataParallel.__init__) if name not in _TAKEN]
+        for name, value in ddp_arguments.items():
+            if name not in known:
+                raise unknown_argument("DDPStrategy", name, value, known)
         self._arguments = ddp_arguments
         self._ddp: _Replica | None = None
         self._trainable: list[bool] = []

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...framework.fabric.fabric import Fabric, verb
+from ...framework.core.arguments import names_arguments
+from ...framework.fabric.fabric import Fabric
+from ...framework.fabric.verbs import verb
 from ...framework.parallel.strategy import Strategy
 from .arguments import by_class, default_devices, precision_of, strategy_of, updates
 from .configuration import (
@@ -51,6 +53,7 @@ class Accelerator:
         ConfigurationError: an argument breaks a rule.
     """
 
+    @names_arguments
     def __init__(
         self,
         device_placement: bool = True,
@@ -229,12 +232,8 @@ class Accelerator:
         handler = autocast_handler or self._autocast
         if handler is None:
             return self.fabric.autocast()
-        return torch.autocast(
-            self.device.type,
-            self.fabric.precision.compute_dtype,
-            enabled=handler.enabled and self.mixed_precision != "no",
-            cache_enabled=handler.cache_enabled,
-        )
+        dtype, enabled = self.fabric.precision.compute_dtype, handler.enabled and self.mixed_precision != "no"
+        return torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=handler.cache_enabled)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Profile a block with ``torch.profiler.profile``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..core.arguments import NamesArguments
 from .overriding import is_overridden
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .train_module import TrainModule
 
 
-class Callback:
+class Callback(NamesArguments):
     """Base class of callbacks; override the hooks you need.
 
     The ``trainer`` that hooks receive is a ``phalanx.TrainerView``; annotate it so, or as ``Trainer``.

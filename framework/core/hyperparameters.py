@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
-from .errors import ConfigurationError, did_you_mean
+from .errors import ConfigurationError, UnknownNameError, closest_or_known, did_you_mean
 
 
 class AttributeDict(dict[str, Any]):
@@ -18,10 +18,10 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(
-                f"there is no hyperparameter {name!r}.{did_you_mean(name, self)} "
-                f"Known: {', '.join(sorted(self)) or 'none'}."
-            ) from None
+            raise AttributeError(_missing(name, self)) from None
+
+    def __missing__(self, name: str) -> Any:
+        raise UnknownNameError(_missing(name, self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -83,6 +83,19 @@ class HyperparametersMixin:
     def hparams_to_log(self) -> dict[str, Any]:
         """The hyperparameters that are sent to the loggers."""
         return dict(self.hparams) if self.__dict__.get("_log_hparams", False) else {}
+
+
+def _missing(name: str, known: Mapping[str, Any]) -> str:
+    """Return the sentence for a hyperparameter that was not recorded."""
+    if not known:
+        return (
+            f"there is no hyperparameter {name!r}, since none were saved: call self.save_hyperparameters() in "
+            "__init__, after super().__init__()."
+        )
+    return (
+        f"there is no hyperparameter {name!r} among those that save_hyperparameters recorded."
+        f"{closest_or_known(name, sorted(known))}"
+    )
 
 
 def _init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any]:

@@ -15,14 +15,14 @@ A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
+from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from ..core.precision import Precision
 from ..distributed.world import World
@@ -39,19 +39,7 @@ from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
 from .training import Training
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a method of a Fabric that calls ``method`` of its attribute ``part``; signature and docstring are kept."""
-
-    def call(fabric: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(getattr(fabric, part), *args, **kwargs)
-
-    functools.update_wrapper(call, method)
-    return call
+from .verbs import verb
 
 
 class Fabric(RankProperties):
@@ -81,6 +69,7 @@ class Fabric(RankProperties):
 
     _resolve = staticmethod(resolve_resources)
 
+    @names_arguments
     def __init__(
         self,
         accelerator: str = "auto",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.save_request import SaveRequest
+from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from ..distributed.control import Signal
 from ..resume import check_export, export_module, export_run, make_ready
@@ -61,6 +62,7 @@ class TrainerActions(TrainerProperties):
             self.run.loggers.log_metrics(dict(metrics), step)
             self.run.metrics.values["callback"].update(metrics)
 
+    @names_arguments
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
         """Save the state of the run after the last optimizer step. Collective.
 
@@ -85,6 +87,7 @@ class TrainerActions(TrainerProperties):
             return
         self.request_save(SaveRequest(absolute(filepath), weights_only, asynchronous, tolerant=asynchronous))
 
+    @names_arguments
     def export(
         self,
         path: str | Path,

@@ -10,6 +10,7 @@ import torch
 from ..api.absent_names import TRAINER, lacks
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
+from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, is_count
 from ..launch import launch_script
 from ..resume.resume_point import checked_checkpoint_path
@@ -68,6 +69,7 @@ class Trainer(TrainerActions):
 
     # ---- entry points ---------------------------------------------------------------------------------------------
 
+    @names_arguments
     def fit(
         self,
         model: TrainModule,
@@ -100,6 +102,7 @@ class Trainer(TrainerActions):
         request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)
         self._launched_or_here("fit", request)
 
+    @names_arguments
     def plan(
         self,
         model: TrainModule,
@@ -132,6 +135,7 @@ class Trainer(TrainerActions):
         )
         return plan_memory(self._session, StageRequest(model, given, datamodule), activation_bytes)
 
+    @names_arguments
     def validate(
         self,
         model: TrainModule | None = None,
@@ -143,6 +147,7 @@ class Trainer(TrainerActions):
         """Validate, with the weights of ``ckpt_path`` if given; return the metrics of each loader. Collective."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @names_arguments
     def test(
         self,
         model: TrainModule | None = None,
@@ -154,6 +159,7 @@ class Trainer(TrainerActions):
         """Test, with the weights of ``ckpt_path`` if given; return the metrics of each loader. Collective."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @names_arguments
     def predict(
         self,
         model: TrainModule | None = None,
