@@ -103,6 +103,14 @@ class RankError(PhalanxError):
     """A rank of a launched function failed."""
 
 
+def add_hint(error: BaseException, text: str) -> None:
+    """Add a line to what is shown of an error: a note, or a line of its message before Python 3.11."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    elif len(error.args) == 1 and str(error) == error.args[0]:
+        error.args = (f"{error}\n{text}",)
+
+
 def is_count(value: object, least: int) -> TypeGuard[int]:
     """Whether a value is an integer of at least ``least``; True and False do not count as integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

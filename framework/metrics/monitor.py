@@ -14,7 +14,9 @@ def check_mode(who: str, mode: str) -> None:
         ConfigurationError: it is something else.
     """
     if mode not in ("min", "max"):
-        raise ConfigurationError(f"{who}(mode={mode!r}): give 'min' where less is better, or 'max'.")
+        hint = did_you_mean(str(mode), ("min", "max", "minimum", "maximum"))
+        meant = hint.replace("imum", "") if hint else ""
+        raise ConfigurationError(f"{who}(mode={mode!r}): give 'min' where less is better, or 'max'.{meant}")
 
 
 def is_better(value: float, than: float, mode: str) -> bool:
