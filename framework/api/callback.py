@@ -39,6 +39,11 @@ class Callback(NamesArguments):
         return type(self).__qualname__
 
     @property
+    def needed_metrics(self) -> Sequence[str]:
+        """The names of the metrics that this callback reads, for a report of misspelled ones before training."""
+        return ()
+
+    @property
     def saved_checkpoints(self) -> SavedCheckpoints | None:
         """The records of the checkpoints that this callback saves; None for a callback that saves none."""
         return None

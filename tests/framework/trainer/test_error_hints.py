@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import Regressor, loader, silent_trainer
 from ranks import run_script
 
+from phalanx import Callback, Trainer
 from phalanx.callbacks import EarlyStopping, ModelCheckpoint
-from phalanx.errors import CheckpointError, ConfigurationError
+from phalanx.errors import CheckpointError, ConfigurationError, MetricError
 
 _SCRIPT = """
 import signal, torch, phalanx
@@ -111,6 +113,64 @@ def test_a_file_of_torch_save_as_a_checkpoint_gets_the_next_step(tmp_path: Path)
 def test_a_misspelled_word_for_a_checkpoint_gets_the_closest_one() -> None:
     with pytest.raises(CheckpointError, match=r"Did you mean 'last'\?"):
         silent_trainer().fit(Regressor(), loader(), ckpt_path="lastest")
+
+
+class _Plateau(Regressor):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "vall_loss"}}
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "kind", "who"),
+    [
+        ([EarlyStopping("vall_loss")], Regressor, "EarlyStopping"),
+        ([ModelCheckpoint(monitor="vall_loss")], Regressor, "ModelCheckpoint"),
+        ([ModelCheckpoint(filename="{epoch}-{vall_loss:.2f}")], Regressor, "ModelCheckpoint"),
+        ([], _Plateau, "ReduceLROnPlateau"),
+    ],
+)
+def test_a_misspelled_monitor_is_reported_before_training(
+    tmp_path: Path, callbacks: list[Callback], kind: type[Regressor], who: str
+) -> None:
+    steps: list[int] = []
+
+    class Mine(kind):  # type: ignore[misc,valid-type]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            steps.append(len(notes))
+
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=callbacks, default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=None if callbacks else False,
+    )  # fmt: skip
+    notes: list[str] = []
+    trainer.note = notes.append  # type: ignore[method-assign]
+    with pytest.raises(MetricError, match=rf"{who} needs the metric 'vall_loss', which was not logged"):
+        trainer.fit(Mine(), loader(), loader())
+    found = [place for place, note in enumerate(notes) if f"{who} needs the metric 'vall_loss'" in note]
+    assert len(found) == 1
+    assert "Did you mean 'val_loss'?" in notes[found[0]]
+    assert found[0] < steps[0]
+
+
+def test_other_monitors_are_not_reported(tmp_path: Path) -> None:
+    class Mine(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train_loss", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+    trainer = silent_trainer(max_epochs=1, callbacks=[EarlyStopping("train_loss"), EarlyStopping("val_loss")])
+    notes: list[str] = []
+    trainer.note = notes.append  # type: ignore[method-assign]
+    trainer.fit(Mine(), loader(), loader())
+    assert not [note for note in notes if "needs the metric" in note]
 
 
 @pytest.mark.parametrize(("given", "meant"), [("minimum", "min"), ("maximize", "max"), ("mx", "max")])
