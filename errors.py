@@ -20,12 +20,13 @@ if TYPE_CHECKING:
         RankError as RankError,
         StalledError as StalledError,
         StorageError as StorageError,
+        UnknownArgumentError as UnknownArgumentError,
         UnknownNameError as UnknownNameError,
     )
 
 _HOMES = {
     ".framework.core.errors": "CheckpointError ConfigurationError DataError DesyncError LoopError MetricError "
-    "NonFiniteError PhalanxError Preempted RankError StalledError StorageError UnknownNameError"
+    "NonFiniteError PhalanxError Preempted RankError StalledError StorageError UnknownArgumentError UnknownNameError"
 }
 
 __all__, __getattr__, __dir__ = face(__name__, _HOMES)

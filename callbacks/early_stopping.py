@@ -104,6 +104,10 @@ class EarlyStopping(Callback):
     def state_key(self) -> str:
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
+    @property
+    def needed_metrics(self) -> tuple[str, ...]:
+        return (self.monitor,)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "wait_count": self.wait_count,

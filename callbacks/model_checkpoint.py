@@ -160,6 +160,10 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         return None if self._given_dirpath is None else (Path(self._given_dirpath), self._names.gives)
 
     @property
+    def needed_metrics(self) -> list[str]:
+        return [*self._template.metrics, *([self.monitor] if self.monitor else [])]
+
+    @property
     def saved_checkpoints(self) -> ModelCheckpoint:
         return self
 
@@ -278,7 +282,7 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         last = names.free(self.dirpath, metrics, self.last_model_path, names.last) if saves_last else ""
         if not self._kept.saves:
             return SavePlan(last)
-        for name in [*self._template.metrics, *([self.monitor] if self.monitor else [])]:
+        for name in self.needed_metrics:
             if name not in metrics:
                 return SavePlan(last, missing=str(missing_metric("ModelCheckpoint", name, logged)))
         if self.monitor in trainer.outdated_metrics:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..framework.core.arguments import check_names
 from ..framework.core.errors import ConfigurationError
 from ..framework.parallel.gradient_operations import GradientOperations
 from ..framework.parallel.meta_device import share_buffers
@@ -24,7 +25,6 @@ from ..framework.parallel.zero_backward import zero_loss
 from .communication_hook import CommunicationHook, Hook, Wrapper
 from .ddp_flags import FlaggedAdapter, GradientFlags
 from .ddp_replica import Replica
-from .limits import check_names
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 # Arguments of other frameworks, and their equivalents.
@@ -215,8 +215,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if taken:
         raise ConfigurationError(f"DDPStrategy({', '.join(taken)}=...) is set by phalanx itself; leave it out.")
     own = [name for name in signature(DDPStrategy).parameters if name != "ddp_arguments"]
-    theirs = set(signature(nn.parallel.DistributedDataParallel).parameters) - {*_TAKEN, *_ELSEWHERE}
-    check_names("DDPStrategy", set(given) - theirs, [*own, *theirs], _ELSEWHERE)
+    theirs = [n for n in signature(nn.parallel.DistributedDataParallel).parameters if n not in {*_TAKEN, *_ELSEWHERE}]
+    check_names("DDPStrategy", given, [*own, *theirs], _ELSEWHERE)
 
 
 def find_unused_parameters(**ddp_arguments: Any) -> DDPStrategy:

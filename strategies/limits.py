@@ -1,14 +1,11 @@
-"""Checks of the names of arguments, and of features that strategies with sharded gradients do not support, before
-torch fails in the first step."""
+"""Checks of features that strategies with sharded gradients do not support, before torch fails in the first step."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..framework.core.errors import ConfigurationError, unknown
+from ..framework.core.errors import ConfigurationError
 
 # With these the update of an element depends on others of its tensor, of which each rank holds only a part.
 NEED_WHOLE_TENSORS = ("LBFGS", "SparseAdam", "Adafactor", "Muon")
@@ -39,21 +36,3 @@ def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
             f"{type(optimizer).__name__} needs full tensors, and strategy={strategy!r} leaves each rank a part of "
             "them: use an optimizer that updates each element independently, such as AdamW, or strategy='ddp'."
         )
-
-
-def check_names(strategy: str, given: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-    """Refuse arguments that a strategy does not have.
-
-    Args:
-        strategy: the name of the strategy's class.
-        given: names that the strategy does not have.
-        known: all names that it has.
-        elsewhere: for names of other frameworks, their equivalents.
-
-    Raises:
-        ConfigurationError: an argument is given; the message names the equivalent or the closest match.
-    """
-    for name in sorted(given):
-        if name in elsewhere:
-            raise ConfigurationError(f"{strategy}({name}=...) is not known here: {elsewhere[name]}.")
-        raise unknown(f"{strategy} argument", name, known)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ...framework.core.errors import ConfigurationError, unknown
+from ...framework.core.arguments import check_names
 
 C = TypeVar("C", bound=type[Any])
 
@@ -121,21 +120,8 @@ def knows_arguments(cls: C) -> C:
 
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_arguments(cls.__name__, kwargs, known, absent)
+        check_names(cls.__name__, kwargs, known, absent)
         construct(self, *args, **kwargs)
 
     setattr(cls, "__init__", init)  # noqa: B010
     return cls
-
-
-def check_arguments(what: str, given: Mapping[str, Any], known: list[str], absent: Mapping[str, str]) -> None:
-    """Refuse arguments that are not known.
-
-    Raises:
-        ConfigurationError: there is one; the message holds its sentence or the closest match.
-    """
-    for name in given:
-        if name not in known:
-            if name in absent:
-                raise ConfigurationError(f"{what}({name}=...) is not known here: {absent[name]}")
-            raise unknown(f"{what} argument", name, known)

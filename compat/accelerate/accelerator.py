@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...framework.core.arguments import check_names, names_arguments
 from ...framework.core.errors import ConfigurationError, did_you_mean
 from ...framework.fabric.fabric import Fabric
 from ...framework.fabric.module import engine_of
 from ...framework.fabric.verbs import verb
 from ...framework.parallel.strategy import Strategy
-from .absent import ARGUMENTS, MEMBERS, check_arguments
+from .absent import ARGUMENTS, MEMBERS
 from .accumulation import Accumulation
 from .arguments import by_class, default_devices, precision_of, strategy_of
 from .configuration import (
@@ -59,6 +60,7 @@ class Accelerator(Accumulation):
         ConfigurationError: an argument breaks a rule.
     """
 
+    @names_arguments
     def __init__(
         self,
         device_placement: bool = True,
@@ -82,7 +84,7 @@ class Accelerator(Accumulation):
         **others: Any,
     ) -> None:
         known = [name for name in signature(Accelerator).parameters if name != "others"]
-        check_arguments("Accelerator", {k: v for k, v in others.items() if v is not None}, known, ARGUMENTS)
+        check_names("Accelerator", {k: v for k, v in others.items() if v is not None}, known, ARGUMENTS)
         handlers = by_class(kwargs_handlers)
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None:
@@ -227,12 +229,8 @@ class Accelerator(Accumulation):
         handler = autocast_handler or self._autocast
         if handler is None:
             return self.fabric.autocast()
-        return torch.autocast(
-            self.device.type,
-            self.fabric.precision.compute_dtype,
-            enabled=handler.enabled and self.mixed_precision != "no",
-            cache_enabled=handler.cache_enabled,
-        )
+        dtype, enabled = self.fabric.precision.compute_dtype, handler.enabled and self.mixed_precision != "no"
+        return torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=handler.cache_enabled)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Profile a block with ``torch.profiler.profile``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..core.arguments import NamesArguments
 from ..metrics.torchmetrics_state import logged_items
 from .overriding import is_overridden
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .train_module import TrainModule
 
 
-class Callback:
+class Callback(NamesArguments):
     """Base class of callbacks; override the hooks you need.
 
     The ``trainer`` that hooks receive is a ``phalanx.TrainerView``; annotate it so, or as ``Trainer``.
@@ -60,6 +61,11 @@ class Callback:
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint; unique among the callbacks of a run."""
         return type(self).__qualname__
+
+    @property
+    def needed_metrics(self) -> Sequence[str]:
+        """The names of the metrics that this callback reads, for a report of misspelled ones before training."""
+        return ()
 
     @property
     def saved_checkpoints(self) -> SavedCheckpoints | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 from ..core.errors import CheckpointError, did_you_mean
 from .manifest import FILE_NAME, MANIFEST, MAX_MANIFEST_BYTES, START_BYTES, Manifest, check_start, parse
@@ -53,13 +54,27 @@ def read_manifest_bytes(path: str | os.PathLike[str]) -> bytes:
     return file.read(file.size)
 
 
+def _how_to_read(path: Path) -> str:
+    """Return the next step for a file that is given as a checkpoint; nothing of it is unpickled."""
+    load = "module.load_state_dict(torch.load(path, weights_only=True)) before"
+    convert = f"convert it: phalanx checkpoint convert {path} OUT"
+    try:
+        with ZipFile(path) as file:
+            record = next(name for name in file.namelist() if name.endswith("/data.pkl"))
+            is_lightning = b"pytorch-lightning_version" in file.read(record)
+    except (OSError, BadZipFile, StopIteration):
+        return f"If torch.save wrote a state_dict to it, call {load}; if Lightning wrote it, {convert}."
+    if is_lightning:
+        return f"Lightning wrote it: {convert}."
+    return f"torch.save wrote it: if it holds a state_dict, call {load}, and leave the path out."
+
+
 def _check_directory(folder: Path) -> None:
     try:
         names = os.listdir(folder)
     except NotADirectoryError:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} is a file, and a checkpoint is a directory. If it is Lightning's: "
-            f"phalanx checkpoint convert {folder} OUT converts it."
+            f"checkpoint {str(folder)!r} is a file, and a checkpoint is a directory. {_how_to_read(folder)}"
         ) from None
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {str(folder)!r} does not exist.{_interrupted(folder)}") from None

@@ -2,7 +2,8 @@
 
     PhalanxError                        exit code 1
     ├── ConfigurationError (ValueError)         78   an argument that breaks a rule; raised before any process starts
-    │   └── UnknownNameError (KeyError)         78   an unknown name; the message gives the closest known one
+    │   ├── UnknownNameError (KeyError)         78   an unknown name; the message gives the closest known one
+    │   └── UnknownArgumentError (TypeError)    78   an unknown argument; the message gives the closest known one
     ├── CheckpointError                         65   a checkpoint that is refused: missing, damaged, or of another model
     ├── StorageError (OSError)                  74   a directory that cannot be written
     ├── Preempted                               75   stopped from outside after saving: run the same command again
@@ -20,8 +21,11 @@ Every message says what was given, the rule, and the next step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import TypeGuard
+
+# The longest list of known names in a message, which would hide the sentence otherwise.
+_MOST_LETTERS = 100
 
 
 class PhalanxError(Exception):
@@ -42,6 +46,10 @@ class UnknownNameError(ConfigurationError, KeyError):
     def __str__(self) -> str:
         # KeyError shows the repr of its argument; a sentence should read as one.
         return str(self.args[0]) if self.args else ""
+
+
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """A function or a class has no such argument."""
 
 
 class CheckpointError(PhalanxError):
@@ -95,6 +103,14 @@ class RankError(PhalanxError):
     """A rank of a launched function failed."""
 
 
+def add_hint(error: BaseException, text: str) -> None:
+    """Add a line to what is shown of an error: a note, or a line of its message before Python 3.11."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    elif len(error.args) == 1 and str(error) == error.args[0]:
+        error.args = (f"{error}\n{text}",)
+
+
 def is_count(value: object, least: int) -> TypeGuard[int]:
     """Whether a value is an integer of at least ``least``; True and False do not count as integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -114,7 +130,25 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def unknown(what: str, given: str, known: Iterable[str]) -> UnknownNameError:
-    """Build the error for an unknown name; the message gives the closest match first, then all known names."""
-    names = sorted(known)
-    return UnknownNameError(f"{what}={given!r} is not known.{did_you_mean(given, names)} Known: {', '.join(names)}.")
+def unknown(what: str, given: str, known: Iterable[str], aliases: Iterable[str] = ()) -> UnknownNameError:
+    """Build the error for an unknown name; the message gives the closest match, or known names.
+
+    ``aliases`` are names that may be the closest match, and are not listed.
+    """
+    return UnknownNameError(f"{what}={given!r} is not known.{closest_or_known(given, known, aliases)}")
+
+
+def closest_or_known(given: str, known: Iterable[str], aliases: Iterable[str] = ()) -> str:
+    """Return the closest known name and the list of known names, which takes no more than a line.
+
+    A longer list is left out if there is a close name. Otherwise its first names and their number are given.
+    """
+    names = sorted(known) if isinstance(known, Set) else list(known)
+    hint = did_you_mean(given, [*names, *aliases])
+    listed = ", ".join(names)
+    if len(listed) <= _MOST_LETTERS:
+        return f"{hint} Known: {listed or 'none'}."
+    if hint:
+        return hint
+    first = listed[:_MOST_LETTERS].rpartition(",")[0]
+    return f" Known: {first} and {len(names) - first.count(',') - 1} more."

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from .errors import ConfigurationError, did_you_mean
+from .errors import ConfigurationError, UnknownNameError, closest_or_known, did_you_mean
 
 
 class AttributeDict(dict[str, Any]):
@@ -21,10 +21,10 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(
-                f"there is no hyperparameter {name!r}.{did_you_mean(name, self)} "
-                f"Known: {', '.join(sorted(self)) or 'none'}."
-            ) from None
+            raise AttributeError(_missing(name, self)) from None
+
+    def __missing__(self, name: str) -> Any:
+        raise UnknownNameError(_missing(name, self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -121,6 +121,19 @@ def _chosen(found: dict[str, Any], names: tuple[Any, ...]) -> dict[str, Any]:
                 f"{did_you_mean(name, found)} It has: {', '.join(sorted(found)) or 'none'}."
             )
     return {name: value for name, value in found.items() if not names or name in names}
+
+
+def _missing(name: str, known: Mapping[str, Any]) -> str:
+    """Return the sentence for a hyperparameter that was not recorded."""
+    if not known:
+        return (
+            f"there is no hyperparameter {name!r}, since none were saved: call self.save_hyperparameters() in "
+            "__init__, after super().__init__()."
+        )
+    return (
+        f"there is no hyperparameter {name!r} among those that save_hyperparameters recorded."
+        f"{closest_or_known(name, sorted(known))}"
+    )
 
 
 def _init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .arguments import NamesArguments
 from .errors import ConfigurationError
 from .registry import PRECISIONS
 
@@ -69,7 +70,7 @@ class LossScaler:
         self._good_updates = int(state["good_updates"])
 
 
-class Precision:
+class Precision(NamesArguments):
     """The dtypes of a run, and the four operations in which they take effect.
 
     The operations are the context of forward passes, the loss scale, and the conversions of modules and of batches. The

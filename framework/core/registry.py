@@ -9,14 +9,19 @@ Third-party packages add names through entry points of the groups ``phalanx.stra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from .errors import ConfigurationError, unknown
+from .errors import ConfigurationError, UnknownNameError, unknown
 
 _PACKAGE = __name__.rpartition(".framework")[0]
+_STARTS_RANKS = "use 'ddp', which starts the ranks itself, in scripts and in notebooks"
+_NO_XLA = "phalanx trains on CPUs and CUDA devices, not on TPUs; use 'ddp' or 'fsdp'"
+_NO_FP8 = "there is no 8-bit precision; use 'bf16-mixed', or write a Precision, see docs/extending.md"
+_NO_QUANTIZATION = "weights are not quantized; use 'bf16-true' for the smallest ones"
+_OWN_LOGGER = "derive a logger from phalanx.loggers.Logger, with name, version and log_metrics; see docs/extending.md"
 
 
 class Registry:
@@ -27,13 +32,22 @@ class Registry:
         group: the group of entry points that adds names.
         table: the target of each built-in name.
         aliases: other names for the names in ``table``.
+        instead: for names that other frameworks have and phalanx lacks, a sentence that says what to use instead.
     """
 
-    def __init__(self, what: str, group: str, table: dict[str, str], aliases: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        group: str,
+        table: dict[str, str],
+        aliases: dict[str, str] | None = None,
+        instead: Mapping[str, str] | None = None,
+    ) -> None:
         self.what = what
         self.group = group
         self._table = table
         self._aliases = aliases or {}
+        self._instead = instead or {}
 
     def __iter__(self) -> Iterator[str]:
         yield from self._table
@@ -59,8 +73,13 @@ class Registry:
         """
         name = self._aliases.get(name, name)
         if name not in self._table and name not in set(self):
-            raise unknown(self.what, name, [*self, *self._aliases])
+            raise self._unknown(name)
         return name
+
+    def _unknown(self, name: str) -> UnknownNameError:
+        if sentence := self._instead.get(name.lower()):
+            return UnknownNameError(f"{self.what}={name!r} is not known: {sentence}.")
+        return unknown(self.what, name, self, self._aliases)
 
     def load(self, name: str) -> Any:
         """Return the object that ``name`` stands for, importing its module on first use."""
@@ -103,6 +122,34 @@ STRATEGIES = Registry(
         "deepspeed_stage_3_offload": "zero3-offload",
         "deepspeed_stage_3_offload_nvme": "zero3-nvme",
     },
+    instead={
+        "ddp_sharded": "use 'fsdp', which shards parameters, gradients and optimizer state, or 'zero2'",
+        "ddp_sharded_spawn": "use 'fsdp', which shards parameters, gradients and optimizer state, or 'zero2'",
+        "ddp_spawn": _STARTS_RANKS,
+        "ddp_fork": _STARTS_RANKS,
+        "ddp_notebook": _STARTS_RANKS,
+        "ddp_cpu": "use 'ddp' with accelerator='cpu'",
+        "multi_gpu": "use 'ddp'",
+        "multi_cpu": "use 'ddp' with accelerator='cpu'",
+        "dp": "use 'ddp' with one rank for each device",
+        "ddp2": "use 'ddp' with one rank for each device",
+        "horovod": "use 'ddp'",
+        "bagua": "use 'ddp'",
+        "hivemind": "use 'ddp'",
+        "deepspeed_zero1": "use 'zero1'",
+        "deepspeed_zero2": "use 'zero2'",
+        "deepspeed_zero3": "use 'zero3'",
+        "fsdp_native": "use 'fsdp'",
+        "fsdp2": "use 'fsdp', which is built on torch's fully_shard",
+        "fairscale": "use 'fsdp'",
+        "colossalai": "use 'fsdp' or 'zero3'",
+        "megatron_lm": "use 'fsdp' with FSDPStrategy(tensor_parallel=...)",
+        "megatron": "use 'fsdp' with FSDPStrategy(tensor_parallel=...)",
+        "tpu_spawn": _NO_XLA,
+        "xla": _NO_XLA,
+        "xla_fsdp": _NO_XLA,
+        "hpu_parallel": "phalanx trains on CPUs and CUDA devices; use 'ddp'",
+    },
 )
 
 PRECISIONS = Registry(
@@ -117,6 +164,17 @@ PRECISIONS = Registry(
         "16-true": ".precisions.true:Float16True",
     },
     aliases={"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp16": "16-mixed"},
+    instead={
+        "no": "use '32-true'",
+        "fp32": "use '32-true'",
+        "fp8": _NO_FP8,
+        "transformer-engine": _NO_FP8,
+        "transformer-engine-float16": _NO_FP8,
+        "tf32": "use '32-true', and call torch.set_float32_matmul_precision('high')",
+        "nf4": _NO_QUANTIZATION,
+        "fp4": _NO_QUANTIZATION,
+        "int8": _NO_QUANTIZATION,
+    },
 )
 
 LOGGERS = Registry(
@@ -126,6 +184,10 @@ LOGGERS = Registry(
         "csv": ".loggers.csv_file:CSVLogger",
         "tensorboard": ".loggers.tensorboard:TensorBoardLogger",
     },
+    instead=dict.fromkeys(
+        ("wandb", "mlflow", "comet", "comet_ml", "neptune", "clearml", "aim", "dvclive", "trackio", "swanlab"),
+        _OWN_LOGGER,
+    ),
 )
 
 CALLBACKS = Registry(

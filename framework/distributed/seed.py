@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from .world import placement
 
 _MAX_SEED = 2**32 - 1
 
 
+@names_arguments
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:
     """Seed Python, torch on every device and, if loaded, numpy, the same on all ranks. Return the seed.
 

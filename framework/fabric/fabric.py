@@ -24,6 +24,7 @@ import torch
 
 from ..core.absent_names import lacks, must_be_none
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
+from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from ..core.precision import Precision
 from ..distributed.world import World
@@ -72,6 +73,7 @@ class Fabric(AccelerateNames):
 
     _resolve = staticmethod(resolve_resources)
 
+    @names_arguments
     def __init__(
         self,
         accelerator: str = "auto",

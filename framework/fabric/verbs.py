@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from ..core.arguments import is_from_call, refuse_unknown
 from ..parallel.resources import RankProperties
 from .collectives import Collectives
 
@@ -24,7 +25,12 @@ def verb(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concat
     """Return a method of a Fabric that calls ``method`` of its attribute ``part``; signature and docstring are kept."""
 
     def call(fabric: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(getattr(fabric, part), *args, **kwargs)
+        try:
+            return method(getattr(fabric, part), *args, **kwargs)
+        except TypeError as error:
+            if is_from_call(error):
+                refuse_unknown(f"{type(fabric).__name__}.{method.__name__}", method, kwargs)
+            raise
 
     functools.update_wrapper(call, method)
     return call

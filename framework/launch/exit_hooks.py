@@ -13,10 +13,10 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
-from ..core.errors import CheckpointError, ConfigurationError, Preempted
+from ..core.errors import PhalanxError, Preempted
 from ..system.entry_script import can_rerun_script
 from ..system.environment import error_dir, hiding_secrets, own_records, started_by_torchrun
-from ..system.failure_records import INTERRUPTED, Failure, brief_traceback, exit_code_of
+from ..system.failure_records import INTERRUPTED, Failure, brief_traceback, exit_code_of, passes_phalanx
 from ..system.launcher_env import Placement
 from ..system.processes import end_with_parent
 
@@ -66,14 +66,16 @@ def report_failure(rank: int, error: BaseException) -> None:
 def end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show an error of a script that is not a rank, and exit with the error's own code.
 
-    phalanx installs it as ``sys.excepthook`` when it is imported. Errors in a notebook, an interpreter or a test, and
-    in a script that Python inspects interactively afterwards, are shown as Python does.
+    phalanx installs it as ``sys.excepthook`` when it is imported. Of an error that was raised inside of a call of
+    phalanx, the frames of phalanx and torch are left out; of a Ctrl-C, only the message is shown. Errors in a notebook,
+    an interpreter or a test, and in a script that Python inspects interactively afterwards, are shown as Python does.
     """
     if sys.flags.inspect or not can_rerun_script():
         sys.__excepthook__(kind, error, trace)
         return
-    if isinstance(error, (ConfigurationError, CheckpointError)):
-        write_error(hiding_secrets()(brief_traceback(error)))
+    if isinstance(error, PhalanxError) or passes_phalanx(error):
+        interrupted = isinstance(error, KeyboardInterrupt)
+        write_error(hiding_secrets()(str(error) or "interrupted" if interrupted else brief_traceback(error)))
     else:
         sys.__excepthook__(kind, error, trace)
     _kill_workers()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ..distributed.control import Signal
+from ..metrics.monitor import misspelled_metric
 from ..metrics.no_log import NoLog
 from ..resume.preempted_save import agree
 from ..resume.rank_state import redone
@@ -121,4 +122,15 @@ class FitValidation:
             evaluate(run, trial)
             run.call("on_sanity_check_end")
         run.set_sanity_checking(False)
+        self._report_misspelled_metrics()
         run.metrics.clear()
+
+    def _report_misspelled_metrics(self) -> None:
+        """Report metrics that callbacks and schedulers need and whose names differ a little from logged ones."""
+        run = self.run
+        needed = [(type(each).__name__, name) for each in run.callbacks for name in each.needed_metrics]
+        needed += [(type(each.scheduler).__name__, str(each.monitor)) for each in run.schedulers if each.needs_metric]
+        logged = run.metrics.view("callback")
+        for who, name in needed:
+            if note := misspelled_metric(who, name, logged):
+                run.note(note)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..core.errors import unknown
 from ..core.precision import Precision
+from ..core.size_text import size_text
 from .available_memory import Memory
 from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, Ranks, footprint
 from .measure import Activations
@@ -15,7 +16,6 @@ from .measure import Activations
 _USABLE = 0.9
 # A model that takes less than this part of the memory fits without measuring it.
 _EASILY = 0.25
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,12 @@ class MemoryPlan:
     def summary(self) -> str:
         """The size of the model and the available memory, in one line."""
         size, memory = self.size, self.memory
-        kept = "activations unknown" if self.activations is None else f"{shown(self.activations.kept)} of activations"
-        available = [f"{shown(memory.device)} on the {self.device_type}"]
-        available += [] if memory.device_is_host else [f"{shown(memory.host)} on the host"]
-        available += [f"{shown(memory.disk)} on disk"] if memory.disk else []
+        kept = (
+            "activations unknown" if self.activations is None else f"{size_text(self.activations.kept)} of activations"
+        )
+        available = [f"{size_text(memory.device)} on the {self.device_type}"]
+        available += [] if memory.device_is_host else [f"{size_text(memory.host)} on the host"]
+        available += [f"{size_text(memory.disk)} on disk"] if memory.disk else []
         frozen = f" ({size.frozen:,} frozen)" if size.frozen else ""
         return (
             f"Memory for each of {self.world_size} rank(s) in {self.precision}: {size.elements:,} parameters{frozen}, "
@@ -116,7 +118,7 @@ class MemoryPlan:
         needs = row.needs
         name = f"> {row.name}" if row.name == self.chosen else f"  {row.name}"
         places = (needs.device.total, needs.host.total, needs.disk.total)
-        return [name, *map(shown, needs.everywhere), *map(shown, places), row.verdict]
+        return [name, *map(size_text, needs.everywhere), *map(size_text, places), row.verdict]
 
 
 _HEAD = ["  strategy", *(each.name.partition("_")[0] for each in fields(Bytes)), "device", "host", "disk", ""]
@@ -180,15 +182,6 @@ def fits_easily(size: ModelSize, ranks: Ranks, precision: Precision, memory: Mem
     """Whether unsplit parameters, gradients and Adam's moments take only a small part of the memory."""
     needs = footprint(LAYOUTS["single"], replace(size, state_bytes=None), ranks, precision)
     return shortage(Footprint(needs.device), memory, _EASILY) is None
-
-
-def shown(number: int) -> str:
-    """Return a number of bytes with two or three significant digits: ``0``, ``999 B``, ``1.2 MB``."""
-    value, unit = float(number), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    text = f"{value:.0f}" if not unit or value >= 99.95 else f"{value:.1f}"
-    return f"{text} {_UNITS[unit]}" if number else "0"
 
 
 def casts_of(size: ModelSize, precision: Precision) -> int:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.arguments import NamesArguments
+
 if TYPE_CHECKING:
     from torch import nn
 
 
-class Logger(ABC):
+class Logger(NamesArguments, ABC):
     """Base class of loggers.
 
     All loggers of a run share its directory: ``attach`` passes it before anything is written, unless the user set

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import keywords_of, unknown_argument
 from ..core.errors import ConfigurationError
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
@@ -111,11 +112,15 @@ class MetricLog:
         enable_graph: bool = False,
         sync_dist_group: Any = None,
         metric_attribute: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
         """Record a value; ``TrainModule.log`` is this method while a run is in progress, with the same arguments.
 
         The first call for a name fixes its reduction and its destinations.
         """
+        if unknown:
+            name, value = next(iter(unknown.items()))
+            raise unknown_argument("self.log", name, value, keywords_of(MetricLog.log))
         # This runs once for each value of each step: each attribute and each call below is paid a hundred times by a
         # module that logs a hundred values. Most of what is left is ``item()``.
         key = self._key(name, add_dataloader_idx) if self._suffix else name

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..core.errors import ConfigurationError, is_count, unknown
+from ..core.errors import ConfigurationError, UnknownNameError, is_count, unknown
 from ..core.precision import Precision, resolve_precision
 from ..core.registry import STRATEGIES
 from ..distributed.rendezvous import is_initialized
@@ -16,6 +16,8 @@ from ..system.launcher_env import Placement, check_devices
 from .strategy import Strategy
 
 _ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
+# Devices that other frameworks support. Some of their names are close to 'gpu'.
+_NO_DEVICES = ("tpu", "hpu", "ipu", "npu", "xpu", "xla", "mps", "mlu")
 
 
 @dataclass
@@ -170,6 +172,11 @@ def _leaves_ranks(requested: int, place: Placement) -> bool:
 
 def _device_type(accelerator: str) -> str:
     if not isinstance(accelerator, str) or accelerator not in _ACCELERATORS:
+        if str(accelerator).lower() in _NO_DEVICES:
+            raise UnknownNameError(
+                f"accelerator={accelerator!r} is not known: phalanx trains on CPUs and CUDA devices, those of "
+                f"ROCm included; use one of {', '.join(_ACCELERATORS)}."
+            )
         raise unknown("accelerator", str(accelerator), _ACCELERATORS)
     device_type = _ACCELERATORS[accelerator]
     if device_type == "auto":

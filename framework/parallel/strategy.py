@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core.arguments import NamesArguments
 from ..core.precision import Precision
 from ..distributed.world import World
 from .canonical_state import CanonicalState
@@ -70,7 +71,7 @@ class Traits:
         return not self.shards_state
 
 
-class Strategy(ABC):
+class Strategy(NamesArguments, ABC):
     """Base class of strategies: the distribution of work and state over ranks.
 
     Methods marked "Collective" must be called by all ranks in the same order.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..api.callback import saved_by
 from ..checkpoint import clean_own, clean_shared, kind_of, newest_good, read_manifest
 from ..checkpoint.manifest import Manifest
-from ..core.errors import CheckpointError, ConfigurationError, StorageError
+from ..core.errors import CheckpointError, ConfigurationError, StorageError, did_you_mean
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.world import World
 from ..launch.restart_policy import FitRecord, earlier_fit, record_fit
@@ -69,7 +69,8 @@ def checked_checkpoint_path(given: str | Path | None) -> str | Path | None:
     path = Path(given).expanduser()
     if not path.exists():
         raise CheckpointError(
-            f"ckpt_path={str(given)!r} does not exist; give a checkpoint's directory or one of {WORDS}."
+            f"ckpt_path={str(given)!r} does not exist.{did_you_mean(str(given), WORDS)} Give a checkpoint's "
+            f"directory, or one of {', '.join(map(repr, WORDS))}."
         )
     return path
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..checkpoint.save_errors import error_of, gather_or_raise, outcome_of
 from ..checkpoint.stale_files import clean_shared
 from ..core.errors import StorageError
+from ..core.size_text import size_text
 from ..distributed.world import World
 from ..run.run import Run
 from ..system.atomic_directories import HiddenDirectory, delete_hidden, remove_tree
@@ -95,6 +96,9 @@ def make_ready(run: Run, directory: Path, gives: Callable[[str], bool], weights_
     probe(directory, run.world, saver.sharded)
     size, free = saver.estimate(weights_only), free_bytes(directory)
     if free is not None and free < size:
-        run.note(f"A checkpoint takes about {size:,} bytes, and {free:,} are free in {directory}: free some space.")
+        run.note(
+            f"A checkpoint takes about {size_text(size)}, and {size_text(free)} are free in {directory}: free some "
+            "space."
+        )
     if asynchronous:
         saver.prepare(size // run.world.size if saver.sharded else size)

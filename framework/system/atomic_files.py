@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..core.errors import StorageError
+from ..core.size_text import size_text
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SYNC_FILE_RANGE_WRITE = 2
@@ -31,9 +32,9 @@ def storage_error(action: str, path: Path, error: OSError, needed_bytes: int | N
         return error
     text = f"{action} {str(path)!r} failed: {error.strerror or error}."
     if error.errno in _NO_ROOM:
-        needed = "" if needed_bytes is None else f"{needed_bytes:,} bytes are needed, "
+        needed = "" if needed_bytes is None else f"{size_text(needed_bytes)} are needed, "
         free = free_bytes(path)
-        available = "too few are" if free is None else f"{free:,} are"
+        available = "too few are" if free is None else f"{size_text(free)} are"
         text += f" {needed}{available} free; make room or choose another directory."
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         text += " The directory must be writable by this user; change its permissions or choose another."

@@ -20,7 +20,15 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ..core.errors import CheckpointError, ConfigurationError, PhalanxError
+from ..core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    LoopError,
+    MetricError,
+    PhalanxError,
+    StorageError,
+)
 from ..core.package_paths import OWN_FOLDERS
 
 INTERRUPTED = 130
@@ -145,16 +153,18 @@ def write_atomically(path: Path, text: str) -> None:
 MOST_LINES = 28
 _MESSAGE_HEAD, _MESSAGE_TAIL = 3, 6
 _FRAME = '  File "'
+# Their messages name what to change, so the frames that raised them are of no use.
+_EXPLAINED = (ConfigurationError, CheckpointError, StorageError, DataError, LoopError, MetricError)
 
 
 def brief_traceback(error: BaseException) -> str:
     """Return the traceback of ``error`` in at most ``MOST_LINES`` lines, the user's innermost line near the end.
 
-    For a ``ConfigurationError`` or a ``CheckpointError`` only the user's lines and the message are shown, without the
-    frames that raised it. The traceback of a loader's worker, which arrives as a message, is shown in full at its end.
+    For an error that states what to change only the user's lines and the message are shown, without the frames that
+    raised it. The traceback of a loader's worker, which arrives as a message, is shown in full at its end.
     """
     parts = traceback.format_exception(type(error), error, error.__traceback__)
-    refused = isinstance(error, (ConfigurationError, CheckpointError))
+    refused = isinstance(error, _EXPLAINED)
     if refused:
         # The message without the module of the exception's class, then the notes that were added to the exception.
         _, *notes = only = traceback.format_exception_only(type(error), error)
@@ -174,6 +184,11 @@ def brief_traceback(error: BaseException) -> str:
         tail = MOST_LINES - head - 1
         lines = [*lines[:head], f"  ... {len(lines) - head - tail} lines left out", *lines[-tail:]]
     return "\n".join(lines)
+
+
+def passes_phalanx(error: BaseException) -> bool:
+    """Whether the traceback of ``error`` has frames of phalanx."""
+    return any(frame.filename.startswith(OWN_FOLDERS) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _is_foreign(part: str) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.save_request import SaveRequest
 from ..core.absent_names import must_be_none
+from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from ..distributed.control import Signal
 from ..resume import check_export, export_module, export_run, make_ready
@@ -63,6 +64,7 @@ class TrainerActions(TrainerProperties):
             self.run.loggers.log_metrics(dict(metrics), step)
             self.run.metrics.values["callback"].update(metrics)
 
+    @names_arguments
     def save_checkpoint(
         self,
         filepath: str | Path,
@@ -96,6 +98,7 @@ class TrainerActions(TrainerProperties):
             return
         self.request_save(SaveRequest(absolute(filepath), weights_only, asynchronous, tolerant=asynchronous))
 
+    @names_arguments
     def export(
         self,
         path: str | Path,

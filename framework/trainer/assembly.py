@@ -29,7 +29,7 @@ from ..run.run import Run
 from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
 from .loop_assembly import build_loop, check_limits, evaluation_plan
-from .plugins import check_state_keys
+from .plugins import check_callbacks
 
 if TYPE_CHECKING:
     from ..api.callback import Callback
@@ -163,7 +163,7 @@ def _merged_callbacks(callbacks: Sequence[Callback], module_callbacks: list[Call
     """Return the Trainer's callbacks and the module's, which replace those of the same class."""
     kinds = {type(callback) for callback in module_callbacks}
     merged = [callback for callback in callbacks if type(callback) not in kinds] + module_callbacks
-    check_state_keys(merged)
+    check_callbacks(merged)
     return merged
 
 

@@ -92,7 +92,7 @@ def _check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
     """Refuse methods with a name similar to a hook's, which phalanx never calls.
 
     If the class has the hook as well, the method may be a helper of it: it is refused only if nothing in the class
-    uses it and its name does not begin with the hook's.
+    uses it and its name is not the hook's followed by further words.
 
     Raises:
         ConfigurationError: there is such a method; the message names the most similar hook.
@@ -107,7 +107,7 @@ def _check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
             if meant is None or meant not in hooks:
                 continue
             is_missing = getattr(cls, meant) is getattr(base, meant) and meant != "forward"
-            if name in _FORMER or is_missing or not (name.startswith(meant) or _is_used(owners, name, value)):
+            if name in _FORMER or is_missing or not (name.startswith(f"{meant}_") or _is_used(owners, name, value)):
                 raise ConfigurationError(
                     f"phalanx never calls {cls.__name__}.{name}. Did you mean {meant!r}? "
                     "If it is your own helper, give it a name less similar to a hook's."

@@ -51,8 +51,6 @@ def resolve_callbacks(settings: Settings) -> list[Callback]:
     """
     given = as_list(settings.given.callbacks)
     callbacks: list[Callback] = [_built(CALLBACKS, item, Callback, "callback") for item in given]
-    for callback in callbacks:
-        check_callback(callback)
     defaults = {name: getattr(settings.given, switch) for name, switch in _SWITCHES.items()}
     if settings.barebones:
         wrong = next((f"{_SWITCHES[name]}=True" for name, wanted in defaults.items() if wanted), None)
@@ -66,7 +64,7 @@ def resolve_callbacks(settings: Settings) -> list[Callback]:
     _add_defaults(callbacks, defaults)
     if settings.fast_dev_run:
         callbacks = [callback for callback in callbacks if not isinstance(callback, CALLBACKS.load("model_checkpoint"))]
-    check_state_keys(callbacks)
+    check_callbacks(callbacks)
     return callbacks
 
 
@@ -104,14 +102,15 @@ def _check_accumulation(callbacks: list[Callback], settings: Settings) -> None:
         )
 
 
-def check_state_keys(callbacks: Sequence[Callback]) -> None:
-    """Refuse two callbacks with the same state key, whose states a checkpoint could not distinguish.
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse misspelled hooks, and two callbacks with one state key, whose states a checkpoint could not distinguish.
 
     Raises:
-        ConfigurationError: two have the same state key.
+        ConfigurationError: a hook is misspelled, or two callbacks have the same state key.
     """
     keys: set[str] = set()
     for callback in callbacks:
+        check_callback(callback)
         if type(callback).state_dict is Callback.state_dict:
             continue  # it has no state
         if callback.state_key in keys:

@@ -24,6 +24,7 @@ from ..system.run_directory import REPORT
 from ..trainer import assemble_evaluation, assemble_fit, choose_strategy
 from ..watchdog import watched
 from .compiled_module import compiled_steps
+from .error_hints import add_hints
 from .run_documents import add_results, configuration, report
 from .run_report import box, end_lines, start_lines
 
@@ -69,6 +70,7 @@ def running(session: Session, stage: str, request: StageRequest) -> Generator[No
         except BaseException as error:
             session.heartbeat.enter("teardown")
             session.finish("interrupted")
+            add_hints(error, stage, session.run, place.launcher is None)
             own_records().record_pending_error(place.rank, error, hiding_secrets())
             _fail(session, stage, error)
             raise

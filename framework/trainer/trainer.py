@@ -11,6 +11,7 @@ from ..api.absent_names import TRAINER
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.absent_names import lacks
+from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, is_count
 from ..launch import launch_script
 from ..metrics.hparams_text import hyperparameters_to_log
@@ -74,6 +75,7 @@ class Trainer(TrainerActions):
 
     # ---- entry points ---------------------------------------------------------------------------------------------
 
+    @names_arguments
     def fit(
         self,
         model: TrainModule,
@@ -112,6 +114,7 @@ class Trainer(TrainerActions):
         request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)
         self._launched_or_here("fit", request)
 
+    @names_arguments
     def plan(
         self,
         model: TrainModule,
@@ -144,6 +147,7 @@ class Trainer(TrainerActions):
         )
         return plan_memory(self._session, StageRequest(model, given, datamodule), activation_bytes)
 
+    @names_arguments
     def validate(
         self,
         model: TrainModule | None = None,
@@ -157,6 +161,7 @@ class Trainer(TrainerActions):
         flag("weights_only", weights_only)
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @names_arguments
     def test(
         self,
         model: TrainModule | None = None,
@@ -170,6 +175,7 @@ class Trainer(TrainerActions):
         flag("weights_only", weights_only)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @names_arguments
     def predict(
         self,
         model: TrainModule | None = None,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from ...framework.core.arguments import check_names
 from ...framework.core.errors import ConfigurationError, unknown
 from .keys import check_config, read_config
 from .swap import check_swap_folder
@@ -97,26 +98,26 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 # Arguments of Lightning's and Accelerate's DeepSpeed classes that have another name, or no place, here.
 _INSTEAD = {
-    "offload_params_device": "offload_parameters='cpu' or 'nvme'",
-    "offload_optimizer_device": "offload_optimizer='cpu' or 'nvme'",
-    "remote_device": "offload_parameters='cpu' or 'nvme'",
-    "thread_count": "intra_op_parallelism=...",
-    "zero_optimization": "strategy='ddp' to train without it",
-    "load_full_weights": "nothing: any checkpoint loads under any strategy",
-    "logging_batch_size_per_gpu": "nothing: batch sizes are those of the loaders",
-    "zero_allow_untested_optimizer": "nothing: any optimizer that updates each element independently is accepted",
-    "exclude_frozen_parameters": "nothing: checkpoints are complete",
-    "process_group_backend": "nothing: gloo on a CPU, NCCL on GPUs",
+    "offload_params_device": "use offload_parameters='cpu' or 'nvme'",
+    "offload_optimizer_device": "use offload_optimizer='cpu' or 'nvme'",
+    "remote_device": "use offload_parameters='cpu' or 'nvme'",
+    "thread_count": "use intra_op_parallelism=...",
+    "zero_optimization": "use strategy='ddp' to train without it",
+    "load_full_weights": "leave it out: any checkpoint loads under any strategy",
+    "logging_batch_size_per_gpu": "leave it out: batch sizes are those of the loaders",
+    "zero_allow_untested_optimizer": "leave it out: any optimizer that updates each element independently is accepted",
+    "exclude_frozen_parameters": "leave it out: checkpoints are complete",
+    "process_group_backend": "leave it out: gloo on a CPU, NCCL on GPUs",
     **dict.fromkeys(
-        ("accelerator", "cluster_environment", "parallel_devices"), "Trainer(accelerator=..., devices=...)"
+        ("accelerator", "cluster_environment", "parallel_devices"), "use Trainer(accelerator=..., devices=...)"
     ),
     **dict.fromkeys(
         ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
-        "precision='16-mixed', which scales the loss automatically",
+        "use precision='16-mixed', which scales the loss automatically",
     ),
     **dict.fromkeys(
         ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
-        "config={'activation_checkpointing': {...}}",
+        "use config={'activation_checkpointing': {...}}",
     ),
 }
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -194,12 +195,8 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
-    known = list(ZeroArguments.__annotations__)
+    check_names("DeepSpeedStrategy", given, ZeroArguments.__annotations__, _INSTEAD)
     for name, value in given.items():
-        if name in _INSTEAD:
-            raise ConfigurationError(f"DeepSpeedStrategy has no argument {name!r}: use {_INSTEAD[name]}.")
-        if name not in known:
-            raise unknown("DeepSpeedStrategy argument", name, known)
         if value not in _CHOICES.get(name, (value,)):
             raise unknown(name, str(value), _CHOICES[name])
 

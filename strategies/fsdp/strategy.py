@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
+from ...framework.core.arguments import check_names
 from ...framework.core.errors import LoopError, unknown
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
-from ..limits import check_dense, check_elementwise, check_names
+from ..limits import check_dense, check_elementwise
 from .activations import Checkpointed, check_checkpointing
 from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_reduce_dtype
 from .deferred import Deferred

@@ -73,7 +73,7 @@ def test_the_methods_of_an_accelerator_take_the_same_arguments() -> None:
 @pytest.mark.parametrize("name", sorted(inspect.signature(accelerate.Accelerator).parameters))
 def test_each_argument_of_an_accelerator_is_taken_or_refused_with_a_sentence(name: str) -> None:
     if name not in inspect.signature(Accelerator).parameters:
-        with pytest.raises(ConfigurationError, match=rf"Accelerator\({name}=...\) is not known here: ."):
+        with pytest.raises(ConfigurationError, match=rf"Accelerator\({name}=...\): there is no such argument; ."):
             create(Accelerator, cpu=True, **{name: object()})
 
 

@@ -85,7 +85,9 @@ def test_no_argument_changes_what_is_trained(arguments: dict[str, Any]) -> None:
 
 
 def test_arguments_of_other_frameworks_are_refused_with_their_equivalent() -> None:
-    with pytest.raises(ConfigurationError, match=r"FSDPStrategy\(auto_wrap_policy=...\) is not known here: use units"):
+    with pytest.raises(
+        ConfigurationError, match=r"FSDPStrategy\(auto_wrap_policy=...\): there is no such argument; use units"
+    ):
         FSDPStrategy(auto_wrap_policy={nn.Linear})
     with pytest.raises(ConfigurationError, match="Did you mean 'units'"):
         FSDPStrategy(unit=nn.Linear)

@@ -312,7 +312,7 @@ def save_and_fail(path: Path, failure: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("failure", "kind", "text"),
     [
-        ("disk", "StorageError", "rank 1: writing .*No space left on device.*32 bytes are needed"),
+        ("disk", "StorageError", "rank 1: writing .*No space left on device.*32 B are needed"),
         ("crash", "StorageError", "rank 1: RuntimeError: boom"),
         ("meta", "ConfigurationError", "rank 1: model tensor 'w' is not a dense tensor with data"),
         ("gap", "ConfigurationError", "'w' is not covered exactly once.* 6 of 8 elements"),

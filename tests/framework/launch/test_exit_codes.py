@@ -18,7 +18,7 @@ FIRST_ERRORS = {
         65,
         "CheckpointError: checkpoint 'nowhere.ckpt' does not",
     ),
-    "Trainer(precison=1)": (78, "ConfigurationError: Trainer(precison=1)"),
+    "Trainer(precison=1)": (78, "UnknownArgumentError: Trainer(precison=1)"),
     "raise KeyError('mine')": (1, "KeyError: 'mine'"),
 }
 

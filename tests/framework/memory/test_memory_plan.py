@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import DataModule, TrainModule
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.precision import resolve_precision
+from phalanx.framework.core.size_text import size_text
 from phalanx.framework.memory.available_memory import Memory, available_memory, host_memory
 from phalanx.framework.memory.formulas import LAYOUTS, ModelSize, Ranks, footprint
 from phalanx.framework.memory.measure import (
@@ -26,7 +27,7 @@ from phalanx.framework.memory.measure import (
     size_of,
     without_data,
 )
-from phalanx.framework.memory.memory_plan import MemoryPlan, make_plan, shown
+from phalanx.framework.memory.memory_plan import MemoryPlan, make_plan
 from phalanx.framework.trainer import auto_strategy as planning
 
 FP32, BF16 = resolve_precision("32-true"), resolve_precision("bf16-mixed")
@@ -385,7 +386,7 @@ def test_several_optimizers_exclude_deepspeed() -> None:
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0"), (999, "999 B"), (1000, "1.0 KB"), (83_200_000_000, "83.2 GB")])
 def test_bytes_are_shown_with_a_unit(number: int, text: str) -> None:
-    assert shown(number) == text
+    assert size_text(number) == text
 
 
 # ---- auto ---------------------------------------------------------------------------------------------------------

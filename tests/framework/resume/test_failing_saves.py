@@ -21,6 +21,7 @@ from small_fits import Tiny, capturing, loader, quiet_trainer
 from phalanx import checkpoint
 from phalanx.callbacks import Callback, ModelCheckpoint
 from phalanx.framework.core.errors import ConfigurationError, NonFiniteError, StorageError
+from phalanx.framework.core.size_text import size_text
 from phalanx.framework.system.atomic_directories import HiddenDirectory
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["here", "behind"])
@@ -105,7 +106,7 @@ def test_a_full_disk_costs_the_saves_that_fell_into_it(small_disk: Path, asynchr
     assert len(told) == 2
     needed = 4 * sum(p.numel() for p in Wide().parameters())
     for note in told:
-        assert f"{needed:,} bytes are needed, " in note
+        assert f"{size_text(needed)} are needed, " in note
         assert " are free" in note
         assert str(kept / "step=") in note
     assert checkpoint.open_checkpoint(kept / "last.ckpt").document["progress"]["global_step"] == 6
@@ -330,7 +331,7 @@ def test_too_little_disk_space_is_reported_before_the_first_step(small_disk: Pat
     module = Huge()
     trainer.settings.max_epochs = 0
     trainer.fit(module, loader())
-    assert any("A checkpoint takes about 4,004,020 bytes" in note and "are free" in note for note in notes)
+    assert any("A checkpoint takes about 4.0 MB" in note and "are free" in note for note in notes)
 
 
 def probe_where_rank_one_cannot_write(directory: Path) -> str:

@@ -49,7 +49,7 @@ def test_a_full_disk_leaves_the_old_file_and_says_what_is_missing(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
-        StorageError, match=r"'.*file' failed: No space.*1,000 bytes are needed, [0-9,]+ are free"
+        StorageError, match=r"'.*file' failed: No space.*1.0 KB are needed, [0-9.]+ [KMGT]B are free"
     ) as info:
         atomic.write_text(path, "x" * 1000)
 

@@ -1,0 +1,152 @@
+"""Errors for unknown arguments: the message names the closest known argument, or the place where it belongs.
+
+``names_arguments`` decorates functions, and constructors of subclasses of ``NamesArguments``. It costs nothing but a
+call where the arguments are right, so it is for constructors and for functions that run a few times in a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar, cast
+
+from .errors import UnknownArgumentError, closest_or_known
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Names of arguments in other frameworks or their older versions that are too different for a closest match, each with
+# the names that functions of phalanx may have for it.
+_OTHER_NAMES = {
+    "gpus": ("devices",),
+    "num_gpus": ("devices",),
+    "num_processes": ("devices",),
+    "nproc": ("devices",),
+    "tpu_cores": ("devices",),
+    "backend": ("strategy",),
+    "distributed_backend": ("strategy",),
+    "epochs": ("max_epochs",),
+    "num_epochs": ("max_epochs",),
+    "num_train_epochs": ("max_epochs",),
+    "accumulate_grad_batches": ("accumulate",),
+    "gradient_accumulation_steps": ("accumulate_grad_batches", "accumulate"),
+    "max_grad_norm": ("gradient_clip_val", "max_norm"),
+    "grad_clip": ("gradient_clip_val",),
+    "gradient_clip_val": ("max_norm",),
+    "fp16": ("precision",),
+    "bf16": ("precision",),
+    "mixed_precision": ("precision",),
+    "amp_backend": ("precision",),
+    "log_with": ("loggers", "logger"),
+    "checkpoint_callback": ("enable_checkpointing",),
+    "progress_bar_refresh_rate": ("enable_progress_bar",),
+    "weights_summary": ("enable_model_summary",),
+    "replace_sampler_ddp": ("use_distributed_sampler",),
+    "val_percent_check": ("limit_val_batches",),
+    "train_percent_check": ("limit_train_batches",),
+    "weights_save_path": ("default_root_dir",),
+    "output_dir": ("default_root_dir",),
+    "train_loader": ("train_dataloaders", "dataloaders"),
+    "val_loader": ("val_dataloaders", "dataloaders"),
+    "module": ("model",),
+    "resume_from_checkpoint": ("ckpt_path",),
+    "checkpoint": ("ckpt_path",),
+    "ckpt": ("ckpt_path",),
+    "period": ("every_n_epochs",),
+    "filepath": ("dirpath",),
+    "find_unused": ("find_unused_parameters",),
+}
+
+
+def unknown_argument(
+    call: str, name: str, value: Any, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> UnknownArgumentError:
+    """Build the error for an argument that does not exist.
+
+    Args:
+        call: the function or class, such as ``"Trainer.fit"``.
+        name: the argument.
+        value: its value, which the message shows if it is a plain one.
+        known: the arguments that exist, the important ones first.
+        elsewhere: for names of other frameworks, what to do instead.
+    """
+    shown = repr(value) if isinstance(value, (str, int, float, type(None), dict, list)) else "..."
+    given = f"{call}({name}={shown}): there is no such argument"
+    if name in elsewhere:
+        return UnknownArgumentError(f"{given}; {elsewhere[name].removesuffix('.')}.")
+    names = list(known)
+    other = next((each for each in _OTHER_NAMES.get(name, ()) if each in names), None)
+    return UnknownArgumentError(f"{given}." + (f" Did you mean {other!r}?" if other else closest_or_known(name, names)))
+
+
+def check_names(
+    call: str, given: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Refuse keyword arguments that do not exist; ``unknown_argument`` has the parameters.
+
+    Raises:
+        UnknownArgumentError: there is one.
+    """
+    names = list(known)
+    for name, value in given.items():
+        if name not in names:
+            raise unknown_argument(call, name, value, names, elsewhere) from None
+
+
+def refuse_unknown(call: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that a function does not have.
+
+    Raises:
+        UnknownArgumentError: there is one.
+    """
+    if any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values()):
+        return
+    check_names(call, given, keywords_of(function))
+
+
+def keywords_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names that a function takes as keyword arguments."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.kind in named and each.name not in ("self", "cls")]
+
+
+def is_from_call(error: TypeError) -> bool:
+    """Whether the call itself was refused in the frame that handles ``error``, before the function began."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
+def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which raises ``UnknownArgumentError`` with the closest match for an unknown argument."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if not is_from_call(error):
+                raise
+            refuse_unknown(_name_of(function, args), function, kwargs)
+            raise
+
+    return call
+
+
+class NamesArguments:
+    """Base of classes whose constructors name the closest match for an unknown argument, those of users included."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        own = cls.__dict__.get("__init__")
+        if inspect.isfunction(own):
+            setattr(cls, "__init__", names_arguments(cast("Callable[..., None]", own)))  # noqa: B010 (mypy)
+
+
+def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Return the name of a function as a user writes it: the class for a constructor, and that of ``self``."""
+    owner, _, name = function.__qualname__.rpartition(".<locals>.")[2].rpartition(".")
+    if name == "__init__":
+        return owner
+    return f"{type(args[0]).__name__}.{name}" if owner and args else name

@@ -1,0 +1,181 @@
+"""Errors in the user's code: a script shows the user's lines, the step and the usual cause, not frames of phalanx."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Regressor, loader, silent_trainer
+from ranks import run_script
+
+from phalanx import Callback, Trainer
+from phalanx.callbacks import EarlyStopping, ModelCheckpoint
+from phalanx.errors import CheckpointError, ConfigurationError, MetricError
+
+_SCRIPT = """
+import signal, torch, phalanx
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(phalanx.TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return self.layer(x)
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).pow(2).mean()
+        {step}
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = TensorDataset(torch.ones(16, 4), torch.ones(16, 1))
+loader = DataLoader(data, batch_size=2{workers})
+trainer = phalanx.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+                          enable_progress_bar=False, enable_model_summary=False)
+trainer.{verb}(Net(), loader)
+"""
+
+
+def shown(tmp_path: Path, step: str = "pass", verb: str = "fit", workers: str = "") -> tuple[int, str]:
+    """Run a script with a mistake; return its exit code and what it shows."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT.format(step=step, verb=verb, workers=workers))
+    done = run_script(script)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ("if batch_idx == 3: {}['b']", "KeyError: 'b'\nRaised at step 3 (epoch 0, batch 3)."),
+        ("return loss.item()", "Do not call .item()"),
+        ("return loss, 1", "with the key 'loss'"),
+        ("return {'los': loss}", "Did you mean 'loss' instead of 'los'?"),
+        ("return self.layer(batch[0])", "take its mean()"),
+        ("loss.backward()", "leave the call out: phalanx calls backward on the loss"),
+        ("self.hparams.lr", "call self.save_hyperparameters() in __init__"),
+    ],
+)
+def test_one_rank_shows_the_users_lines_the_step_and_the_cause(tmp_path: Path, step: str, expected: str) -> None:
+    code, output = shown(tmp_path, step)
+    assert code == 1
+    assert expected in output
+    assert "Raised at step " in output
+    assert "trainer.fit(Net(), loader)" in output
+    assert "framework/trainer" not in output
+    assert len(output[output.index("Traceback") :].splitlines()) <= 20
+
+
+def test_a_batch_that_forward_cannot_take_asks_for_predict_step(tmp_path: Path) -> None:
+    code, output = shown(tmp_path, verb="predict")
+    assert code == 1
+    assert "define predict_step(self, batch, batch_idx)" in output
+
+
+def test_a_lambda_for_spawned_workers_is_explained(tmp_path: Path) -> None:
+    workers = ", num_workers=1, multiprocessing_context='spawn', collate_fn=lambda items: items"
+    code, output = shown(tmp_path, workers=workers)
+    assert code == 1
+    assert "at the top level of a module, not as a lambda" in output
+
+
+def test_an_interrupt_of_one_rank_shows_one_sentence(tmp_path: Path) -> None:
+    code, output = shown(tmp_path, "if batch_idx == 2: signal.raise_signal(signal.SIGINT)")
+    assert code == -signal.SIGINT
+    assert "Traceback" not in output
+    assert "SIGINT came: stopped after optimizer step 3" in output
+
+
+def test_errors_outside_of_phalanx_are_shown_as_python_shows_them(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import phalanx\ndef f():\n    raise KeyError('mine')\nf()\n")
+    done = run_script(script)
+    assert done.returncode == 1
+    assert done.stdout.startswith("Traceback")
+    assert "KeyError: 'mine'" in done.stdout
+
+
+def test_a_file_of_torch_save_as_a_checkpoint_gets_the_next_step(tmp_path: Path) -> None:
+    plain, lightning = tmp_path / "weights.pt", tmp_path / "lightning.ckpt"
+    torch.save(Regressor().state_dict(), plain)
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.5.0"}, lightning)
+    with pytest.raises(CheckpointError, match=r"weights\.pt.*load_state_dict") as raised:
+        silent_trainer().fit(Regressor(), loader(), ckpt_path=plain)
+    assert "convert" not in str(raised.value)
+    with pytest.raises(CheckpointError, match="Lightning wrote it: convert it: phalanx checkpoint convert"):
+        silent_trainer().fit(Regressor(), loader(), ckpt_path=lightning)
+
+
+def test_a_misspelled_word_for_a_checkpoint_gets_the_closest_one() -> None:
+    with pytest.raises(CheckpointError, match=r"Did you mean 'last'\?"):
+        silent_trainer().fit(Regressor(), loader(), ckpt_path="lastest")
+
+
+class _Plateau(Regressor):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "vall_loss"}}
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "kind", "who"),
+    [
+        ([EarlyStopping("vall_loss")], Regressor, "EarlyStopping"),
+        ([ModelCheckpoint(monitor="vall_loss")], Regressor, "ModelCheckpoint"),
+        ([ModelCheckpoint(filename="{epoch}-{vall_loss:.2f}")], Regressor, "ModelCheckpoint"),
+        ([], _Plateau, "ReduceLROnPlateau"),
+    ],
+)
+def test_a_misspelled_monitor_is_reported_before_training(
+    tmp_path: Path, callbacks: list[Callback], kind: type[Regressor], who: str
+) -> None:
+    steps: list[int] = []
+
+    class Mine(kind):  # type: ignore[misc,valid-type]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            steps.append(len(notes))
+
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=callbacks, default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=None if callbacks else False,
+    )  # fmt: skip
+    notes: list[str] = []
+    trainer.note = notes.append  # type: ignore[method-assign]
+    with pytest.raises(MetricError, match=rf"{who} needs the metric 'vall_loss', which was not logged"):
+        trainer.fit(Mine(), loader(), loader())
+    found = [place for place, note in enumerate(notes) if f"{who} needs the metric 'vall_loss'" in note]
+    assert len(found) == 1
+    assert "Did you mean 'val_loss'?" in notes[found[0]]
+    assert found[0] < steps[0]
+
+
+def test_other_monitors_are_not_reported(tmp_path: Path) -> None:
+    class Mine(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train_loss", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+    trainer = silent_trainer(max_epochs=1, callbacks=[EarlyStopping("train_loss"), EarlyStopping("val_loss")])
+    notes: list[str] = []
+    trainer.note = notes.append  # type: ignore[method-assign]
+    trainer.fit(Mine(), loader(), loader())
+    assert not [note for note in notes if "needs the metric" in note]
+
+
+@pytest.mark.parametrize(("given", "meant"), [("minimum", "min"), ("maximize", "max"), ("mx", "max")])
+def test_a_misspelled_mode_gets_the_closest_one(given: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Did you mean '{meant}'?"):
+        EarlyStopping("val_loss", mode=given)
+    with pytest.raises(ConfigurationError, match=f"Did you mean '{meant}'?"):
+        ModelCheckpoint(monitor="val_loss", mode=given)
