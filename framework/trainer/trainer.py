@@ -65,8 +65,7 @@ class Trainer(TrainerActions):
             accumulation=settings.accumulation,
         )
         _set_backends(given.deterministic, given.benchmark)
-        # Ranks that phalanx has started follow a process that has shown it.
-        if fabric.resources.place.launcher != "phalanx" and (crowding := fabric.resources.crowding):
+        if crowding := fabric.resources.crowding:
             self.note(crowding)
 
     # ---- entry points ---------------------------------------------------------------------------------------------
