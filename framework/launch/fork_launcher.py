@@ -182,7 +182,7 @@ def _become_rank(context: LaunchContext, rank: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # In a notebook, standard input is no terminal; in an interpreter, rank 0 may use it, as this process waits.
+    # The standard input of a notebook is not a terminal. In an interpreter rank 0 may use it: this process waits.
     if rank != 0 or not os.isatty(0):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if rank != 0:

@@ -55,7 +55,8 @@ class Resources:
     def crowding(self) -> str | None:
         """A warning if there are more ranks on this machine's CPU than it has cores; else None."""
         cores = usable_cores()
-        if self.device_type != "cpu" or self.devices <= cores:
+        # Ranks that phalanx has started follow a process that has shown it.
+        if self.place.launcher == "phalanx" or self.device_type != "cpu" or self.devices <= cores:
             return None
         share = "one core" if cores == 1 else f"{cores} cores"
         return (

@@ -1,4 +1,4 @@
-"""What a run was started with: versions, the commit, the command and the machine."""
+"""Origin of a run: versions, the commit, the command and the machine."""
 
 from __future__ import annotations
 

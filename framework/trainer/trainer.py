@@ -69,8 +69,7 @@ class Trainer(TrainerActions):
         )
         self._session.use_loggers(loggers)
         _set_backends(given.deterministic, given.benchmark)
-        # Ranks that phalanx has started follow a process that has shown it.
-        if fabric.resources.place.launcher != "phalanx" and (crowding := fabric.resources.crowding):
+        if crowding := fabric.resources.crowding:
             self.note(crowding)
 
     # ---- entry points ---------------------------------------------------------------------------------------------
