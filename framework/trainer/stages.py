@@ -106,7 +106,10 @@ def _begin(session: Session, loop: FitLoop) -> None:
     if not run.world.is_global_zero:
         return
     if not run.traits.forward_has_collectives:
+        # The module may log in its forward pass.
+        log = run.module.log_to(None)
         run.loggers.log_graph(run.module)
+        run.module.log_to(log)
     elif run.loggers.records_graph:
         session.note(
             f"The module's graph is not recorded: under strategy={run.strategy.name!r} a forward pass takes all ranks, "

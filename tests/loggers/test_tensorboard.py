@@ -89,6 +89,12 @@ def test_the_graph_is_recorded_where_asked_for(tmp_path: Path) -> None:
 
 
 class Traced(Example):
+    """A module that logs in its forward pass, which is traced before the first hook in which values are gathered."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.log("rows", len(rows))
+        return super().forward(rows)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self(batch[0]).square().mean()
         self.log("loss", loss)

@@ -196,7 +196,7 @@ def test_one_hyperparameter_with_two_values_is_refused(module: Any, data: Rows, 
     silent_trainer(devices=1, max_epochs=1).fit(module, datamodule=data)
 
 
-def test_equal_tensors_are_no_conflict(tmp_path: Path) -> None:
+def test_equal_tensors_do_not_conflict(tmp_path: Path) -> None:
     module, data = WithWeights(torch.ones(2)), Rows(weights=torch.ones(2))
     silent_trainer(devices=1, max_epochs=1, logger=CSVLogger(tmp_path)).fit(module, datamodule=data)
 
