@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
-from zipfile import BadZipFile, ZipFile
 
 from ..core.errors import CheckpointError, did_you_mean
 from .manifest import FILE_NAME, MANIFEST, MAX_MANIFEST_BYTES, START_BYTES, Manifest, check_start, parse
 from .safetensors_header import PlainFile
+
+# The part of a file of torch.save that begins with the keys of the saved dict.
+_HEAD_BYTES = 1 << 16
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -58,13 +61,12 @@ def _how_to_read(path: Path) -> str:
     """Return the next step for a file that is given as a checkpoint; nothing of it is unpickled."""
     load = "module.load_state_dict(torch.load(path, weights_only=True)) before"
     convert = f"convert it: phalanx checkpoint convert {path} OUT"
-    try:
-        with ZipFile(path) as file:
-            record = next(name for name in file.namelist() if name.endswith("/data.pkl"))
-            is_lightning = b"pytorch-lightning_version" in file.read(record)
-    except (OSError, BadZipFile, StopIteration):
+    head = b""
+    with suppress(OSError), path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if not head.startswith(b"PK"):
         return f"If torch.save wrote a state_dict to it, call {load}; if Lightning wrote it, {convert}."
-    if is_lightning:
+    if b"pytorch-lightning_version" in head:
         return f"Lightning wrote it: {convert}."
     return f"torch.save wrote it: if it holds a state_dict, call {load}, and leave the path out."
 

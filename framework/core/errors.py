@@ -108,7 +108,7 @@ def add_hint(error: BaseException, text: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
     elif len(error.args) == 1 and str(error) == error.args[0]:
-        error.args = (f"{error}\n{text}",)
+        BaseException.__init__(error, f"{error}\n{text}")
 
 
 def is_count(value: object, least: int) -> TypeGuard[int]:

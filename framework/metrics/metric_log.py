@@ -118,9 +118,6 @@ class MetricLog:
 
         The first call for a name fixes its reduction and its destinations.
         """
-        if unknown:
-            name, value = next(iter(unknown.items()))
-            raise unknown_argument("self.log", name, value, keywords_of(MetricLog.log))
         # This runs once for each value of each step: each attribute and each call below is paid a hundred times by a
         # module that logs a hundred values. Most of what is left is ``item()``.
         key = self._key(name, add_dataloader_idx) if self._suffix else name
@@ -132,10 +129,10 @@ class MetricLog:
         # which need no look-up. A plain tuple equals the named one, and takes a fraction of the time to make.
         if (
             prog_bar is not False or logger is not True or on_step is not None or on_epoch is not None
-            or reduce_fx != "mean" or rank_zero_only is not False or not entry.has_default_flags
-        ) and entry.flags != (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only):  # fmt: skip
+            or reduce_fx != "mean" or rank_zero_only is not False or unknown or not entry.has_default_flags
+        ) and entry.flags != (prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only, *unknown):  # fmt: skip
             flags = Flags(prog_bar, logger, on_step, on_epoch, reduce_fx, rank_zero_only)
-            known = self._entry(name, key, flags, entry)
+            known = self._entry(name, key, flags, entry, unknown)
             if known is None:
                 return
             entry = known
@@ -198,11 +195,13 @@ class MetricLog:
         """Return the name with the suffix of the evaluation loader."""
         return name + self._suffix if add_dataloader_idx else name
 
-    def _entry(self, name: str, key: str, flags: Flags, old: Entry) -> Entry | None:
+    def _entry(self, name: str, key: str, flags: Flags, old: Entry, unknown: Mapping[str, Any]) -> Entry | None:
         """Return the entry of a name that is new, or whose arguments are written differently than before.
 
         None on other ranks than 0 where ``rank_zero_only`` is given: they log nothing.
         """
+        for given, value in unknown.items():
+            raise unknown_argument("self.log", given, value, keywords_of(MetricLog.log))
         if flags.rank_zero_only and not self._speaks:
             return None
         if not isinstance(name, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pickle import PicklingError
 from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError, ConfigurationError, add_hint
@@ -46,7 +45,8 @@ def _hint(error: Exception, stage: str, run: Run) -> str | None:
     module = run.module
     if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
         return _BACKWARD if stage == "fit" and module.automatic_optimization else None
-    if isinstance(error, PicklingError | AttributeError | TypeError) and "pickle" in text.lower():
+    refuses_pickle = type(error).__name__ == "PicklingError" or isinstance(error, AttributeError | TypeError)
+    if refuses_pickle and "pickle" in text.lower():
         return _PICKLE
     calls_forward = stage == "predict" and not is_overridden("predict_step", module)
     if calls_forward and isinstance(error, TypeError | AttributeError | IndexError):
