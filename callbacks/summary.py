@@ -72,11 +72,8 @@ def _traced(trainer: TrainerView, module: TrainModule) -> tuple[dict[str, Forwar
             return trace_forward(module, fabric.precision.convert_batch(fabric.to_device(example))), ""
     # The summary must not end a run whose example is outdated.
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        return (
-            None,
-            f"\nNo sizes and FLOPs: forward on example_input_array failed with {type(error).__name__}: {reason}",
-        )
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return None, f"\nNo sizes and FLOPs, as forward(example_input_array) failed: {reason}"
 
 
 @dataclass
