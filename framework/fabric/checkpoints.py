@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from torch.optim import Optimizer
 from ..checkpoint import decode, held, save
 from ..checkpoint.open_on_all_ranks import open_on_all_ranks
 from ..core.errors import CheckpointError, ConfigurationError
-from ..distributed.collective_errors import on_all_ranks, on_rank_zero
+from ..distributed.collective_errors import on_all_ranks
 from ..distributed.seed import capture, restore as restore_generators
 from ..parallel.parameter_names import renamed
 from ..state.module_state import LENIENT, put_model, shapes_of
 from ..state.state_matching import ModelMatch, SavedModel, listed, match_model, refuse
-from . import compare, contents_of, is_stateful, parameter_names, publish_weights, read_weights, restore, snapshot_of
+from . import compare, contents_of, is_stateful, parameter_names, read_weights, restore, snapshot_of
 from .collectives import Collectives
-from .contents import Contents, Filter, full_state
+from .contents import Contents, Filter
 from .loading import Fits, Saved
 from .module import engine_of, unwrap
 from .prepared import Prepared
@@ -245,49 +244,6 @@ class Checkpoints:
                 one.load_applied(int(count))
             for scheduler in prepared.schedulers:
                 scheduler.catch_up()
-
-    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return a module's weights in full, by name. Collective.
-
-        Returns:
-            Under a strategy that shards weights: on the CPU of rank 0, and an empty dict on other ranks. Else those of
-            ``model.state_dict()``, on all ranks.
-        """
-        return full_state(contents_of({"": model}, self._prepared.strategy, self._prepared.engines), self._ranks.world)
-
-    # ---- for other programs ---------------------------------------------------------------------------------------
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: Location,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write a module's weights as ``model.safetensors``, or shards and an index, for other programs. Collective.
-
-        Existing weights in the directory are replaced, other files are kept.
-
-        Args:
-            model: the module.
-            save_directory: the directory, created if missing.
-            max_shard_size: the size of a file, in bytes or as ``"10GB"``.
-            safe_serialization: must be True.
-
-        Raises:
-            ConfigurationError: ``max_shard_size`` is not a size, or ``safe_serialization`` is False.
-            StorageError: the directory cannot be written.
-        """
-        if not safe_serialization:
-            raise ConfigurationError("safe_serialization=False asks for a pickle, which phalanx does not write.")
-        directory = Path(os.path.abspath(save_directory))
-        draft = directory / ".saving"
-        world, strategy = self._ranks.world, self._prepared.strategy
-        contents = contents_of({"model": model}, strategy, self._prepared.engines)
-        snapshot = snapshot_of(contents, {}, {}, 0, {}, None, world.is_global_zero)
-        on_rank_zero(world, partial(directory.mkdir, parents=True, exist_ok=True))
-        save(draft, snapshot, world, sharded=not strategy.traits.replicates)
-        on_rank_zero(world, lambda: publish_weights(draft, directory, max_shard_size))
 
 
 def _only_key(saved: Saved, value: nn.Module | Optimizer) -> str:

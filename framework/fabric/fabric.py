@@ -10,7 +10,8 @@
             optimizer.zero_grad()
 
 A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``Setup`` (modules, optimizers, loaders),
-``Training`` (backward, accumulate, clip), ``Checkpoints`` (save, load) and ``Reporting`` (callbacks, loggers).
+``Training`` (backward, accumulate, clip), ``Checkpoints`` (save, load), ``FullWeights`` (for other programs) and
+``Reporting`` (callbacks, loggers).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import Checkpoints
 from .collectives import Collectives
+from .full_weights import FullWeights
 from .prepared import Prepared
 from .reporting import Reporting
 from .setup import Setup
@@ -104,6 +106,7 @@ class Fabric(AccelerateNames):
         self._setup = Setup(self._ranks, self._prepared, self.precision, self)
         self._training = Training(self._ranks, self._prepared, self.precision, self.accumulation)
         self._checkpoints = Checkpoints(self._ranks, self._prepared, self._training)
+        self._weights = FullWeights(self._ranks, self._prepared)
 
     def use_strategy(self, strategy: Strategy) -> None:
         """Replace the strategy before anything is set up. The ranks join again through the new one."""
@@ -267,9 +270,9 @@ class Fabric(AccelerateNames):
     save = verb("_checkpoints", Checkpoints.save)
     load = verb("_checkpoints", Checkpoints.load)
     load_raw = verb("_checkpoints", Checkpoints.load_raw)
-    save_model = verb("_checkpoints", Checkpoints.save_model)
+    save_model = verb("_weights", FullWeights.save_model)
     modules = property(attrgetter("_prepared.modules"), doc="All modules that are set up: the user's own objects.")
-    full_state_dict = verb("_checkpoints", Checkpoints.full_state_dict)
+    full_state_dict = verb("_weights", FullWeights.full_state_dict)
     save_state = verb("_checkpoints", Checkpoints.save_state)
     load_state = verb("_checkpoints", Checkpoints.load_state)
     register_for_checkpointing = verb("_checkpoints", Checkpoints.register_for_checkpointing)

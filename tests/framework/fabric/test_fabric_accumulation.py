@@ -498,7 +498,7 @@ def test_the_number_of_micro_batches_may_change_between_updates() -> None:
     fabric = Fabric(accelerator="cpu", accumulate=4)
     original = line_model()
     model, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.1))
-    ends = []
+    ends: list[Any] = []
     for step in range(8):
         if step == 4:
             fabric.set_accumulation(2)

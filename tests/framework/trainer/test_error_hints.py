@@ -148,7 +148,7 @@ def test_a_misspelled_monitor_is_reported_before_training(
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=None if callbacks else False,
     )  # fmt: skip
     notes: list[str] = []
-    trainer.note = notes.append  # type: ignore[method-assign]
+    trainer.note = notes.append  # type: ignore[method-assign, assignment]
     with pytest.raises(MetricError, match=rf"{who} needs the metric 'vall_loss', which was not logged"):
         trainer.fit(Mine(), loader(), loader())
     found = [place for place, note in enumerate(notes) if f"{who} needs the metric 'vall_loss'" in note]
@@ -168,7 +168,7 @@ def test_other_monitors_are_not_reported(tmp_path: Path) -> None:
 
     trainer = silent_trainer(max_epochs=1, callbacks=[EarlyStopping("train_loss"), EarlyStopping("val_loss")])
     notes: list[str] = []
-    trainer.note = notes.append  # type: ignore[method-assign]
+    trainer.note = notes.append  # type: ignore[method-assign, assignment]
     trainer.fit(Mine(), loader(), loader())
     assert not [note for note in notes if "needs the metric" in note]
 
