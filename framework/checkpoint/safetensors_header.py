@@ -163,7 +163,9 @@ def parse_header(header: bytes) -> dict[str, tuple[str, tuple[int, ...], int, in
     if length != len(header) - 8 or len(header) > MAX_HEADER_BYTES:
         raise ValueError("the header's length is wrong")
     fields = json.loads(header[8:], object_pairs_hook=distinct)
-    fields.pop(RESERVED_NAME, None)
+    texts = fields.pop(RESERVED_NAME, {})
+    if type(texts) is not dict or any(type(text) is not str for text in texts.values()):
+        raise TypeError(f"{RESERVED_NAME} is not a map from text to text")
     found = {}
     for name, field in fields.items():
         start, end = _counts(field["data_offsets"])

@@ -83,26 +83,41 @@ class _RankLog:
 
 
 class _Screen:
-    """A descriptor on which one stream of one rank is shown, and that stream's incomplete line."""
+    """A descriptor on which one stream of one rank is shown, and that stream's incomplete line.
 
-    def __init__(self, descriptor: int, label: bytes) -> None:
+    Output is shown line by line, since ranks write a line in parts and would be mixed: except on a terminal, which only
+    rank 0 has.
+    """
+
+    def __init__(self, descriptor: int, label: bytes, is_terminal: bool) -> None:
         self._descriptor = descriptor
         self._label = label
+        self._by_line = not is_terminal
         self._line = b""
         self._is_open = True
 
     def show(self, data: bytes) -> None:
-        """Show output: immediately, or line by line if each line gets a label."""
-        if self._label:
+        """Show output: immediately on a terminal, else its complete lines."""
+        if self._by_line:
             *lines, self._line = (self._line + data).split(b"\n")
             data = b"".join(self._label + line + b"\n" for line in lines)
-        if self._is_open:
-            self._is_open = _write(self._descriptor, data)
+        self._write(data)
+
+    def pause(self) -> None:
+        """Show an incomplete line of rank 0, such as a prompt, after a time without output."""
+        if not self._label:
+            line, self._line = self._line, b""
+            self._write(line)
 
     def end(self) -> None:
         """Show an incomplete line."""
+        self.pause()
         if self._line:
             self.show(b"\n")
+
+    def _write(self, data: bytes) -> None:
+        if self._is_open:
+            self._is_open = _write(self._descriptor, data)
 
 
 class RankOutput:
@@ -152,18 +167,20 @@ class RankOutput:
         self._logs.append(log)
         shown = rank == 0 or self._shows_all
         label = b"" if rank == 0 else b"[rank %d] " % rank
-        output = self._stream(log, _Screen(1, label) if shown else None, shown and rank == 0 and os.isatty(1))
+        output = self._stream(log, 1 if shown else None, label)
         # If both streams have the same destination, a single pipe preserves their order.
         error = output
         if shown and not _same_file(1, 2):
-            error = self._stream(log, _Screen(2, label), rank == 0 and os.isatty(2))
+            error = self._stream(log, 2, label)
         try:
             yield output, error
         finally:
             for descriptor in {output, error}:
                 os.close(descriptor)
 
-    def _stream(self, log: _RankLog, screen: _Screen | None, is_terminal: bool) -> int:
+    def _stream(self, log: _RankLog, shown_on: int | None, label: bytes) -> int:
+        is_terminal = shown_on is not None and not label and os.isatty(shown_on)
+        screen = None if shown_on is None else _Screen(shown_on, label, is_terminal)
         reading, writing = _terminal() if is_terminal else os.pipe()
         self._selector.register(reading, selectors.EVENT_READ, (log, screen))
         return writing
@@ -201,6 +218,8 @@ class RankOutput:
             ready = self._selector.select(_QUIET_SECONDS if finishing else _LOOK_SECONDS) if self._num_open() else []
             for key, _ in ready:
                 self._read(key.fd, *key.data)
+            if not ready:
+                self._pause()
             now = time.monotonic()
             if self.folder is None and (finishing or now - looked > _LOOK_SECONDS):
                 looked = now
@@ -218,6 +237,13 @@ class RankOutput:
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
+
+    def _pause(self) -> None:
+        # A copy: ranks may still be added.
+        for key in list(self._selector.get_map().values()):
+            _, screen = key.data
+            if screen is not None:
+                screen.pause()
 
     def _num_open(self) -> int:
         return len(self._selector.get_map())

@@ -231,6 +231,7 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
     "a header nested deeply": header(
         lambda text: text.replace(b'{"format":"pt"}', b'{"a":' + b"[" * 9000 + b"]" * 9000 + b"}")
     ),
+    "a header with other metadata": header(lambda text: text.replace(b'{"format":"pt"}', b'{"format":["pt"]}')),
     "a header with numbers of another kind": header(lambda text: text.replace(b'"shape":[3,4]', b'"shape":[3.0,4]')),
     "a header that is no JSON": header(lambda text: b"\xff" * len(text)),
 }
