@@ -94,7 +94,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(arguments: dict[str, Any], 
     ],
 )
 def test_an_unknown_name_is_refused_with_the_closest_known_one(arguments: dict[str, Any], closest: str) -> None:
-    assert f"Did you mean {closest!r}?" in refusal(UnknownNameError, **arguments)
+    assert f"Did you mean {closest!r}?" in refusal(ConfigurationError, **arguments)
 
 
 def test_an_unwritable_nvme_path_is_detected_by_writing(tmp_path: Path) -> None:
