@@ -215,11 +215,7 @@ class RankOutput:
         looked = 0.0
         while True:
             finishing = self._finishing
-            ready = self._selector.select(_QUIET_SECONDS if finishing else _LOOK_SECONDS) if self._num_open() else []
-            for key, _ in ready:
-                self._read(key.fd, *key.data)
-            if not ready:
-                self._pause()
+            ready = self._show(_QUIET_SECONDS if finishing else _LOOK_SECONDS)
             now = time.monotonic()
             if self.folder is None and (finishing or now - looked > _LOOK_SECONDS):
                 looked = now
@@ -237,6 +233,15 @@ class RankOutput:
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
+
+    def _show(self, seconds: float) -> bool:
+        """Read and show output that arrives within a time; return whether there was any."""
+        ready = self._selector.select(seconds) if self._num_open() else []
+        for key, _ in ready:
+            self._read(key.fd, *key.data)
+        if not ready:
+            self._pause()
+        return bool(ready)
 
     def _pause(self) -> None:
         # A copy: ranks may still be added.

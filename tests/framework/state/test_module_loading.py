@@ -136,7 +136,7 @@ def test_a_full_match_is_loaded_silently(tmp_path: Path) -> None:
     [
         ({"map_location": "cdua"}, "Did you mean 'cuda'"),
         ({"map_location": "meta"}, "holds no data"),
-        ({"map_location": {"cuda:0": "cpu", "cuda:1": "cuda"}}, "must name one device"),
+        ({"map_location": {"cuda:0": "cpu", "cuda:1": "cuda"}}, "must map to one device"),
         ({"map_location": "cuda:99"}, "CUDA devices"),
         ({"widht": 3}, "Did you mean 'width'"),
     ],
