@@ -9,17 +9,16 @@ terminal, rank 0 writes to a pseudo-terminal, so that its progress bar is drawn 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import select
 import selectors
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from .rank_screen import Screen, terminal
 
 FOLDER = "ranks"
 _CHUNK_BYTES = 1 << 16
@@ -82,44 +81,6 @@ class _RankLog:
             self._file = None
 
 
-class _Screen:
-    """A descriptor on which one stream of one rank is shown, and that stream's incomplete line.
-
-    Output is shown line by line, since ranks write a line in parts and would be mixed: except on a terminal, which only
-    rank 0 has.
-    """
-
-    def __init__(self, descriptor: int, label: bytes, is_terminal: bool) -> None:
-        self._descriptor = descriptor
-        self._label = label
-        self._by_line = not is_terminal
-        self._line = b""
-        self._is_open = True
-
-    def show(self, data: bytes) -> None:
-        """Show output: immediately on a terminal, else its complete lines."""
-        if self._by_line:
-            *lines, self._line = (self._line + data).split(b"\n")
-            data = b"".join(self._label + line + b"\n" for line in lines)
-        self._write(data)
-
-    def pause(self) -> None:
-        """Show an incomplete line of rank 0, such as a prompt, after a time without output."""
-        if not self._label:
-            line, self._line = self._line, b""
-            self._write(line)
-
-    def end(self) -> None:
-        """Show an incomplete line."""
-        self.pause()
-        if self._line:
-            self.show(b"\n")
-
-    def _write(self, data: bytes) -> None:
-        if self._is_open:
-            self._is_open = _write(self._descriptor, data)
-
-
 class RankOutput:
     """Reads the output of the ranks of one attempt, in a separate thread.
 
@@ -180,8 +141,8 @@ class RankOutput:
 
     def _stream(self, log: _RankLog, shown_on: int | None, label: bytes) -> int:
         is_terminal = shown_on is not None and not label and os.isatty(shown_on)
-        screen = None if shown_on is None else _Screen(shown_on, label, is_terminal)
-        reading, writing = _terminal() if is_terminal else os.pipe()
+        screen = None if shown_on is None else Screen(shown_on, label, is_terminal)
+        reading, writing = terminal() if is_terminal else os.pipe()
         self._selector.register(reading, selectors.EVENT_READ, (log, screen))
         return writing
 
@@ -253,7 +214,7 @@ class RankOutput:
     def _num_open(self) -> int:
         return len(self._selector.get_map())
 
-    def _read(self, descriptor: int, log: _RankLog, screen: _Screen | None) -> None:
+    def _read(self, descriptor: int, log: _RankLog, screen: Screen | None) -> None:
         try:
             data = os.read(descriptor, _CHUNK_BYTES)
         except OSError:
@@ -272,33 +233,8 @@ class RankOutput:
             self._showing_since = None
 
 
-def _write(descriptor: int, data: bytes) -> bool:
-    """Write all data; return False if the reading end is closed."""
-    while data:
-        try:
-            data = data[os.write(descriptor, data) :]
-        except BlockingIOError:
-            select.select([], [descriptor], [], _LOOK_SECONDS)
-        except OSError:
-            return False
-    return True
-
-
 def _same_file(one: int, other: int) -> bool:
     try:
         return os.path.samestat(os.fstat(one), os.fstat(other))
     except OSError:
         return False
-
-
-def _terminal() -> tuple[int, int]:
-    """Return the ends of a pseudo-terminal with the size of this terminal that passes output on unchanged."""
-    reading, writing = os.openpty()
-    with contextlib.suppress(OSError, termios.error):
-        modes = termios.tcgetattr(writing)
-        # Otherwise it would write "\r\n" for each "\n", and the real terminal would convert it again.
-        modes[1] &= ~termios.OPOST
-        termios.tcsetattr(writing, termios.TCSANOW, modes)
-        size = fcntl.ioctl(1 if os.isatty(1) else 2, termios.TIOCGWINSZ, b"\0" * 8)
-        fcntl.ioctl(writing, termios.TIOCSWINSZ, size)
-    return reading, writing
