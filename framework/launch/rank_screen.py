@@ -1,4 +1,4 @@
-"""What ranks print, on the screen: ``Screen`` shows one stream of one rank, ``terminal`` is what rank 0 writes to."""
+"""The screen that ranks print on: ``Screen`` shows one stream of one rank; rank 0 writes to a ``terminal``."""
 
 from __future__ import annotations
 
