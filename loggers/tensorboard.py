@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..framework.core.arguments import check_names, keywords_of
 from ..framework.metrics.file_logger import FileLogger, plain_number
 from ..framework.metrics.hparams_text import as_mapping, flattened
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+# Those of SummaryWriter, whose import takes a tenth of a second.
+_WRITER_ARGUMENTS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
 
 
 class TensorBoardLogger(FileLogger):
@@ -47,6 +51,7 @@ class TensorBoardLogger(FileLogger):
         sub_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_names(type(self).__name__, kwargs, [*keywords_of(TensorBoardLogger.__init__), *_WRITER_ARGUMENTS])
         super().__init__(save_dir, name, version, prefix)
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric

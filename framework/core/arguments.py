@@ -56,6 +56,7 @@ _OTHER_NAMES = {
     "ckpt": ("ckpt_path",),
     "period": ("every_n_epochs",),
     "filepath": ("dirpath",),
+    "root_dir": ("save_dir", "default_root_dir"),
     "find_unused": ("find_unused_parameters",),
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -31,6 +33,16 @@ def test_a_module_of_fabric_has_names_of_lightning(module: str, names: set[str])
     theirs = importlib.import_module(f"lightning.fabric{module}")
     ours = importlib.import_module(f"phalanx.compat.lightning.fabric{module}")
     assert names <= set(dir(theirs)) & set(dir(ours))
+
+
+@pytest.mark.parametrize("name", ["CSVLogger", "TensorBoardLogger"])
+def test_loggers_of_fabric_take_the_arguments_of_lightning(name: str, tmp_path: Path) -> None:
+    theirs = getattr(importlib.import_module("lightning.fabric.loggers"), name)
+    ours = getattr(importlib.import_module("phalanx.compat.lightning.fabric.loggers"), name)
+    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+    for given in ({}, {"name": "mine"}, {"name": None}, {"version": 3}):
+        expected = theirs(tmp_path / "theirs", **given).log_dir
+        assert ours(tmp_path / "ours", **given).log_dir == expected.replace("theirs", "ours")
 
 
 def test_fabric_tells_its_modules_from_others() -> None:

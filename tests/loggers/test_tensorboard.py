@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.framework.api.train_module import TrainModule
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.loggers import TensorBoardLogger
 
 
@@ -125,3 +126,9 @@ def test_nothing_heavy_is_imported_before_the_first_figure() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(("name", "closest"), [("root_dir", "save_dir"), ("flush_sec", "flush_secs")])
+def test_an_unknown_argument_is_refused_when_the_logger_is_built(name: str, closest: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"TensorBoardLogger\({name}=3\): .*Did you mean '{closest}'"):
+        TensorBoardLogger(**{name: 3})
