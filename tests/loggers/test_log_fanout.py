@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from ranks import wait_until
 from torch import nn
 
 from phalanx.framework.metrics import logger_threads as log_fanout
@@ -115,6 +116,7 @@ def test_a_logger_that_hangs_neither_stops_the_steps_nor_the_end(monkeypatch: py
         fanout._writers[0].put("save")
     fanout.finalize("success")
     hanging.go_on.set()
+    wait_until(lambda: not our_threads())
     assert [call[2] for call in good.calls if call[0] == "metrics"] == list(range(9))
     assert good.calls[-1] == ("finalize", "success")
     assert [note.split(" (")[0].split(" to ")[0] for note in notes] == [

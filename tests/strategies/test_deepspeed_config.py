@@ -47,7 +47,7 @@ def refusal(error: type[ConfigurationError] = ConfigurationError, **arguments: A
         resolve_options(**arguments)
     text = str(raised.value)
     assert "\n" not in text
-    assert text[-1] in ".)"
+    assert text[-1] in ".)?"
     return text
 
 
