@@ -104,11 +104,11 @@ class RankError(PhalanxError):
 
 
 def add_hint(error: BaseException, text: str) -> None:
-    """Add a line to what is shown of an error: a note, or a line of its message before Python 3.11."""
+    """Add a note to an error, which is shown after its message; before Python 3.11 by phalanx only."""
     if hasattr(error, "add_note"):
         error.add_note(text)
-    elif len(error.args) == 1 and str(error) == error.args[0]:
-        BaseException.__init__(error, f"{error}\n{text}")
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), text]
 
 
 def is_count(value: object, least: int) -> TypeGuard[int]:

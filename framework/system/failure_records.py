@@ -169,6 +169,9 @@ def brief_traceback(error: BaseException) -> str:
         # The message without the module of the exception's class, then the notes that were added to the exception.
         _, *notes = only = traceback.format_exception_only(type(error), error)
         parts[-len(only) :] = [f"{type(error).__name__}: {error}", *notes]
+    if not hasattr(error, "add_note"):
+        # Python before 3.11 shows no notes.
+        parts += getattr(error, "__notes__", ())
     lines: list[str] = []
     for foreign, group in groupby(parts, _is_foreign):
         run = list(group)

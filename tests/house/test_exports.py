@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import get_origin
 
 import pytest
 
@@ -75,13 +76,18 @@ def disagreements(source: str) -> list[str]:
     return found
 
 
+def is_class(value: object) -> bool:
+    """Whether an object is a class. An alias such as ``Callable[[int], int]`` is one for Python before 3.11."""
+    return inspect.isclass(value) and get_origin(value) is None
+
+
 def undocumented(face: ModuleType) -> list[str]:
     """Return the public classes and functions that have no docstring of their own."""
     objects = {name: getattr(face, name) for name in face.__all__}
     return [
         name
         for name, value in objects.items()
-        if (inspect.isclass(value) or inspect.isfunction(value)) and not (value.__doc__ or "").strip()
+        if (is_class(value) or inspect.isfunction(value)) and not (value.__doc__ or "").strip()
     ]
 
 
@@ -132,7 +138,7 @@ def test_every_registered_name_loads(registry: Registry, base: str) -> None:
 def test_every_public_plugin_has_a_name(folder: str) -> None:
     registry, base = KINDS[folder]
     face = import_module(f"phalanx.{folder}")
-    classes = [value for name in face.__all__ if inspect.isclass(value := getattr(face, name))]
+    classes = [value for name in face.__all__ if is_class(value := getattr(face, name))]
     assert not unregistered(classes, load(base), [registry.load(name) for name in registry])
 
 
