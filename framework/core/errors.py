@@ -108,7 +108,7 @@ def add_hint(error: BaseException, text: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:
-        error.__notes__ = [*getattr(error, "__notes__", ()), text]
+        error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]
 
 
 def is_count(value: object, least: int) -> TypeGuard[int]:

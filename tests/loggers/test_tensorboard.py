@@ -131,4 +131,4 @@ def test_nothing_heavy_is_imported_before_the_first_figure() -> None:
 @pytest.mark.parametrize(("name", "closest"), [("root_dir", "save_dir"), ("flush_sec", "flush_secs")])
 def test_an_unknown_argument_is_refused_when_the_logger_is_built(name: str, closest: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"TensorBoardLogger\({name}=3\): .*Did you mean '{closest}'"):
-        TensorBoardLogger(**{name: 3})
+        TensorBoardLogger(**{name: 3})  # type: ignore[arg-type]
