@@ -99,6 +99,19 @@ def test_a_hook_averages_as_in_plain_torch(name: str) -> None:
     assert min(emptiest for *_, emptiest in results) == 0
 
 
+def train(verbs: Any, model: Any, optimizer: Any, batches: Any) -> list[list[Any]]:
+    """Train with a Fabric or an Accelerator over windows of two batches; return the windows."""
+    windows: list[list[Any]] = []
+    for index, batch in enumerate(batches):
+        windows += [[]] if index % 2 == 0 else []
+        windows[-1].append(batch)
+        with verbs.accumulate(model):
+            verbs.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return windows
+
+
 def fabric_loop(name: str) -> tuple[Tensor, Tensor, int]:
     """Train with a Fabric over windows of two; return the weights, those by hand, and the state's own count."""
     states: list[Any] = []
@@ -111,14 +124,7 @@ def fabric_loop(name: str) -> tuple[Tensor, Tensor, int]:
     net = network()
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.05))
     batches = fabric.setup_dataloaders(loader(40, 2))
-    windows: list[list[Any]] = []
-    for index, batch in enumerate(batches):
-        windows += [[]] if index % 2 == 0 else []
-        windows[-1].append(batch)
-        with fabric.accumulate(model):
-            fabric.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
-            optimizer.step()
-            optimizer.zero_grad()
+    windows = train(fabric, model, optimizer, batches)
     return weights_of(net), by_hand(windows, name), states[0].iter if states else 10
 
 
@@ -284,14 +290,7 @@ def with_accelerator(name: str, **options: Any) -> tuple[Tensor, Tensor]:
     net = network()
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.05)
     model, optimizer, batches = accelerator.prepare(net, optimizer, loader(40, 2))
-    windows: list[list[Any]] = []
-    for index, batch in enumerate(batches):
-        windows += [[]] if index % 2 == 0 else []
-        windows[-1].append(batch)
-        with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
-            optimizer.step()
-            optimizer.zero_grad()
+    windows = train(accelerator, model, optimizer, batches)
     return weights_of(net), by_hand(windows, "power_sgd_in_bf16" if options else name)
 
 

@@ -214,7 +214,7 @@ def prepare_on_two_nodes(folder: str, per_node: bool) -> None:
     world = World.from_environment("cpu")
     world.local_rank = 0
     prepare_data(Prepared(Path(folder), per_node), world)
-    # A rank that does not prepare the data goes on when they are there.
+    # A rank that does not prepare the data waits until they exist.
     assert (Path(folder) / "0").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from typing import Any
 
@@ -57,16 +56,6 @@ def writing(base: type, hooks: tuple[str, ...], **arguments: Any) -> Any:
 
 def metrics_of(trainer: Any) -> dict[str, dict[str, float]]:
     return {kind: numbers(getattr(trainer, kind)) for kind in KINDS}
-
-
-@pytest.fixture
-def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lightning's own classes, where it is installed."""
-    # It sets this when it looks for devices.
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    module = pytest.importorskip("lightning.pytorch")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    return module
 
 
 def in_lightning(lightning: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import weakref
 from collections import Counter
@@ -112,16 +111,6 @@ class Logging(TrainModule):
 
 def metrics_of(trainer: Any) -> dict[str, dict[str, float]]:
     return {kind: numbers(getattr(trainer, kind)) for kind in KINDS}
-
-
-@pytest.fixture
-def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lightning's own classes, where it is installed."""
-    # It sets this when it looks for devices.
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    module = pytest.importorskip("lightning.pytorch")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    return module
 
 
 def in_lightning(lightning: Any, module: Logging) -> Any:
