@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..framework.api.callback import Callback
 from ..framework.core.absent_names import lacks
+from ..framework.core.arguments import check_names
 from ..framework.core.errors import ConfigurationError
 from ..framework.diagnostics.isolated_step import isolated
 from .absent import MODEL_SUMMARY
@@ -35,13 +36,15 @@ class ModelSummary(Callback):
 
     Args:
         max_depth: Number of levels of modules to list. 0: print nothing; -1: list all levels.
-        summarize_kwargs: Accepted for compatibility with Lightning: styles of a table drawn by rich.
+        summarize_kwargs: Accepted for compatibility with Lightning: ``header_style`` of a table drawn by rich.
 
     Raises:
         ConfigurationError: The depth is below -1.
+        UnknownArgumentError: There is no such argument.
     """
 
     def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+        check_names(type(self).__name__, summarize_kwargs, ("max_depth", "header_style"))
         if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
             raise ConfigurationError(f"ModelSummary(max_depth={max_depth!r}): give a number of levels, or -1 for all.")
         self.max_depth = max_depth

@@ -147,6 +147,7 @@ class Accelerator(Accumulation):
     init_trackers = verb("_trackers", Trackers.init_trackers)
     get_tracker = verb("_trackers", Trackers.get_tracker)
 
+    @names_arguments
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Send metrics to all loggers, from rank 0."""
         self.fabric.log_dict(values, step)
@@ -183,6 +184,7 @@ class Accelerator(Accumulation):
     distributed_type = read("state.distributed_type")
     should_save_model = read("fabric.is_local_main_process")
 
+    @names_arguments
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
@@ -204,6 +206,7 @@ class Accelerator(Accumulation):
     prepare_scheduler = verb("_preparation", Preparation.prepare_scheduler)
     prepare_data_loader = verb("_preparation", Preparation.prepare_data_loader)
 
+    @names_arguments
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Generator[None, None, None]:
         """Reduce gradients in the backward passes inside, whose forward passes ran within ``no_sync``. Collective."""
@@ -216,14 +219,17 @@ class Accelerator(Accumulation):
         finally:
             engine.allow_sync(before)
 
+    @names_arguments
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a part of the module was spread over several devices by a device map."""
         return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
+    @names_arguments
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Return the user's own module."""
         return self.fabric.unwrap_model(model)
 
+    @names_arguments
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the precision's context for computations outside a set-up module."""
         handler = autocast_handler or self._autocast
@@ -232,6 +238,7 @@ class Accelerator(Accumulation):
         dtype, enabled = self.fabric.precision.compute_dtype, handler.enabled and self.mixed_precision != "no"
         return torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=handler.cache_enabled)
 
+    @names_arguments
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Profile a block with ``torch.profiler.profile``."""
         handler = profile_handler or self._profile
@@ -247,10 +254,12 @@ class Accelerator(Accumulation):
     logging_dir = read("project_configuration.logging_dir")
     save_iteration = read("project_configuration.iteration")
 
+    @names_arguments
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a module's weights in full; under a strategy that shards them, on rank 0. Collective."""
         return self.fabric.full_state_dict(model)
 
+    @names_arguments
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object with ``torch.save``, or a dict of tensors as safetensors, on rank 0."""
         if self.is_main_process:

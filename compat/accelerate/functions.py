@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...framework.core.arguments import names_arguments
 from ...framework.distributed.seed import seed_everything
 from ...framework.distributed.world import placement
 from ...framework.fabric.fabric import Fabric
@@ -13,6 +14,7 @@ from ...framework.fabric.loaders import skip_first_batches
 __all__ = ["notebook_launcher", "set_seed", "skip_first_batches"]
 
 
+@names_arguments
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, numpy and torch on this rank.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...framework.core.arguments import names_arguments
 from ...framework.fabric.fabric import empty_caches
 
 __all__ = ["find_executable_batch_size", "release_memory"]
@@ -16,6 +17,7 @@ __all__ = ["find_executable_batch_size", "release_memory"]
 _MESSAGES = ("CUDA out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory", "not enough memory")
 
 
+@names_arguments
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,

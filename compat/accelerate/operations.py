@@ -15,6 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from ...framework.core.arguments import names_arguments
 from ...framework.core.errors import unknown
 from ...framework.distributed.gather import map_leaves
 from ...framework.distributed.world import placement
@@ -47,22 +48,26 @@ def gather_object(object: Any) -> list[Any]:
     return _ranks().gather_object(object)
 
 
+@names_arguments
 def broadcast(tensor: T, from_process: int = 0) -> T:
     """Return the tensors of one rank. Collective."""
     return _ranks().broadcast(tensor, from_process)
 
 
+@names_arguments
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the items of a list by those of one rank, and return it. Collective."""
     object_list[:] = _ranks().broadcast(object_list, from_process)
     return object_list
 
 
+@names_arguments
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return tensors reduced over all ranks, times ``scale``. Collective."""
     return _ranks().reduce(tensor, reduction, scale)
 
 
+@names_arguments
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Return tensors padded to the largest size on any rank. Collective."""
     return _ranks().pad_across_processes(tensor, dim, pad_index, pad_first)
@@ -73,6 +78,7 @@ def wait_for_everyone() -> None:
     _ranks().barrier()
 
 
+@names_arguments
 def concatenate(data: Any, dim: int = 0) -> Any:
     """Concatenate tensors, or the tensors in equal lists, tuples or dicts, along a dim."""
     first = data[0]
@@ -84,6 +90,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     return torch.cat(data, dim=dim)
 
 
+@names_arguments
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
     """Move a tensor, a module or a collection of tensors to a device.
 
@@ -120,6 +127,7 @@ def extract_model_from_parallel(
     return unwrap(model) if isinstance(model, nn.Module) else model
 
 
+@names_arguments
 def save(
     obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:

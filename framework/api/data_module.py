@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.absent_names import lacks
+from ..core.arguments import NoArguments, check_names, keywords_of
 from ..core.hyperparameters import HyperparametersMixin
 from .absent_names import DATA_MODULE
 from .overriding import is_overridden
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @lacks(DATA_MODULE)
-class DataModule(HyperparametersMixin):
+class DataModule(HyperparametersMixin, NoArguments):
     """Base class of data modules; override the loaders and hooks that you need.
 
     ``prepare_data`` runs on one rank of each node, then ``setup`` on all ranks, then the loaders are requested.
@@ -111,6 +112,9 @@ class DataModule(HyperparametersMixin):
 
         The training set is shuffled if it is map-style. ``kwargs`` go to the constructor, and so do ``batch_size`` and
         ``num_workers`` if it accepts them.
+
+        Raises:
+            UnknownArgumentError: the constructor does not accept one of ``kwargs``.
         """
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         loaders = {
@@ -120,7 +124,10 @@ class DataModule(HyperparametersMixin):
         }
         # A separate class, so that the check for overridden loaders works as for all data modules.
         own_class: type[Self] = type(cls.__name__, (cls,), loaders)
-        return own_class(**_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **kwargs)
+        accepted = _accepted(cls, {"batch_size": batch_size, "num_workers": num_workers, **kwargs})
+        known = [*keywords_of(DataModule.from_datasets), *keywords_of(cls)]
+        check_names(f"{cls.__name__}.from_datasets", {n: v for n, v in kwargs.items() if n not in accepted}, known)
+        return own_class(**accepted)
 
 
 def _accepted(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import open_checkpoint
 from ..core.absent_names import AbsentValue, lacks
+from ..core.arguments import names_arguments
 from ..core.hyperparameters import HyperparametersMixin
 from ..core.optimizer_config import parameters_of
 from ..metrics.metric_log import MetricLog
@@ -51,6 +52,7 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
     _routed_steps: ClassVar = ("training_step", "validation_step", "test_step", "predict_step")
     _metric_log: Any
 
+    @names_arguments
     def __init__(self) -> None:
         super().__init__()
         self._run = None

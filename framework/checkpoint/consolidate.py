@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.arguments import names_arguments
 from ..core.errors import unknown
 from .manifest import MODEL
 from .reader import Checkpoint, open_checkpoint
@@ -16,6 +17,7 @@ from .stored_tensor import SavedTensor, StoredTensor
 AVERAGES = "averages"
 
 
+@names_arguments
 def consolidate(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError
 from .manifest import JSON
 from .reader import Checkpoint, open_checkpoint
@@ -66,6 +67,7 @@ class Difference:
         return not self.documents and all(section.equal for section in self.sections.values())
 
 
+@names_arguments
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Difference:
     """Compare two checkpoints, saved under any strategy and number of ranks. Reads and verifies every tensor.
 

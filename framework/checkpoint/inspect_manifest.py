@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeGuard
 
+from ..core.arguments import names_arguments
 from .manifest import JSON, VERSION, Manifest, TensorRecord
 from .manifest_file import read_manifest
 
@@ -71,6 +72,7 @@ class Inspection:
     """The logged metrics that are numbers."""
 
 
+@names_arguments
 def inspect(path: str | os.PathLike[str]) -> Inspection:
     """Describe a checkpoint by its manifest; use ``verify`` to check the files.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError, ConfigurationError, unknown
 from .manifest import JSON, Manifest, Part, TensorRecord
 from .manifest_file import read_manifest
@@ -23,6 +24,7 @@ from .verify import was_replaced
 _MAX_OPEN_FILES = 16
 
 
+@names_arguments
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint and check its manifest.
 

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from ..core.arguments import names_arguments
 from ..core.errors import StorageError
 from ..system.atomic_directories import remove_tree
 from ..system.atomic_files import storage_error, sync_directory
@@ -44,6 +45,7 @@ def _clean(directory: Path, ours: Callable[[str, Path], bool], shared: bool, not
         return []
 
 
+@names_arguments
 def clean_leftovers(
     directory: str | os.PathLike[str],
     ours: Callable[[str, Path], bool] | None = None,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError
 from .manifest import Manifest
 from .manifest_file import read_manifest
@@ -19,6 +20,7 @@ _Header: TypeAlias = "dict[str, tuple[str, tuple[int, ...], int, int, str]]"
 _MOST_READINGS = 3
 
 
+@names_arguments
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Read every byte of a checkpoint and return a list of problems, one sentence each; empty if it is good."""
     for _ in range(_MOST_READINGS):
@@ -50,6 +52,7 @@ def problems_of(path: str | os.PathLike[str], manifest: Manifest, files: Iterabl
     ]
 
 
+@names_arguments
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint has a good manifest and files of the right sizes. Cheap: no tensor is read."""
     try:

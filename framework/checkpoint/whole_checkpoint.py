@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError, StorageError
 from ..system.atomic_directories import delete_hidden, hide_directory
 from . import codec
@@ -18,6 +19,7 @@ from .reader import open_checkpoint
 STATE = "state"
 
 
+@names_arguments
 def weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the model's tensors by name, on the CPU; tied names share one tensor.
 
@@ -32,6 +34,7 @@ def weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return checkpoint.read_section(MODEL)
 
 
+@names_arguments
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a checkpoint as one dict.
 
@@ -51,6 +54,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
+@names_arguments
 def remove(path: str | os.PathLike[str]) -> None:
     """Delete a checkpoint: its name disappears at once, then its files. A link is removed, never its target.
 

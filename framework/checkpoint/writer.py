@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, PhalanxError, StorageError
 from ..distributed.world import World
 from ..system.atomic_directories import HiddenDirectory, remove_tree, replace_directory
@@ -44,6 +45,7 @@ from .save_errors import error_of, gather_or_raise, outcome_of
 from .write_plan import Assignment, Box, Plan, Snapshot, assign, plan_of
 
 
+@names_arguments
 def save(
     path: str | os.PathLike[str],
     snapshot: Snapshot,

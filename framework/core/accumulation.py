@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from .arguments import names_arguments
 from .errors import ConfigurationError, is_count
 
 
@@ -19,6 +20,7 @@ class AccumulationSchedule:
         ConfigurationError: a factor is not an integer of at least 1, or a key is not an integer of at least 0.
     """
 
+    @names_arguments
     def __init__(self, factors: int | Mapping[int, int], unit: Literal["epoch", "step"] = "epoch") -> None:
         table = dict(factors) if isinstance(factors, Mapping) else {0: factors}
         if unit not in ("epoch", "step"):

@@ -2,15 +2,17 @@
 
 ``names_arguments`` decorates functions, and constructors of subclasses of ``NamesArguments``. It costs nothing but a
 call where the arguments are right, so it is for constructors and for functions that run a few times in a run.
+``NoArguments`` is the base of classes without a constructor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar, cast
+from types import FrameType, MappingProxyType
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 from .errors import UnknownArgumentError, closest_or_known
 
@@ -115,8 +117,16 @@ def keywords_of(function: Callable[..., Any]) -> list[str]:
 
 
 def is_from_call(error: TypeError) -> bool:
-    """Whether the call itself was refused in the frame that handles ``error``, before the function began."""
-    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+    """Whether the call itself was refused in the frame that handles ``error``, before the function began.
+
+    A function under ``contextlib.contextmanager`` is called in frames of ``contextlib``.
+    """
+    last = error.__traceback__
+    if last is None:
+        return False
+    while last.tb_next is not None and last.tb_next.tb_frame.f_globals is vars(contextlib):
+        last = last.tb_next
+    return last.tb_next is None
 
 
 def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -135,7 +145,38 @@ def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class NamesArguments:
+def outside(frame: FrameType | None) -> FrameType | None:
+    """Return the frame; the one below it if it is that of ``names_arguments``, between a function and its caller."""
+    return frame.f_back if frame is not None and frame.f_code is _CALL else frame
+
+
+_CALL = names_arguments(lambda: None).__code__  # type: ignore[attr-defined]
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+class NoArguments:
+    """Base of classes that take no arguments unless they define ``__init__``; the error names the unknown one."""
+
+    # Further classes of a multiple inheritance may take arguments. The types are those of a class that takes none.
+    def __init__(self, *args: NoReturn, **kwargs: NoReturn) -> None:
+        constructor = super().__init__
+        if getattr(constructor, "__objclass__", None) is not object:
+            constructor(*args, **kwargs)
+            return
+        cls = type(self)
+        check_names(cls.__name__, {} if _takes_in_new(cls) else kwargs, keywords_of(cls.__init__))
+        if args and not _takes_in_new(cls):
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+
+    setattr(__init__, "__signature__", inspect.Signature([inspect.Parameter("self", _POSITIONAL)]))  # noqa: B010 (mypy)
+
+
+def _takes_in_new(cls: type) -> bool:
+    """Whether a class without ``__init__`` takes arguments in ``__new__``, as Python allows."""
+    return cls.__new__ is not object.__new__ and cls.__init__ is NoArguments.__init__
+
+
+class NamesArguments(NoArguments):
     """Base of classes whose constructors name the closest match for an unknown argument, those of users included."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -146,8 +187,12 @@ class NamesArguments:
 
 
 def _name_of(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return the name of a function as a user writes it: the class for a constructor, and that of ``self``."""
+    """Return the name of a function as a user writes it.
+
+    That is the class for a constructor, and that of ``self`` where it has no constructor of its own.
+    """
     owner, _, name = function.__qualname__.rpartition(".<locals>.")[2].rpartition(".")
+    cls = type(args[0]) if owner and args else None
     if name == "__init__":
-        return owner
-    return f"{type(args[0]).__name__}.{name}" if owner and args else name
+        return cls.__name__ if cls and inspect.unwrap(inspect.getattr_static(cls, name)) is function else owner
+    return f"{cls.__name__}.{name}" if cls else name

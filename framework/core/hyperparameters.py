@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
+from .arguments import names_arguments, outside
 from .errors import ConfigurationError, UnknownNameError, closest_or_known, did_you_mean
 
 
@@ -33,6 +34,7 @@ class AttributeDict(dict[str, Any]):
 class HyperparametersMixin:
     """Gives a class ``save_hyperparameters`` and ``hparams``."""
 
+    @names_arguments
     def save_hyperparameters(
         self,
         *args: Any,
@@ -55,8 +57,9 @@ class HyperparametersMixin:
         if len(args) == 1 and not isinstance(args[0], str):
             found = _items_of(args[0])
         else:
-            current = frame or inspect.currentframe()
-            found = _chosen(_init_arguments(self, current if frame else current.f_back if current else None), args)
+            if frame is None and (current := inspect.currentframe()) is not None:
+                frame = outside(current.f_back)
+            found = _chosen(_init_arguments(self, frame), args)
         skipped = {ignore} if isinstance(ignore, str) else set(ignore or ())
         kept = {name: value for name, value in {**self.hparams, **found}.items() if name not in skipped}
         # Called before ``nn.Module.__init__``, and perhaps in a class with a ``__setattr__`` of its own.
@@ -78,6 +81,7 @@ class HyperparametersMixin:
         """The hyperparameters as the last ``save_hyperparameters`` recorded them, without changes made since."""
         return AttributeDict(tree_map(lambda leaf: leaf, self.__dict__.get("_hparams_initial", {})))
 
+    @names_arguments
     def remove_ignored_hparams(self, ignore_list: Iterable[str]) -> None:
         """Remove recorded hyperparameters by name, such as those that a base class recorded."""
         for name in ignore_list:
@@ -153,5 +157,5 @@ def _init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any]:
             declared: Any = type(instance)
             arguments.update({each.name: getattr(instance, each.name) for each in fields(declared) if each.init})
             frame = frame.f_back
-        frame = None if frame is None else frame.f_back
+        frame = None if frame is None else outside(frame.f_back)
     return arguments

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .arguments import NamesArguments
+from .arguments import NamesArguments, names_arguments
 from .errors import ConfigurationError
 from .registry import PRECISIONS
 
@@ -31,6 +31,7 @@ class LossScaler:
     anyway, and whether an update was good must reach the host in any case, since counters and schedulers depend on it.
     """
 
+    @names_arguments
     def __init__(
         self,
         scale: float = 2.0**16,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader
 
+from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, DataError, unknown
 from .dataloader import check_loader
 
@@ -31,6 +32,7 @@ class CombinedLoader:
     Iterating yields ``(batch, batch_idx, dataloader_idx)``; the last is 0 except in ``sequential`` mode.
     """
 
+    @names_arguments
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         """``iterables``: a dict, list or tuple of loaders, nested or not.
 

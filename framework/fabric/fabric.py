@@ -108,6 +108,7 @@ class Fabric(AccelerateNames):
         self._checkpoints = Checkpoints(self._ranks, self._prepared, self._training)
         self._weights = FullWeights(self._ranks, self._prepared)
 
+    @names_arguments
     def use_strategy(self, strategy: Strategy) -> None:
         """Replace the strategy before anything is set up. The ranks join again through the new one."""
         self._ranks.close()
@@ -154,6 +155,7 @@ class Fabric(AccelerateNames):
         _ = self.world
         return None if function is None else function(self, *args, **kwargs)
 
+    @names_arguments
     def free_memory(self, *objects: Any) -> list[None]:
         """Release everything that was set up and empty the caches; return a None for each object, to assign to it."""
         for part in (self._prepared, self._training, self._checkpoints):
@@ -228,6 +230,7 @@ class Fabric(AccelerateNames):
         """The number of micro-batches in the current window."""
         return self._training.window_size
 
+    @names_arguments
     def set_accumulation(self, accumulate: int | Mapping[int, int] | AccumulationSchedule) -> None:
         """Set the number of micro-batches for each optimizer step from now on: a number or a schedule.
 

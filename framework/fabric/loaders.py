@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError, ConfigurationError
 from ..data.combined_source import prepare_training
 from ..data.dataloader import copy_with, distributed_samplers, is_map_style
@@ -283,6 +284,7 @@ def _narrowed(given: Any, size: int, name: str) -> Any:
     return copy_with(given, {"batch_sampler": part, "batch_size": size_of_part})
 
 
+@names_arguments
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a loader without its first batches, to resume in the middle of an epoch."""
     if isinstance(dataloader, FabricLoader):

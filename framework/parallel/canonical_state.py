@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.stored_tensor import StoredTensors
 from ..checkpoint.write_plan import Shard
+from ..core.arguments import NoArguments
 from ..core.optimizer_config import parameters_of
 from .parameter_names import state_tensors
 
@@ -23,7 +24,7 @@ Slots = Mapping[str, Any]
 loaded; numbers and 0-d tensors are stored directly."""
 
 
-class CanonicalState:
+class CanonicalState(NoArguments):
     """Saves and loads canonical state where every rank holds the full tensors; base class for other layouts.
 
     Methods marked "Collective" must be called by all ranks in the same order.

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.finite_check import all_finite
+from ..core.arguments import NoArguments
 from ..core.errors import ConfigurationError
 
 
-class GradientOperations:
+class GradientOperations(NoArguments):
     """Scales, checks and clips gradients where ``parameter.grad`` is the full gradient; base class for other layouts.
 
     Methods marked "Collective" must be called by all ranks in the same order.

@@ -44,6 +44,7 @@ class TrainerActions(TrainerProperties):
             self.run.triggers.withdraw(Signal.STOP)
             self.raise_trigger(Signal.CONTINUE)
 
+    @names_arguments
     def request_stop(self, reason: str) -> None:
         """Stop all ranks after the same step; the first reason is printed at the end."""
         self.raise_trigger(Signal.STOP, reason)
@@ -53,10 +54,12 @@ class TrainerActions(TrainerProperties):
         if self.run is not None:
             self.run.triggers.set(name, payload)
 
+    @names_arguments
     def set_accumulation(self, schedule: AccumulationSchedule) -> None:
         """Replace the accumulation schedule, before training starts."""
         self._session.use_accumulation(schedule)
 
+    @names_arguments
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Send metrics to all loggers at the current step, and add them to ``callback_metrics``."""
         if self.run is not None:
@@ -141,6 +144,7 @@ class TrainerActions(TrainerProperties):
 
     # ---- actions of callbacks that take part in the engine --------------------------------------------------------
 
+    @names_arguments
     def add_average(self, settings: AverageSettings) -> Average:
         """Maintain an average of the weights from now on; for callbacks, in ``setup``."""
         return self._running("add_average").add_average(settings)

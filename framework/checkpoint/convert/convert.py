@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
+from ...core.arguments import names_arguments
 from ...core.errors import ConfigurationError
 from ...distributed.world import World
 from ...system.atomic_files import hidden_sibling, make_directory, storage_error
@@ -31,6 +32,7 @@ _CONVERTERS: dict[str, Callable[[Request], Foreign]] = {
 }
 
 
+@names_arguments
 def convert(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],

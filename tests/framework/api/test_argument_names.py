@@ -10,19 +10,31 @@ from typing import Any
 import pytest
 from models import Regressor, loader, silent_trainer
 
-from phalanx import Callback, Fabric, Trainer, TrainModule, seed_everything
+from phalanx import (
+    AccumulationSchedule,
+    Callback,
+    CombinedLoader,
+    DataModule,
+    Fabric,
+    Trainer,
+    TrainModule,
+    checkpoint,
+    seed_everything,
+)
 from phalanx.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelSummary,
     ProgressBar,
     Timer,
 )
 from phalanx.compat.accelerate import Accelerator
 from phalanx.errors import ConfigurationError, UnknownArgumentError
 from phalanx.loggers import CSVLogger
-from phalanx.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from phalanx.precisions import BFloat16Mixed, LossScaler, Precision
+from phalanx.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 
 
 def message(action: Callable[..., object], *args: Any, **arguments: Any) -> str:
@@ -103,6 +115,135 @@ def test_an_unknown_argument_of_the_fabrics_verbs_gets_the_closest_one(verb: str
     fabric = Fabric(accelerator="cpu", devices=1)
     text = message(getattr(fabric, verb), **{name: 1})
     assert text.startswith(f"Fabric.{verb}({name}=1): there is no such argument. Did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "closest"),
+    [
+        ("accumulate", {"model": None}, " Known: none."),
+        ("autocast", {"enabled": False}, " Known: none."),
+        ("free_memory", {"object": None}, " Known: none."),
+        ("init_module", {"empty_int": True}, " Did you mean 'empty_init'?"),
+        ("init_tensor", {"device": "cpu"}, " Known: none."),
+        ("join_uneven_inputs", {"even_batch": True}, " Did you mean 'even_batches'?"),
+        ("no_backward_sync", {"enable": False}, " Did you mean 'enabled'?"),
+        ("rank_zero_first", {"locally": True}, " Did you mean 'local'?"),
+        ("set_accumulation", {"accumulates": 2}, " Did you mean 'accumulate'?"),
+        ("split_between_processes", {"apply_pading": True}, " Did you mean 'apply_padding'?"),
+    ],
+)
+def test_an_unknown_argument_of_a_context_manager_gets_the_closest_one(
+    verb: str, arguments: dict[str, Any], closest: str
+) -> None:
+    text = message(getattr(Fabric(accelerator="cpu", devices=1), verb), **arguments)
+    name, value = next(iter(arguments.items()))
+    assert text.startswith(f"Fabric.{verb}({name}={value!r}): there is no such argument.{closest}")
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "meant"),
+    [
+        ("autocast", "handler", "autocast_handler"),
+        ("profile", "handler", "profile_handler"),
+        ("unwrap_model", "keep_fp32", "keep_fp32_wrapper"),
+        ("trigger_sync_in_backward", "modle", "model"),
+    ],
+)
+def test_an_unknown_argument_of_accelerates_methods_gets_the_closest_one(verb: str, name: str, meant: str) -> None:
+    text = message(getattr(Accelerator(), verb), **{name: None})
+    assert text.startswith(f"Accelerator.{verb}({name}=None): there is no such argument. Did you mean {meant!r}?")
+
+
+def test_a_type_error_inside_a_context_manager_is_pythons() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(TypeError, match=r"has no len\(\)") as raised, fabric.init_module():
+        len(3)  # type: ignore[arg-type]
+    assert not isinstance(raised.value, UnknownArgumentError)
+
+
+def test_an_unknown_argument_of_save_hyperparameters_gets_the_closest_one() -> None:
+    class Mine(TrainModule):
+        def __init__(self, size: int = 3, **arguments: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(**arguments)
+
+    assert message(Mine, ignored="size") == (
+        "Mine.save_hyperparameters(ignored='size'): there is no such argument. Did you mean 'ignore'? "
+        "Known: ignore, frame, logger."
+    )
+    assert "Did you mean 'logger'?" in message(Mine, loggers=False)
+
+
+def test_save_hyperparameters_keeps_the_arguments_of_each_class_on_the_way() -> None:
+    class Base(TrainModule):
+        def __init__(self, size: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Mine(Base):
+        def __init__(self, depth: int, size: int = 5) -> None:
+            super().__init__(size)
+
+    class Data(DataModule):
+        def __init__(self, path: str, rows: int = 2) -> None:
+            self.save_hyperparameters(ignore="rows")
+
+    assert dict(Mine(2).hparams) == {"size": 5, "depth": 2}
+    assert dict(Data("here").hparams) == {"path": "here"}
+
+
+@pytest.mark.parametrize("base", [Callback, TrainModule, DataModule, Precision, SingleDeviceStrategy, BFloat16Mixed])
+def test_a_class_without_constructor_names_the_unknown_argument(base: type) -> None:
+    class Mine(base):  # type: ignore[misc]
+        pass
+
+    assert message(Mine, sise=3) == "Mine(sise=3): there is no such argument. Known: none."
+    assert inspect.signature(Mine).parameters == {}
+    with pytest.raises(TypeError):
+        Mine(3)
+
+
+def test_a_class_without_constructor_still_passes_arguments_on() -> None:
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    class Mine(Callback, Named):
+        pass
+
+    class Own(Callback):
+        name: str
+
+        def __new__(cls, name: str) -> Own:
+            made = super().__new__(cls)
+            made.name = name
+            return made
+
+    class Inner(EarlyStopping):
+        pass
+
+    assert Mine(name="a").name == "a"  # type: ignore[call-arg]
+    assert Own(name="b").name == "b"  # type: ignore[call-arg]
+    assert pickle.loads(pickle.dumps(BFloat16Mixed())).name == BFloat16Mixed().name
+    assert message(Inner, monitor="loss", patiense=2).startswith("Inner(patiense=2)")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "meant"),
+    [
+        (AccumulationSchedule, {"factor": 2}, "factors"),
+        (CombinedLoader, {"iterable": []}, "iterables"),
+        (LossScaler, {"growth_interwal": 2}, "growth_interval"),
+        (ModelSummary, {"max_dept": 2}, "max_depth"),
+        (checkpoint.verify, {"paths": "a"}, "path"),
+        (checkpoint.newest_good, {"directories": "a"}, "directory"),
+        (DataModule.from_datasets, {"train_datasets": None}, "train_dataset"),
+    ],
+)
+def test_an_unknown_argument_of_other_public_functions_gets_the_closest_one(
+    function: Callable[..., object], arguments: dict[str, Any], meant: str
+) -> None:
+    assert f"Did you mean {meant!r}?" in message(function, **arguments)
 
 
 def test_an_unknown_argument_of_log_gets_the_closest_one() -> None:

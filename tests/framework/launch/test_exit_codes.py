@@ -19,6 +19,12 @@ FIRST_ERRORS = {
         "CheckpointError: checkpoint 'nowhere.ckpt' does not",
     ),
     "Trainer(precison=1)": (78, "UnknownArgumentError: Trainer(precison=1)"),
+    "TrainModule().save_hyperparameters(ignored='size')": (
+        78,
+        "UnknownArgumentError: TrainModule.save_hyperparameters(",
+    ),
+    "Fabric().init_module(empty_int=True)": (78, "UnknownArgumentError: Fabric.init_module(empty_int=True)"),
+    "Callback(patience=1)": (78, "UnknownArgumentError: Callback(patience=1)"),
     "raise KeyError('mine')": (1, "KeyError: 'mine'"),
 }
 
@@ -26,7 +32,7 @@ FIRST_ERRORS = {
 @pytest.mark.parametrize("call", FIRST_ERRORS)
 def test_the_first_error_of_a_script_gives_its_exit_code(call: str) -> None:
     code, message = FIRST_ERRORS[call]
-    head = "from phalanx import Fabric, Trainer, TrainModule\nfrom phalanx.callbacks import EarlyStopping\n"
+    head = "from phalanx import Callback, Fabric, Trainer, TrainModule\nfrom phalanx.callbacks import EarlyStopping\n"
     done = run_script(head + call)
     assert done.returncode == code
     lines = done.stdout.splitlines()
