@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,26 @@ if TYPE_CHECKING:
     from ..framework.api.train_module import TrainModule
 
 
+@dataclass(frozen=True)
+class SavedAfterError:
+    """The checkpoint of an ``OnExceptionCheckpoint``, for the search for the newest one: it ranks no metric.
+
+    ``dirpath`` is None, since the directory is not the one that a preempted run saves into.
+    """
+
+    path: Path
+    best_model_path: str = ""
+    best_model_score: None = None
+    last_model_path: str = ""
+    monitor: None = None
+    dirpath: None = None
+
+    @property
+    def saves_into(self) -> tuple[Path, Callable[[str], bool]]:
+        """The directory, and a check for the name of the checkpoint."""
+        return self.path.parent, lambda name: name == self.path.name
+
+
 class OnExceptionCheckpoint(Callback):
     """Save the state after the last optimizer step when a fit ends with an error or a KeyboardInterrupt.
 
@@ -30,6 +52,8 @@ class OnExceptionCheckpoint(Callback):
     - Nothing is saved, with a message, if the error comes before the first step or while an update is applied, and
       after a preemption, which saves a checkpoint of its own.
     - On several ranks the save takes at most 15 seconds. The other ranks end within 2 seconds afterwards.
+    - A fit with ``ckpt_path="auto"`` or ``"last"`` finds the checkpoint in ``dirpath`` if the Trainer has this callback
+      again.
     - Strategies that shard the state are refused before training, as no rank has the full state.
 
     Args:
@@ -49,6 +73,10 @@ class OnExceptionCheckpoint(Callback):
         self.dirpath = str(absolute(dirpath))
         self.filename = filename
         self._last = LastStep()
+
+    @property
+    def saved_checkpoints(self) -> SavedAfterError:
+        return SavedAfterError(Path(self.ckpt_path))
 
     @property
     def ckpt_path(self) -> str:

@@ -6,10 +6,12 @@ The search goes by contents and never by a pointer file.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError
 from ..system.atomic_files import storage_error
 from .inspect_manifest import inspection_of, monitored
@@ -18,6 +20,7 @@ from .manifest_file import parse_at, read_manifest, read_manifest_bytes
 from .verify import first_incomplete, verify, verify as verified
 
 
+@names_arguments
 def newest_good(
     directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     note: Callable[[str], None],
@@ -38,7 +41,7 @@ def newest_good(
         except CheckpointError as error:
             note(f"Skipped {path.name}: {error}")
             continue
-        found.append((_furthest(manifest), path, manifest))
+        found.append((furthest(manifest), path, manifest))
     for _, path, manifest in sorted(found, key=lambda entry: entry[0], reverse=True):
         reason = _reason_against(path, manifest) or (refuse(manifest) if refuse is not None else None)
         if reason is None:
@@ -65,7 +68,29 @@ def candidates(directory: Path) -> Iterator[Path]:
             yield directory / entry.name
 
 
-def _furthest(manifest: Manifest) -> tuple[int, int, float]:
+def newest_complete(
+    directories: Iterable[Path], refuse: Callable[[Manifest], str | None], preferred: Path | None = None
+) -> Path | None:
+    """Return the complete checkpoint with the most progress in one of several directories, or None.
+
+    Only manifests and headers are read, unlike in ``newest_good``. ``preferred`` is returned if no other has more
+    progress. Those with weights that are not finite are ignored, and those for which ``refuse`` returns a reason.
+
+    Raises:
+        StorageError: a directory cannot be listed.
+    """
+    found: list[tuple[tuple[int, int, float], bool, Path, Manifest]] = []
+    for path in (path for each in directories for path in candidates(each)):
+        with suppress(CheckpointError):
+            manifest = read_manifest(path)
+            if manifest.nonfinite is None and refuse(manifest) is None:
+                found.append((furthest(manifest), path == preferred, path, manifest))
+    found.sort(key=lambda entry: entry[:2], reverse=True)
+    return next((path for _, _, path, manifest in found if first_incomplete(path, manifest) is None), None)
+
+
+def furthest(manifest: Manifest) -> tuple[int, int, float]:
+    """Return the progress of a checkpoint to compare it by: optimizer steps, batches, and the time of saving."""
     document = manifest.document if isinstance(manifest.document, dict) else {}
     progress = document.get("progress")
     counts = progress if isinstance(progress, dict) else {}
@@ -105,6 +130,7 @@ class Listed:
     """Seconds since 1970."""
 
 
+@names_arguments
 def checkpoints(directory: str | os.PathLike[str], verify: bool = False) -> list[Listed]:
     """Return the checkpoints in a directory (not in subdirectories), sorted by progress, the furthest last.
 

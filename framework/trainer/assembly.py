@@ -21,9 +21,10 @@ from ..parallel.strategy import Routed
 from ..parallel.sync_batch_norm import share_batch_statistics
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
 from ..resume.checkpoint_saver import Saver
+from ..resume.checkpoint_search import Origin
 from ..resume.data_module_state import restore_data_module
 from ..resume.rank_state import restore_rank
-from ..resume.resume_point import Origin, claim_directory, find_checkpoint
+from ..resume.resume_point import claim_directory, find_checkpoint
 from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from .checks import check_backward

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback, saved_by
+from ..resume.checkpoint_search import newest_of_run
 from ..system.provenance import provenance
 from ..system.run_directory import REPORT
 from .resolved_settings import Settings
@@ -71,17 +72,16 @@ def _survives(value: Any) -> bool:
         return False
 
 
-def checkpoints(callbacks: list[Callback]) -> tuple[str, str]:
-    """Return the paths of the best and of the last checkpoint; empty where there is none."""
-    records = saved_by(callbacks)
-    best = next((str(saved.best_model_path) for saved in records if saved.best_model_path), "")
-    return best, next((str(saved.last_model_path) for saved in records if saved.last_model_path), "") or best
+def checkpoints(run: Run, callbacks: list[Callback]) -> tuple[str, str]:
+    """Return the paths of the best checkpoint, and of the newest that the run can be resumed from; empty for none."""
+    best = next((str(saved.best_model_path) for saved in saved_by(callbacks) if saved.best_model_path), "")
+    return best, str(newest_of_run(run.directory, callbacks) or "")
 
 
 def report(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
     """Return the content of ``report.json``, the outcome of a fit. Times are in UTC."""
     progress = run.progress
-    best, last = checkpoints(session.callbacks)
+    best, last = checkpoints(run, session.callbacks)
     ended = time.time()
     return {
         "exit_code": exit_code,

@@ -100,7 +100,7 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
     steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
     nothing = run.resumed is not None and run.resumed[1] == progress.global_batch
     lines = [f"trained    {'nothing more: it had finished after ' if nothing else ''}{steps}, {epochs}{reason}"]
-    best, last = checkpoints(callbacks)
+    best, last = checkpoints(run, callbacks)
     for saved in saved_by(callbacks):
         if saved.monitor is not None and saved.best_model_score is not None:
             lines.append(f"best       {saved.monitor} = {float(saved.best_model_score):.5g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Trainer, TrainModule
-from phalanx.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from phalanx.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from phalanx.framework.core.errors import ConfigurationError
 
 
@@ -121,6 +122,49 @@ def test_model_checkpoint_saves_on_exception(tmp_path: Path) -> None:
     resumed = Net()
     again = fit(tmp_path, resumed, checkpoint(), tmp_path / "saved" / "on_exception.ckpt")
     torch.testing.assert_close(result(resumed, again), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("word", ["auto", "last"])
+def test_the_newest_checkpoint_is_found_in_the_directory_of_the_callback(tmp_path: Path, word: str) -> None:
+    undisturbed = Net()
+    expected = result(undisturbed, fit(tmp_path, undisturbed, OnExceptionCheckpoint(tmp_path / "none")))
+
+    def savers(errors: str = "errors") -> list[Any]:
+        return [ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2), OnExceptionCheckpoint(tmp_path / errors)]
+
+    # Another run's checkpoint in the same directory has more progress.
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(tmp_path / "other", Net("training_step", 5), savers(), ckpt_path=None)
+    (tmp_path / "errors" / "on_exception.ckpt").rename(tmp_path / "errors" / "other.ckpt")
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(tmp_path, Net("training_step", 3), savers())
+    resumed = Net()
+    began: list[int] = []
+    again = fit(tmp_path, resumed, [*savers(), LambdaCallback(on_train_start=_noting(began))], word)
+    assert began == [3]
+    torch.testing.assert_close(result(resumed, again), expected, rtol=0, atol=0)
+
+
+def _noting(began: list[int]) -> Any:
+    return lambda trainer, module: began.append(trainer.global_step)
+
+
+def test_last_is_newer_than_the_last_save_of_the_schedule_after_an_error(tmp_path: Path) -> None:
+    """Given a Trainer whose fit ended with an error, when it fits again, then it resumes after the last step."""
+    began: list[int] = []
+    savers = [ModelCheckpoint(every_n_train_steps=2, save_last=True), OnExceptionCheckpoint(tmp_path / "errors")]
+    trainer = quiet_trainer(tmp_path, [*savers, LambdaCallback(on_train_start=_noting(began))], max_epochs=1)
+    with pytest.raises(RuntimeError, match="planted"):
+        trainer.fit(Net("training_step", 3), shuffled())
+    report = json.loads((trainer.run_dir / "report.json").read_text())
+    assert report["last_checkpoint"] == str(tmp_path / "errors" / "on_exception.ckpt")
+    trainer.fit(Net(), shuffled(), ckpt_path="last")
+    assert began == [0, 3]
+
+
+def test_a_preempted_run_is_saved_beside_its_other_checkpoints(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, [OnExceptionCheckpoint(tmp_path / "errors"), ModelCheckpoint(tmp_path / "saved")])
+    assert trainer.checkpoint_dir == tmp_path / "saved"
 
 
 def test_an_empty_name_is_refused() -> None:

@@ -119,6 +119,44 @@ def test_the_report_has_times_checkpoints_and_the_results_of_evaluations(tmp_pat
     assert document(trainer, "report.json") == report | {"test": [{"test_loss": 2.5}], "validate": [{"val_loss": 1.5}]}
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["given", "own"])
+def test_the_last_checkpoint_of_the_report_is_the_one_that_auto_resumes_from(tmp_path: Path, given: bool) -> None:
+    class Worse(Watched):
+        """The first epoch is the best one."""
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", float(self.current_epoch))
+
+    def trainer(max_epochs: int) -> Trainer:
+        saver = ModelCheckpoint(
+            tmp_path / "kept" if given else None, monitor="val_loss", save_top_k=2, keep_last=1, filename="{epoch}"
+        )
+        return silent_trainer(
+            devices=1, max_epochs=max_epochs, default_root_dir=tmp_path, enable_checkpointing=True, callbacks=[saver]
+        )
+
+    fitted = trainer(3)
+    fitted.fit(Worse(), loader(8), loader(8))
+    report = document(fitted, "report.json")
+    assert Path(report["best_checkpoint"]).name == "epoch=0.ckpt"
+    assert Path(report["last_checkpoint"]).name == "epoch=2.ckpt"
+    resumed = trainer(4)
+    resumed.fit(Worse(), loader(8), loader(8), ckpt_path="auto")
+    assert resumed.ckpt_path == report["last_checkpoint"]
+    assert Path(document(resumed, "report.json")["last_checkpoint"]).name == "epoch=3.ckpt"
+
+
+def test_checkpoints_of_weights_are_not_the_last_one_to_resume_from(tmp_path: Path) -> None:
+    trainer = silent_trainer(
+        devices=1, max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(save_weights_only=True)],
+    )  # fmt: skip
+    trainer.fit(Watched(), loader(8), loader(8))
+    report = document(trainer, "report.json")
+    assert Path(report["best_checkpoint"]).is_dir()
+    assert report["last_checkpoint"] is None
+
+
 def test_the_report_of_a_failure_has_its_exit_code(tmp_path: Path) -> None:
     class Failing(Watched):
         def on_train_epoch_end(self) -> None:
