@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -10,6 +12,8 @@ from ..framework.system.console import EncodableStream, print_line
 UNKNOWN = float("inf")
 """The total of a stage whose number of batches is not known."""
 _SMOOTHING = 0.3
+_DEBUGGERS = ("bdb", "cmd", "pdb", "IPython.core.debugger")
+"""The modules that write for a debugger of the terminal."""
 
 
 @dataclass
@@ -108,8 +112,40 @@ class Lines:
         pass
 
 
+class Output:
+    """The standard output beside a live bar: a debugger that writes to it removes the bar, and has the terminal."""
+
+    def __init__(self, beside: Any, alone: Any, close: Callable[[], None]) -> None:
+        """``beside`` writes above the bar, ``alone`` to the terminal. ``close`` removes the bar."""
+        self._beside = beside
+        self._alone = alone
+        self._close = close
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        written: int
+        if sys._getframe(1).f_globals.get("__name__") in _DEBUGGERS:
+            self._close()
+            written = self._alone.write(text)
+        else:
+            written = self._beside.write(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._beside, name)
+
+
+def has_stepping_debugger() -> bool:
+    """Whether pdb, or a debugger derived from it, follows this thread line by line."""
+    debugger = sys.modules.get("bdb")
+    return debugger is not None and isinstance(getattr(sys.gettrace(), "__self__", None), debugger.Bdb)
+
+
 class Live:
-    """A live bar of rich. It is refreshed explicitly, without rich's refresh thread."""
+    """A live bar of rich. It is refreshed explicitly, without rich's refresh thread.
+
+    The bar is removed when a debugger writes to the terminal, and drawn again once the debugger lets the program run.
+    """
 
     def __init__(self, seconds: float, force: bool = False, console_arguments: dict[str, Any] | None = None) -> None:
         # Importing rich takes tens of milliseconds, so it is imported only if a live bar is displayed.
@@ -129,11 +165,17 @@ class Live:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def draw(self, frame: Frame, metrics_text: str) -> None:
+        if has_stepping_debugger():
+            self.close()
+            return
         if self._bar is None:
+            before = sys.stdout
             self._bar = self._progress_class(
                 *self._columns, self._text, console=self._console, auto_refresh=False, transient=True
             )
             self._bar.start()
+            if sys.stdout is not before:  # Rich puts its own stream in place where it draws.
+                sys.stdout = cast(Any, Output(sys.stdout, before, self.close))
             self._task = self._bar.add_task("", text="")
         self._bar.update(
             self._task,

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from ranks import end_session
 
 CTRL_C = b"\x03"
@@ -143,6 +145,47 @@ def test_a_breakpoint_stops_rank_0_in_the_terminal_for_longer_than_a_stall_may_l
     # On the other rank the breakpoint had no effect.
     (file,) = tmp_path.rglob("rank_1.log")
     assert "ANSWER 41 ON 1" in file.read_text()
+
+
+# The bar is drawn after each batch.
+WITH_BAR = (
+    DEBUGGED.replace(
+        "import Trainer, TrainModule", "import Trainer, TrainModule\nfrom phalanx.callbacks import ProgressBar"
+    )
+    .replace("verbose=False", "callbacks=[ProgressBar(refresh_seconds=1e-6)]")
+    .replace("devices=2", "devices=int(seconds)")
+    .replace("stall_timeout=float(seconds)", "stall_timeout=60.0")
+    .replace("global_step == 2:", "global_step in (2, 20):")
+)
+BAR = "━"
+
+
+@pytest.mark.parametrize("entry", ["breakpoint()", "__import__('pdb').set_trace()"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_progress_bar_is_not_drawn_while_a_debugger_has_the_terminal(
+    tmp_path: Path, entry: str, ranks: int
+) -> None:
+    """Given a live bar, when a debugger stops the script, then its prompt has a line of its own until it continues."""
+    source = WITH_BAR.replace("breakpoint()", entry if ranks == 1 else f"self.global_rank == 0 and {entry}")
+    with in_terminal(tmp_path, source, ranks) as (process, terminal):
+        before = read_until(terminal, b"(Pdb) ")
+        os.write(terminal, b"n\n")
+        stepped = read_until(terminal, b"(Pdb) ")
+        os.write(terminal, b"c\n")
+        between = read_until(terminal, b"(Pdb) ")
+        os.write(terminal, b"c\n")
+        after = read_until(terminal, None)
+        assert process.wait(30.0) == 0, after.decode(errors="replace")
+    for shown in (before, between):
+        text = shown.decode()
+        assert BAR in text
+        # The last bar was erased, and the cursor shown again, before the debugger wrote.
+        assert "\x1b[2K" in text[text.rfind(BAR) : text.rfind("> ")]
+        assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+        # Readline may switch the terminal's mode first.
+        assert re.search(r"\n(\x1b\[[?0-9]*[a-z]|\r)*\(Pdb\) $", text), text[-200:]
+    assert BAR not in stepped.decode()
+    assert BAR in after.decode()
 
 
 def test_a_debugger_reads_commands_from_a_pipe(tmp_path: Path) -> None:
