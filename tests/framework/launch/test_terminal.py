@@ -147,45 +147,43 @@ def test_a_breakpoint_stops_rank_0_in_the_terminal_for_longer_than_a_stall_may_l
     assert "ANSWER 41 ON 1" in file.read_text()
 
 
-# The bar is drawn after each batch.
-WITH_BAR = (
-    DEBUGGED.replace(
-        "import Trainer, TrainModule", "import Trainer, TrainModule\nfrom phalanx.callbacks import ProgressBar"
-    )
-    .replace("verbose=False", "callbacks=[ProgressBar(refresh_seconds=1e-6)]")
-    .replace("devices=2", "devices=int(seconds)")
-    .replace("stall_timeout=float(seconds)", "stall_timeout=60.0")
-    .replace("global_step == 2:", "global_step in (2, 20):")
-)
-BAR = "━"
+# A live bar without a run, which needs no torch.
+WITH_BAR = """
+from phalanx.callbacks.progress_screens import Frame, Live
+
+bar, frame = Live(0.1), Frame("epoch 0", 10, 0.0, 0, 0.0, 0)
+bar.draw(frame, "")
+ENTRY
+print("STEPPED", flush=True)
+bar.draw(frame, "")
+print("ABOVE", flush=True)
+bar.draw(frame, "")
+bar.close()
+"""
+BAR, ERASED, SHOWS_CURSOR = "━", "\x1b[1A\x1b[2K", "\x1b[?25h"
+# Readline may switch the terminal's mode before the prompt.
+PROMPT = re.compile(r"\n(\x1b\[[?0-9]*[a-z]|\r)*\(Pdb\) $")
 
 
 @pytest.mark.parametrize("entry", ["breakpoint()", "__import__('pdb').set_trace()"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_progress_bar_is_not_drawn_while_a_debugger_has_the_terminal(
-    tmp_path: Path, entry: str, ranks: int
-) -> None:
-    """Given a live bar, when a debugger stops the script, then its prompt has a line of its own until it continues."""
-    source = WITH_BAR.replace("breakpoint()", entry if ranks == 1 else f"self.global_rank == 0 and {entry}")
-    with in_terminal(tmp_path, source, ranks) as (process, terminal):
-        before = read_until(terminal, b"(Pdb) ")
+def test_the_progress_bar_is_not_drawn_while_a_debugger_has_the_terminal(tmp_path: Path, entry: str) -> None:
+    with in_terminal(tmp_path, WITH_BAR.replace("ENTRY", entry), 0.0) as (process, terminal):
+        stopped = read_until(terminal, b"(Pdb) ").decode()
         os.write(terminal, b"n\n")
-        stepped = read_until(terminal, b"(Pdb) ")
+        printed = read_until(terminal, b"(Pdb) ").decode()
+        os.write(terminal, b"n\n")
+        stepped = read_until(terminal, b"(Pdb) ").decode()
         os.write(terminal, b"c\n")
-        between = read_until(terminal, b"(Pdb) ")
-        os.write(terminal, b"c\n")
-        after = read_until(terminal, None)
-        assert process.wait(30.0) == 0, after.decode(errors="replace")
-    for shown in (before, between):
-        text = shown.decode()
-        assert BAR in text
-        # The last bar was erased, and the cursor shown again, before the debugger wrote.
-        assert "\x1b[2K" in text[text.rfind(BAR) : text.rfind("> ")]
-        assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
-        # Readline may switch the terminal's mode first.
-        assert re.search(r"\n(\x1b\[[?0-9]*[a-z]|\r)*\(Pdb\) $", text), text[-200:]
-    assert BAR not in stepped.decode()
-    assert BAR in after.decode()
+        after = read_until(terminal, None).decode()
+        assert process.wait(30.0) == 0, after
+    assert PROMPT.search(stopped), stopped
+    last = stopped[stopped.rindex(BAR) :]
+    assert 0 < last.index(SHOWS_CURSOR) < last.index(ERASED) < last.index("-> print")
+    assert "STEPPED" in printed
+    assert "-> print" in stepped
+    assert BAR not in printed + stepped
+    assert PROMPT.search(stepped), stepped
+    assert BAR in after[after.index("ABOVE") :]
 
 
 def test_a_debugger_reads_commands_from_a_pipe(tmp_path: Path) -> None:
