@@ -159,11 +159,11 @@ class NoArguments:
 
     # Further classes of a multiple inheritance may take arguments. The types are those of a class that takes none.
     def __init__(self, *args: NoReturn, **kwargs: NoReturn) -> None:
-        constructor = super().__init__
+        constructor: Any = super().__init__
         if getattr(constructor, "__objclass__", None) is not object:
             constructor(*args, **kwargs)
             return
-        cls = type(self)
+        cls: type[Any] = type(self)
         check_names(cls.__name__, {} if _takes_in_new(cls) else kwargs, keywords_of(cls.__init__))
         if args and not _takes_in_new(cls):
             raise TypeError(f"{cls.__name__}() takes no arguments")
@@ -171,7 +171,7 @@ class NoArguments:
     setattr(__init__, "__signature__", inspect.Signature([inspect.Parameter("self", _POSITIONAL)]))  # noqa: B010 (mypy)
 
 
-def _takes_in_new(cls: type) -> bool:
+def _takes_in_new(cls: type[Any]) -> bool:
     """Whether a class without ``__init__`` takes arguments in ``__new__``, as Python allows."""
     return cls.__new__ is not object.__new__ and cls.__init__ is NoArguments.__init__
 
