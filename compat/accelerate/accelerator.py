@@ -242,7 +242,7 @@ class Accelerator(Accumulation):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Profile a block with ``torch.profiler.profile``."""
         handler = profile_handler or self._profile
-        return self.fabric.profile(handler.output_trace_dir, **handler.options())
+        return self.fabric.profile(handler.output_trace_dir, "profile", **handler.options())
 
     # ---- files ------------------------------------------------------------------------------------------------------
 

@@ -213,7 +213,7 @@ class ProfileKwargs:
 
     Attributes:
         activities: any of ``"cpu"`` and ``"cuda"``.
-        output_trace_dir: a directory in which each rank writes its trace.
+        output_trace_dir: a directory in which each rank writes its trace as ``profile_<n>.json``.
     """
 
     activities: list[str] | None = None

@@ -99,11 +99,14 @@ class Reporting:
         return self._fanout
 
     @contextmanager
-    def profile(self, /, trace_dir: str | Path | None = None, **options: Any) -> Generator[Any, None, None]:
+    def profile(
+        self, /, trace_dir: str | Path | None = None, trace_name: str = "rank", **options: Any
+    ) -> Generator[Any, None, None]:
         """Profile a block with ``torch.profiler.profile(**options)``.
 
         Args:
-            trace_dir: a directory in which each rank writes its trace as ``rank_<n>.json``.
+            trace_dir: a directory in which each rank writes its trace as ``<trace_name>_<n>.json``.
+            trace_name: the first part of the names of these files.
             options: those of ``torch.profiler.profile``.
         """
         with torch.profiler.profile(**options) as profiler:
@@ -111,7 +114,7 @@ class Reporting:
         if trace_dir is not None:
             directory = Path(trace_dir)
             directory.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(directory / f"rank_{self._resources.place.rank}.json"))
+            profiler.export_chrome_trace(str(directory / f"{trace_name}_{self._resources.place.rank}.json"))
 
 
 def _print(sentence: str) -> None:

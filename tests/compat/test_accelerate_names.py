@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +235,11 @@ def reduced_late() -> list[float]:
 
 def test_gradients_are_reduced_where_it_is_triggered() -> None:
     assert run_on_ranks(2, reduced_late) == [[0.5, 0.5], [0.5, 1.5]]
+
+
+def test_traces_of_the_profiler_have_accelerates_names(tmp_path: Path) -> None:
+    settings = utils.ProfileKwargs(output_trace_dir=str(tmp_path / "traces"))
+    with Accelerator(cpu=True, kwargs_handlers=[settings]).profile() as profiler:
+        torch.ones(2).sum()
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["profile_0.json"]
+    assert any(event.key == "aten::sum" for event in profiler.key_averages())
