@@ -164,7 +164,7 @@ def test_last_is_newer_than_the_last_save_of_the_schedule_after_an_error(tmp_pat
 
 def test_a_preempted_run_is_saved_beside_its_other_checkpoints(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, [OnExceptionCheckpoint(tmp_path / "errors"), ModelCheckpoint(tmp_path / "saved")])
-    assert trainer.checkpoint_dir == tmp_path / "saved"
+    assert trainer._session.preemption_directory() == tmp_path / "saved"
 
 
 def test_an_empty_name_is_refused() -> None:
