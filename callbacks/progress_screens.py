@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -159,6 +160,7 @@ class Live:
         self._text = TextColumn("{task.fields[text]}", markup=False)
         self._progress_class = Progress
         self._bar: Any = None
+        self._output = ExitStack()
         self._task: Any = None
 
     def show(self, text: str) -> None:
@@ -175,7 +177,7 @@ class Live:
             )
             self._bar.start()
             if sys.stdout is not before:  # Rich puts its own stream in place where it draws.
-                sys.stdout = cast(Any, Output(sys.stdout, before, self.close))
+                self._output.enter_context(redirect_stdout(cast(Any, Output(sys.stdout, before, self.close))))
             self._task = self._bar.add_task("", text="")
         self._bar.update(
             self._task,
@@ -195,6 +197,7 @@ class Live:
 
     def close(self) -> None:
         if self._bar is not None:
+            self._output.close()
             self._bar.stop()
             self._bar = None
 

@@ -22,6 +22,7 @@ CONVERT = "framework/checkpoint/convert/"
 LOAD_PATH = (
     *("checkpoint.py", "framework/checkpoint/", "framework/resume/restore.py", "framework/state/module_loading.py"),
     *(
+        "framework/resume/checkpoint_search.py",
         "framework/resume/resume_point.py",
         "framework/state/module_state.py",
         "framework/state/optimizer_state.py",
