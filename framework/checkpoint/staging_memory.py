@@ -28,7 +28,7 @@ class _Pages(mmap.mmap):
 
     def __del__(self) -> None:
         # A forked process has a copy of this object, and no locked pages.
-        if self._locked_by == os.getpid():
+        if self._locked_by is not None and self._locked_by == os.getpid():
             self._locked_by = None
             # At the end of the process CUDA may be gone.
             with contextlib.suppress(Exception), torch.cuda.device(self._device):

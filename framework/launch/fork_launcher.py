@@ -94,10 +94,8 @@ def forked_ranks_can_use_cuda() -> bool:
     """
     if torch.cuda.is_initialized():
         return False
-    pid = os.fork()
-    if pid == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    probe = _fork(lambda: os._exit(int(torch.cuda._is_in_bad_fork())))
+    return os.waitstatus_to_exitcode(os.waitpid(probe.pid, 0)[1]) == 0
 
 
 def _check_fork(uses_cuda: bool) -> None:
