@@ -111,8 +111,8 @@ def _check_fork(uses_cuda: bool) -> None:
     if uses_cuda and not forked_ranks_can_use_cuda():
         raise ConfigurationError(
             "CUDA was started in this process, by a query such as torch.cuda.is_available() or by a library, and no "
-            "forked rank could use it then: restart, import Trainer or Fabric from phalanx before the query, which sets "
-            "PYTORCH_NVML_BASED_CUDA_CHECK=1, or put the code into a script."
+            "forked rank could use it then: restart, import Trainer or Fabric from phalanx before the query, which "
+            "sets PYTORCH_NVML_BASED_CUDA_CHECK=1, or put the code into a script."
         )
 
 
