@@ -43,7 +43,7 @@ def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
     1. Ctrl-C: the user ended the run, and no rank is at fault.
     2. A stall, unless a rank recorded an error: then the others wait for that rank, which hangs during its exit.
     3. A crash. A killed process records no error, so any traceback is from another rank, which lost its connection. An
-       abort after a recorded error is no crash: CUDA's errors are raised, and then abort the process and its peers.
+       abort after a recorded error does not count: CUDA's errors are raised, and then abort the process and its peers.
     4. A rank preempted before the process group was complete: errors of the other ranks are consequences.
     5. A rank that ended, or began to exit, without an exception before any other rank failed.
     6. The error that was raised first.
