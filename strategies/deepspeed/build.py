@@ -146,7 +146,7 @@ def _processor() -> str:
 
 
 def _gpus() -> str:
-    """Return the targets that DeepSpeed compiles for: the architectures that the user lists, else the models of the GPUs here.
+    """Return the targets that DeepSpeed compiles for: architectures that the user lists, else the models of the GPUs.
 
     The driver's files are read, as a query through torch would start CUDA in this process.
     """
