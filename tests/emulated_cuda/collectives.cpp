@@ -1,6 +1,7 @@
 // A process group in place of NCCL's: gloo does the work, on the same memory. Each collective is complete when it
 // returns, so the host waits for the other ranks here, which is not reported: on a GPU it would not.
 #include <ATen/ATen.h>
+#include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
