@@ -275,6 +275,9 @@ def _load(module_name: str, path: str) -> ModuleType:
     """Return the test file as the module of the name it has in the main process, so that its classes pickle."""
     module = sys.modules.get(module_name)
     if module is None or getattr(module, "__file__", None) != path:
+        if (folder := str(Path(path).parent)) not in sys.path:
+            # For helpers beside the test file.
+            sys.path.append(folder)
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -321,13 +324,18 @@ def changed_variables(known: Mapping[str, str]) -> list[str]:
 def lasting_threads(known: set[threading.Thread], seconds: float = 2.0) -> list[str]:
     """Return the names of threads beyond ``known`` that do not end within ``seconds``."""
     until = time.monotonic() + seconds
-    while left := [thread for thread in threading.enumerate() if thread not in known and thread.is_alive()]:
+    while left := [thread for thread in threading.enumerate() if thread not in known and _is_lasting(thread)]:
         # Threads of a loader end with the iterator, which may sit in a reference circle.
         gc.collect()
         if time.monotonic() >= until:
             break
         time.sleep(0.01)
     return [thread.name for thread in left]
+
+
+def _is_lasting(thread: threading.Thread) -> bool:
+    # The threads of torch's backward passes last as long as the process; Python knows of them once they have asked.
+    return thread.is_alive() and not isinstance(thread, threading._DummyThread)
 
 
 @contextlib.contextmanager

@@ -91,7 +91,17 @@ def _devices(library: ctypes.CDLL) -> dict[str, Any]:
         cuda.default_generators = _default_generators(library)
         cuda._get_device_properties = properties
 
+    def initialize() -> None:
+        import torch
+
+        torch.cuda.init()
+
+    def current() -> int:
+        initialize()
+        return int(library.emulated_device())
+
     def set_device(index: int) -> None:
+        initialize()
         if not 0 <= index < library.emulated_device_count():
             raise RuntimeError("CUDA error: invalid device ordinal")
         library.emulated_set_device(index)
@@ -109,7 +119,7 @@ def _devices(library: ctypes.CDLL) -> dict[str, Any]:
         "_cuda_init": start,
         "_cuda_isInBadFork": lambda: fork.is_bad,
         "_cuda_getDeviceCount": count,
-        "_cuda_getDevice": lambda: int(library.emulated_device()),
+        "_cuda_getDevice": current,
         "_cuda_setDevice": set_device,
         "_cuda_exchangeDevice": exchange,
         "_cuda_maybeExchangeDevice": restore,
@@ -235,7 +245,7 @@ class _Runtime:
 
 
 def _absent() -> dict[str, Any]:
-    """Return stand-ins for classes that torch only derives from as it is imported."""
+    """Return placeholders for classes that torch only derives from as it is imported."""
     from torch._utils import _dummy_type
 
     names = (

@@ -44,7 +44,7 @@ def is_enabled() -> bool:
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables with which a new interpreter, and all that it starts, has emulated devices."""
     given = environment.get("PYTHONPATH")
-    # DeepSpeed asks for the toolkit of CUDA, of which there is none, if it is not told to do without.
+    # Without it DeepSpeed would require CUDA's toolkit, which is not installed.
     return {"PYTHONPATH": f"{_SITE}{os.pathsep}{given}" if given else str(_SITE), "DS_IGNORE_CUDA_DETECTION": "1"}
 
 

@@ -17,7 +17,7 @@ import cuda_emulation
 KINDS = ("sync", "event", "pageable", "upload", "download", "device", "race")
 # The threads on which autograd runs backward passes are not Python's.
 NATIVE = "a thread of torch"
-_DEPTH = 12
+_DEPTH = 24
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 

@@ -1,4 +1,4 @@
-"""Building the emulation's libraries: once for each torch, Python and text of the sources, whoever needs them first.
+"""Builds the libraries of the emulation: once for each version of torch, of Python and of the sources, on first use.
 
 torch is not imported here: its libraries have to be loaded after those of the emulation are known.
 """
@@ -46,7 +46,7 @@ _LIBRARIES = {
 
 def torch_folder() -> Path:
     """Return the folder of the torch that this interpreter would import."""
-    # Not by way of all finders: that of the emulation asks here.
+    # Not through all finders: the emulation's own calls this function.
     spec = importlib.machinery.PathFinder.find_spec("torch")
     if spec is None or spec.origin is None:
         raise RuntimeError("torch is not installed: the emulated devices are built against it.")
