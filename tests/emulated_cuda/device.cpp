@@ -31,7 +31,7 @@ std::atomic<Listener> listener{nullptr};
 
 thread_local DeviceIndex current = 0;
 std::atomic<unsigned> contexts{0};
-// Raised to have each thread report its devices anew.
+// A new value makes each thread report its devices again.
 std::atomic<unsigned> generation{1};
 thread_local unsigned seen_generation = 0;
 thread_local unsigned seen_devices = 0;
@@ -131,7 +131,7 @@ std::deque<Work> waiting;
 long last_number = 0;
 std::atomic<c10::StreamId> last_stream{0};
 thread_local c10::StreamId stream_ids[kMaxDevices] = {};
-// A GPU gets on with its work even if nobody waits for it.
+// A GPU completes its work even if the host does not wait for it.
 constexpr std::size_t kMostWaiting = 256;
 
 StreamKey key_of(const Stream& stream) { return {stream.device_index(), stream.id()}; }

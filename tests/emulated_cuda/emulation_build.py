@@ -6,7 +6,6 @@ torch is not imported here: its libraries have to be loaded after those of the e
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.machinery
 import os
@@ -20,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from phalanx.framework.system.file_lock import lock
 
 SOURCES = Path(__file__).parent
 DEVICE = "libemulated_cuda"
@@ -84,19 +85,12 @@ def _folder(library: Library) -> Path:
 
 
 def _lock(guard: IO[str]) -> None:
-    """Wait for the kernel's lock on a file, which ends with the process that holds it."""
+    """Wait for the lock of a file; it ends with the process that holds it."""
     until = time.monotonic() + _LIMIT_SECONDS
-    while True:
-        try:
-            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise TimeoutError(
-                    f"Waited {_LIMIT_SECONDS:.0f} s for another process to build {guard.name}."
-                ) from None
-            time.sleep(0.1)
-        else:
-            return
+    while lock(guard.fileno()) is False:
+        if time.monotonic() > until:
+            raise TimeoutError(f"Waited {_LIMIT_SECONDS:.0f} s for another process to build {guard.name}.")
+        time.sleep(0.1)
 
 
 def _build(files: Mapping[str, Path]) -> None:
