@@ -168,7 +168,8 @@ class DDPStrategy(Strategy):
         """Average gradients in one flat reduction for each dtype. Collective.
 
         A parameter without gradient on this rank counts as zero if another rank has a gradient, and stays without one
-        if no rank has one. The same reduction carries the flags for this.
+        if no rank has one. On a CPU the same reduction carries the flags for this. On other devices they are reduced
+        over the host, which would have to wait for the device to read them.
         """
         if self.world.size == 1:
             return
@@ -176,8 +177,21 @@ class DDPStrategy(Strategy):
         for parameter in parameters:
             # Parameters that require no gradient now are included: they may have one from before toggle_optimizer.
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        reduce = self._reduce_group if self.world.device.type == "cpu" else self._reduce_on_device
         for group in by_dtype.values():
-            self._reduce_group(group)
+            reduce(group)
+
+    def _reduce_on_device(self, parameters: list[Tensor]) -> None:
+        present = torch.tensor([float(parameter.grad is not None) for parameter in parameters], dtype=torch.float64)
+        anywhere = self.world.all_reduce(present).tolist()
+        chosen = [parameter for parameter, count in zip(parameters, anywhere, strict=True) if count]
+        if not chosen:
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
+        flat = self.world.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), "mean")
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for parameter, gradient, part in zip(chosen, gradients, parts, strict=True):
+            parameter.grad = part.view_as(gradient)
 
     def _reduce_group(self, parameters: list[Tensor]) -> None:
         present = [float(parameter.grad is not None) for parameter in parameters]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import changed_variables, close_pools, lasting_threads, pool_pids, seed_alike
+from ranks import changed_variables, close_pools, lasting_threads, pool_pids, seed_alike, variables_for
 
 # The folder of multiprocessing goes when the process does; that of torch's compiler also comes with its profiler.
 _IGNORED_FILES = ("pymp-", "torchinductor_")
@@ -28,6 +28,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
         if any(isinstance(value, str) and "zero3-nvme" in value for value in given):
             item.add_marker(pytest.mark.nvme)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the emulation of CUDA before the first test, whose time limit a compiler could exceed on a busy machine."""
+    if (
+        any(item.path.parent.name == "emulated_cuda" for item in session.items)
+        and not session.config.option.collectonly
+    ):
+        variables_for("cuda")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,37 +37,54 @@ TESTS = Path(__file__).parent
 # How long ranks that wait for one that failed are given to notice.
 NOTICE_SECONDS = 2.0
 START_SECONDS = 60.0
-# pytest's own, and one that torch sets when its profiler or compiler is first used.
-_FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# pytest's own, one that torch sets when its profiler or compiler is first used, and one that phalanx sets for good.
+_FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
 
-def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_on_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, device: str = "cpu"
+) -> list[Any]:
     """Call ``function(*args)`` on each of ``num_ranks`` warm ranks; return what each returned, in rank order.
 
     The ranks form a gloo group on the CPU, so ``World.from_environment("cpu")`` finds them. Generators are seeded alike
-    before each call.
+    before each call. A single rank is in no group. With ``device="cuda"`` each process has two emulated CUDA devices,
+    and the group has a backend for them too; see tests/emulated_cuda.
 
     Raises:
         AssertionError: a rank raised, died, left threads or variables behind, or all took longer than ``timeout``
             seconds. The message holds the ranks' tracebacks and what they printed.
     """
-    pool = _POOLS.get(num_ranks)
+    pool = _POOLS.get((num_ranks, device))
     if pool is None:
-        pool = _POOLS[num_ranks] = _Pool(num_ranks)
+        pool = _POOLS[num_ranks, device] = _Pool(num_ranks, device)
     try:
         return pool.call(function, args, timeout)
     except BaseException:
         # Ranks that did not all finish are at different places: the next test gets fresh ones.
-        del _POOLS[num_ranks]
+        del _POOLS[num_ranks, device]
         pool.kill()
         raise
 
 
-def warm_python() -> WarmPython:
+def warm_python(device: str = "cpu") -> WarmPython:
     """Return the process that scripts and warm ranks are forked from."""
-    if not _WARM:
-        _WARM.append(WarmPython())
-    return _WARM[0]
+    if device not in _WARM:
+        _WARM[device] = WarmPython(variables_for(device))
+    return _WARM[device]
+
+
+def variables_for(device: str) -> dict[str, str]:
+    """Return the variables with which a new interpreter has devices of this type; builds the emulation if needed."""
+    if device == "cpu":
+        return {}
+    # The folder of the emulation is not on the path of every test.
+    sys.path.insert(0, str(TESTS / "emulated_cuda"))
+    try:
+        importlib.import_module("emulation_build").libraries()
+        variables: dict[str, str] = importlib.import_module("cuda_emulation").variables()
+    finally:
+        sys.path.pop(0)
+    return variables
 
 
 def close_pools() -> None:
@@ -75,18 +92,20 @@ def close_pools() -> None:
     while _POOLS:
         _POOLS.popitem()[1].kill()
     while _WARM:
-        _WARM.pop().close()
+        _WARM.popitem()[1].close()
 
 
 def pool_pids() -> set[int]:
     """Return the processes that outlive a test."""
-    return {process.pid for pool in _POOLS.values() for process in pool.processes} | {warm.pid for warm in _WARM}
+    return {process.pid for pool in _POOLS.values() for process in pool.processes} | {
+        warm.pid for warm in _WARM.values()
+    }
 
 
 class _Pool:
     """Processes that wait for calls on a pipe of their own each; idle ones sleep."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, device: str) -> None:
         self.processes: list[subprocess.Popen[str]] = []
         self._pipes: list[Connection] = []
         # Files without a name: nothing to remove, whatever happens.
@@ -94,19 +113,19 @@ class _Pool:
         listener = socket.create_server(("127.0.0.1", 0))
         try:
             for rank in range(num_ranks):
-                self._start(rank, num_ranks, listener)
+                self._start(rank, num_ranks, device, listener)
         finally:
             listener.close()
         self._collect(START_SECONDS, "start")
 
-    def _start(self, rank: int, num_ranks: int, listener: socket.socket) -> None:
+    def _start(self, rank: int, num_ranks: int, device: str, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
         inherited = {"RANK_PIPE": theirs.fileno()} | ({"RANK_STORE": listener.fileno()} if rank == 0 else {})
-        process = warm_python().start(
+        process = warm_python(device).start(
             TESTS / "warm_rank.py",
-            [str(rank), str(num_ranks), str(listener.getsockname()[1])],
+            [str(rank), str(num_ranks), str(listener.getsockname()[1]), device],
             Path.cwd(),
-            {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            {**os.environ, **variables_for(device), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             self._outputs[rank].fileno(),
             inherited,
         )
@@ -181,18 +200,19 @@ class _Pool:
             output.close()
 
 
-_POOLS: dict[int, _Pool] = {}
-_WARM: list[WarmPython] = []
+# By the number of ranks, and the type of their devices.
+_POOLS: dict[tuple[int, str], _Pool] = {}
+_WARM: dict[str, WarmPython] = {}
 
 
-def serve(rank: int, num_ranks: int, port: int, store_fd: int, pipe_fd: int) -> None:
+def serve(rank: int, num_ranks: int, port: int, device: str, store_fd: int, pipe_fd: int) -> None:
     """Be a warm rank: answer calls until the pipe closes."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     pipe = Connection(pipe_fd)
     # What every test file needs, loaded while no call's time runs.
     importlib.import_module("pytest")
-    _join_group(rank, num_ranks, port, store_fd)
+    _join_group(rank, num_ranks, port, device, store_fd)
     _send(pipe, True, None)
     while True:
         try:
@@ -216,16 +236,19 @@ def _send(pipe: Connection, good: bool, value: Any) -> None:
     pipe.send_bytes(payload)
 
 
-def _join_group(rank: int, num_ranks: int, port: int, store_fd: int) -> None:
+def _join_group(rank: int, num_ranks: int, port: int, device: str, store_fd: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if num_ranks == 1:
+        return
     options: dict[str, Any] = {"master_listen_fd": store_fd} if rank == 0 else {}
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", port, num_ranks, is_master=rank == 0, wait_for_workers=False, **options
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
 
 
 def _answer(module_name: str, path: str, name: str, pickled_args: bytes) -> Any:
@@ -238,8 +261,8 @@ def _answer(module_name: str, path: str, name: str, pickled_args: bytes) -> Any:
     threads, variables, directory = set(threading.enumerate()), dict(os.environ), Path.cwd()
     seed_alike()
     value = function(*args)
-    dist.barrier()
-    _destroy_other_groups()
+    if dist.is_initialized():
+        _end_groups()
     left = lasting_threads(threads)
     assert not left, f"the function left threads behind: {left}"
     changed = changed_variables(variables)
@@ -252,6 +275,9 @@ def _load(module_name: str, path: str) -> ModuleType:
     """Return the test file as the module of the name it has in the main process, so that its classes pickle."""
     module = sys.modules.get(module_name)
     if module is None or getattr(module, "__file__", None) != path:
+        if (folder := str(Path(path).parent)) not in sys.path:
+            # For helpers beside the test file.
+            sys.path.append(folder)
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -261,11 +287,16 @@ def _load(module_name: str, path: str) -> ModuleType:
     return module
 
 
-def _destroy_other_groups() -> None:
+def _end_groups() -> None:
     """Destroy the groups that the function left: each holds native threads and sockets, and calls are many."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
+    if dist.get_world_size() == 1:
+        # A single rank begins each function without a group.
+        dist.destroy_process_group()
+        return
+    dist.barrier()
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -293,13 +324,18 @@ def changed_variables(known: Mapping[str, str]) -> list[str]:
 def lasting_threads(known: set[threading.Thread], seconds: float = 2.0) -> list[str]:
     """Return the names of threads beyond ``known`` that do not end within ``seconds``."""
     until = time.monotonic() + seconds
-    while left := [thread for thread in threading.enumerate() if thread not in known and thread.is_alive()]:
+    while left := [thread for thread in threading.enumerate() if thread not in known and _is_lasting(thread)]:
         # Threads of a loader end with the iterator, which may sit in a reference circle.
         gc.collect()
         if time.monotonic() >= until:
             break
         time.sleep(0.01)
     return [thread.name for thread in left]
+
+
+def _is_lasting(thread: threading.Thread) -> bool:
+    # The threads of torch's backward passes last as long as the process; Python knows of them once they have asked.
+    return thread.is_alive() and not isinstance(thread, threading._DummyThread)
 
 
 @contextlib.contextmanager
@@ -343,22 +379,25 @@ def started_script(
     env: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
     is_new: bool = False,
+    device: str = "cpu",
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a script, given as a path or as its source, in a directory of its own; see ``started_command``.
 
     It finds torch and phalanx imported, unless the interpreter ``is_new``; that takes seconds, and is for tests of how
     a process starts, of the interpreter's ``flags``, and of what libraries read from the environment.
+    ``device="cuda"`` gives it two emulated devices.
     """
+    variables = {**variables_for(device), **(env or {})}
     directory = Path(tempfile.mkdtemp(prefix="script-"))
     try:
         path = script.resolve() if isinstance(script, Path) else directory / "script.py"
         if isinstance(script, str):
             path.write_text(script)
         if is_new or flags:
-            with started_command([sys.executable, *flags, str(path), *args], directory, env) as process:
+            with started_command([sys.executable, *flags, str(path), *args], directory, variables) as process:
                 yield process
         else:
-            process = warm_python().start(path, args, directory, {**os.environ, **(env or {})})
+            process = warm_python(device).start(path, args, directory, {**os.environ, **variables})
             with _ended(process):
                 yield process
     finally:
@@ -372,13 +411,14 @@ def run_script(
     timeout: float = 60.0,
     flags: Sequence[str] = (),
     is_new: bool = False,
+    device: str = "cpu",
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end; ``stdout`` holds both its streams, in order.
 
     Raises:
         AssertionError: it took longer than ``timeout`` seconds; all it started was killed.
     """
-    with started_script(script, *args, env=env, flags=flags, is_new=is_new) as process:
+    with started_script(script, *args, env=env, flags=flags, is_new=is_new, device=device) as process:
         return completed(process, timeout)
 
 

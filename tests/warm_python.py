@@ -93,11 +93,12 @@ class WarmProcess(subprocess.Popen[str]):
 class WarmPython:
     """A process that has imported what scripts need, and that they are forked from."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, str(Path(__file__)), str(theirs.fileno())],
+                env={**os.environ, **variables},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

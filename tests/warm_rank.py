@@ -9,7 +9,7 @@ import ranks
 
 if __name__ == "__main__":
     pipe, store = int(os.environ.pop("RANK_PIPE")), int(os.environ.pop("RANK_STORE", "-1"))
-    rank, num_ranks, port = map(int, sys.argv[1:])
+    rank, num_ranks, port = map(int, sys.argv[1:4])
     # To what runs here this is no script that could be started again, as in a test or a notebook.
     del __file__
-    ranks.serve(rank, num_ranks, port, store, pipe)
+    ranks.serve(rank, num_ranks, port, sys.argv[4], store, pipe)

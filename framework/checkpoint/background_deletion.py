@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from ..distributed.devices import make_current
 from ..system.atomic_directories import delete_hidden
 from ..system.atomic_files import free_bytes
 
@@ -17,11 +20,15 @@ from ..system.atomic_files import free_bytes
 class Background:
     """Runs ``work`` at once on a daemon thread. An exception is not raised there but stored in ``error``.
 
-    ``over`` is called on that thread at the end.
+    Args:
+        work: the task.
+        device: the device of this rank, which the task may use.
+        over: called on that thread at the end.
     """
 
-    def __init__(self, work: Callable[[], None], over: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, work: Callable[[], None], device: torch.device, over: Callable[[], None] = lambda: None) -> None:
         self.error: BaseException | None = None
+        self._device = device
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(work, over), daemon=True, name="phalanx-save")
         self._thread.start()
@@ -42,6 +49,8 @@ class Background:
 
     def _run(self, work: Callable[[], None], over: Callable[[], None]) -> None:
         try:
+            # A new thread would open device 0.
+            make_current(self._device)
             work()
         except BaseException as error:
             self.error = error

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError
+from ..core.torch_versions import existing_dtypes
 from ..system.atomic_files import begin_sync, reserve
 from .safetensors_header import CHUNK_BYTES, FileRecord, Segment, header_of
 
@@ -84,7 +85,8 @@ _CODES = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 # A torch that lacks one of them cannot hold such a tensor either.
-DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _CODES.items() if hasattr(torch, name)}
+_EXISTING = existing_dtypes(_CODES.values())
+DTYPES: dict[str, torch.dtype] = {code: _EXISTING[name] for code, name in _CODES.items() if name in _EXISTING}
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
 

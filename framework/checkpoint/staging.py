@@ -2,14 +2,14 @@
 
 The memory is reused for the next snapshot. The first access to new pages costs ten times as much as the copy, so
 ``reserve`` does it in advance on a thread. Training does not wait for all copies either: optimizer state changes only
-in ``step``, so it is copied during the computation of the next batch. From a GPU, all copies are queued before later
-work, and training waits for none of them.
+in ``step``, so it is copied during the computation of the next batch. From a GPU it is copied on a separate stream, and
+the device waits for it before the next ``step``; all other copies are queued before later work. The host waits for none
+of them.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import ConfigurationError, StorageError
+from ..distributed.devices import make_current
 from .manifest import JSON
+from .staging_memory import allocate_staging
 from .write_plan import Shard, Snapshot, memory_of
 
 
@@ -32,6 +34,7 @@ class Hold:
         self._free.set()
         # By ``id``; the optimizer is referenced so that its id is not reused.
         self._held: dict[int, tuple[Optimizer, RemovableHandle]] = {}
+        self._copied: torch.cuda.Event | None = None
 
     def begin(self, optimizers: Sequence[Optimizer | None]) -> bool:
         """Start to block updates, if possible; return whether it is possible.
@@ -48,9 +51,16 @@ class Hold:
         self._free.clear()
         return True
 
+    def wait_on_device(self, copied: torch.cuda.Event) -> None:
+        """Make the stream of the next update wait for an event."""
+        self._copied = copied
+
     def _wait(self, *_: Any) -> None:
         if not self._free.is_set():
             self._free.wait()
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
 
     def release(self) -> None:
         """Unblock waiting updates."""
@@ -79,7 +89,8 @@ class Staging:
         self._hold = Hold()
         self._later: list[tuple[Tensor, Tensor, int]] = []
         """Pending copies: the destination, the source, and the version of the source."""
-        self._copied: torch.cuda.Event | None = None
+        self._copied: list[torch.cuda.Event] = []
+        self._stream: torch.cuda.Stream | None = None
 
     def reserve(self, size: int) -> None:
         """Allocate memory for snapshots of about ``size`` bytes, on a thread."""
@@ -89,7 +100,9 @@ class Staging:
 
     def _reserve(self, size: int) -> None:
         try:
-            memory = self._allocate(size)
+            # A new thread would open device 0.
+            make_current(self._device)
+            memory = allocate_staging(size, self._device)
             memory.zero_()
         except (MemoryError, OSError, RuntimeError):
             # The save that needs the memory will raise.
@@ -129,18 +142,18 @@ class Staging:
         if size > len(self._memory):
             # Free the old memory first: both may not fit.
             self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = self._allocate(size)
+            self._memory = allocate_staging(size, self._device)
         held = self._hold.begin(optimizers)
+        if self._device.type == "cuda":
+            self._begin_on_device()
         copied: dict[tuple[Any, ...], Tensor] = {}
         sections: dict[str, dict[str, Shard]] = {section: {} for section in snapshot.sections}
         for section, name, shard, key in pieces:
             if key not in copied:
                 copied[key] = self._copy(shard.tensor.detach(), places[key], held and section == _OPTIMIZER)
             sections[section][name] = Shard(copied[key], shard.shape, shard.offsets)
-        if self._device.type == "cuda":
-            # Wait once for all copies before they are read: the next update is queued behind them on the device.
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if self._stream is not None:
+            self._end_on_device(self._stream)
         return Snapshot(sections, *documents, set(snapshot.buffers))
 
     def finish(self) -> None:
@@ -160,8 +173,8 @@ class Staging:
                 )
         finally:
             self._hold.release()
-        if self._copied is not None:
-            self._copied.synchronize()
+        for event in self._copied:
+            event.synchronize()
 
     def close(self) -> None:
         """Release the optimizers; copies that ``finish`` has not made are dropped."""
@@ -174,15 +187,30 @@ class Staging:
         if later and tensor.device.type == "cpu" and not tensor.is_inference():
             self._later.append((copy, tensor, tensor._version))
             return copy
+        if later and self._stream is not None and tensor.is_cuda:
+            with torch.cuda.stream(self._stream):
+                copy.copy_(tensor, non_blocking=True)
+            # In case the optimizer replaces it before the copy is done.
+            tensor.record_stream(self._stream)
+            return copy
         return copy.copy_(tensor, non_blocking=True)
 
-    def _allocate(self, size: int) -> Tensor:
-        if self._device.type == "cuda":
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    def _begin_on_device(self) -> None:
+        """Make copies on the separate stream follow the updates that are queued now."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def _end_on_device(self, stream: torch.cuda.Stream) -> None:
+        """Record when the copies on both streams are complete."""
+        self._copied = []
+        for each in (torch.cuda.current_stream(self._device), stream):
+            # Waiting for it sleeps; by default it would occupy a core.
+            event = torch.cuda.Event(blocking=True)
+            event.record(each)
+            self._copied.append(event)
+        # The next update is queued behind the copies; ``finish`` waits for them.
+        self._hold.wait_on_device(self._copied[1])
 
 
 def _frozen(document: JSON) -> JSON:

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from ..core.errors import ConfigurationError, DataError
 from ..core.position_rng import SeededDataset
+from ..system.environment import pins_batches
 from .orders import NaturalOrder, Order, SamplerOrder, samplers_of
 from .samplers import IndexSampler
 from .worker_process import start_worker
@@ -106,6 +107,8 @@ def copy_with(loader: DataLoader[Any], attributes: Mapping[str, Any]) -> DataLoa
 def private_copy(loader: DataLoader[Any], sampler: IndexSampler | None, name: str) -> DataLoader[Any]:
     """Return a shallow copy of a loader with a separate generator and, if given, another sampler.
 
+    Where the rank uses CUDA, the copy yields batches in pinned memory.
+
     Raises:
         ConfigurationError: the class does not let its sampler be replaced.
     """
@@ -113,6 +116,9 @@ def private_copy(loader: DataLoader[Any], sampler: IndexSampler | None, name: st
     attributes: dict[str, Any] = {"generator": torch.Generator(), "_iterator": None}
     if loader.num_workers > 0:
         attributes["worker_init_fn"] = partial(start_worker, loader.worker_init_fn)
+    if torch.cuda.is_initialized() and pins_batches():
+        # From other memory, each copy to the device keeps the host waiting.
+        attributes["pin_memory"] = True
     if sampler is None:
         return copy_with(loader, attributes)
     slot = "sampler" if loader.batch_sampler is None else "batch_sampler"

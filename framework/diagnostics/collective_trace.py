@@ -177,7 +177,7 @@ class CollectiveTrace:
             return
         # The calls of the main threads of all ranks have one order, for any groups.
         is_common = len(members) == size and threading.current_thread() is threading.main_thread()
-        stream = _MAIN if is_common else group.group_name if group is not None else threading.current_thread().name
+        stream = _MAIN if is_common else group.group_name if group is not None else _thread_name()
         with self._lock:
             number = self._counts[stream] = self._counts.get(stream, 0) + 1
         mine = [kind, what, _call_site()]
@@ -218,6 +218,13 @@ def _patch(patches: ExitStack, home: Any, name: str, value: Any) -> None:
     undo = functools.partial(setattr, home, name, before) if name in vars(home) else None
     setattr(home, name, value)
     patches.callback(undo or functools.partial(delattr, home, name))
+
+
+def _thread_name() -> str:
+    """Return a name of this thread that is the same on all ranks."""
+    thread = threading.current_thread()
+    # On CUDA, backward passes run in a thread of torch, which Python names by a number in the order of first use.
+    return "backward" if isinstance(thread, threading._DummyThread) else thread.name
 
 
 def _shown(value: Any) -> str:

@@ -31,7 +31,8 @@ class DeviceLossWatch:
         self._report = report
         self._look = look
         self._ring = torch.zeros(_SLOTS, dtype=torch.float32, pin_memory=True)
-        self._events = [torch.cuda.Event() for _ in range(_SLOTS)]
+        # Waiting for one sleeps; by default it would occupy a core.
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(_SLOTS)]
         self._waiting: deque[tuple[int, int, int]] = deque()
         self._next = 0
 

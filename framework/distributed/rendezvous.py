@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..core.errors import ConfigurationError, RankError, did_you_mean
 from ..system.environment import gloo_interface, own_records, take_store_descriptor, uses_agent_store
+from ..system.failing_exit import before_failing_exit
 from ..system.launcher_env import LOOPBACK, Placement
 from ..system.processes import allow_open_files
 
@@ -103,6 +104,7 @@ def meet(place: Placement, backend: str, timeout: timedelta | None) -> None:
         dist.init_process_group(backend, store=dist.PrefixStore(word, store), **common)  # type: ignore[attr-defined]
     atexit.unregister(_leave)
     atexit.register(_leave)
+    before_failing_exit(_abandon)
 
 
 def is_waiting() -> bool:
@@ -272,6 +274,16 @@ def destroy_group(held: list[dist.ProcessGroup]) -> None:
     if held and is_initialized():
         dist.destroy_process_group(held[0])
     held.clear()
+
+
+def _abandon() -> None:
+    """Leave the default group without destroying it if it uses NCCL. The process must end by ``os._exit``.
+
+    Destroying it waits for all collectives that were started, and the other ranks may never join them.
+    """
+    if is_initialized() and "nccl" in dist.get_backend_config():
+        atexit.unregister(_leave)
+        own_records().record_leaving(dist.get_rank())
 
 
 def _leave() -> None:

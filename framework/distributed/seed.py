@@ -10,6 +10,7 @@ import torch
 
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
+from ..core.position_rng import seed_generators
 from .world import placement
 
 _MAX_SEED = 2**32 - 1
@@ -38,10 +39,19 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     return seed
 
 
+def seed_rank(seed: int, device: torch.device) -> None:
+    """Seed the generators of this rank: those of the CPU, and that of its device."""
+    seed_generators(seed)
+    if device.type == "cuda":
+        # The device is the current one of this rank. All ranks share the seed that it had so far.
+        torch.cuda.manual_seed(seed)
+
+
 def capture() -> dict[str, Any]:
     """Return the state of every random generator of this process, as tensors and JSON values.
 
-    Covers Python, torch on the CPU, numpy if loaded, and all CUDA devices if CUDA is in use.
+    Covers Python, torch on the CPU, numpy if loaded, and this rank's device if CUDA is in use. Another rank, or a later
+    run with other devices, may have it under another index, so that no index is stored.
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -59,24 +69,23 @@ def capture() -> dict[str, Any]:
             "gauss": float(legacy["gauss"]),
         }
     if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda"] = torch.cuda.get_rng_state(torch.cuda.current_device())
     return state
 
 
 def restore(state: dict[str, Any]) -> None:
     """Restore the generators to a state that ``capture`` returned.
 
-    Devices that this process does not have, and generators that were not captured, are skipped.
+    The state of a CUDA device is restored on this rank's device, and skipped without one; generators that were not
+    captured are skipped as well.
     """
     python = state["python"]
     random.setstate((int(python["version"]), tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"].cpu())
     if "numpy" in state:
         _restore_numpy(state["numpy"])
-    if "cuda" in state:
-        devices = range(min(len(state["cuda"]), torch.cuda.device_count()))
-        for index in devices:
-            torch.cuda.set_rng_state(state["cuda"][index].cpu(), index)
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"].cpu(), torch.cuda.current_device())
 
 
 def _restore_numpy(saved: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -20,13 +20,13 @@ from ..core.errors import ConfigurationError, unknown
 from ..system.environment import (
     environment_placement,
     own_records,
-    set_missing,
     sets_threads,
     threads_for_ranks,
     usable_cores,
     variables_set,
 )
 from ..system.launcher_env import Placement
+from .devices import take_device
 from .object_frames import FrameSize, all_gather_object, broadcast_object, gather_object
 from .rank_zero import set_rank_zero_functions
 from .rendezvous import destroy_group, is_initialized, meet
@@ -132,7 +132,7 @@ class World:
             ConfigurationError: the launcher's variables contradict one another, or a rank has no device.
         """
         place = placement(num_nodes)
-        device = _device(device_type, place)
+        device = take_device(device_type, place)
         if (place.size > 1 or grouped) and not is_initialized():
             backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
             _share_cores(place)
@@ -148,16 +148,9 @@ class World:
         LOCAL_RANK is the index of the device, if there is one. On exit the environment is restored, including any
         changes by the library.
         """
-        with variables_set(self._variables()):
-            yield
-
-    def set_variables(self) -> Callable[[], None]:
-        """Set the missing ones of these variables beyond a context; return a function that removes them."""
-        return set_missing(self._variables())
-
-    def _variables(self) -> dict[str, str]:
         local_rank = self.local_rank if self.device.index is None else self.device.index
-        return {"RANK": str(self.rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size)}
+        with variables_set({"RANK": str(self.rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size)}):
+            yield
 
     @property
     def control(self) -> dist.ProcessGroup:
@@ -268,22 +261,6 @@ _REDUCTIONS: dict[str, Any] = (
     if dist.is_available()
     else dict.fromkeys(("sum", "mean", "min", "max"))
 )
-
-
-def _device(device_type: str, place: Placement) -> torch.device:
-    """Return this rank's device and make it the current CUDA device."""
-    if device_type != "cuda":
-        return torch.device(device_type)
-    count = torch.cuda.device_count()
-    # A scheduler that assigns one device to each task makes it visible as device 0.
-    index = 0 if count == 1 and place.launcher in ("slurm", "mpi") else place.local_rank
-    if index >= count:
-        raise ConfigurationError(
-            f"Local rank {place.local_rank} has no CUDA device: this process sees {count} for {place.local_size} ranks "
-            "on the node. Start fewer ranks, or check CUDA_VISIBLE_DEVICES."
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _share_cores(place: Placement) -> None:

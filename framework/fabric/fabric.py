@@ -150,7 +150,12 @@ class Fabric(AccelerateNames):
                     f"launch() with devices={self.resources.devices} has no script to run again for each rank: in a "
                     "notebook or an interpreter, put the code into a function and call launch(function)."
                 )
-            return launch_function(_run_in_rank, (self, function, args, kwargs), self.resources.world_size)
+            return launch_function(
+                _run_in_rank,
+                (self, function, args, kwargs),
+                self.resources.world_size,
+                uses_cuda=self.resources.device_type == "cuda",
+            )
         install_rank_hooks(self.resources.place)
         _ = self.world
         return None if function is None else function(self, *args, **kwargs)

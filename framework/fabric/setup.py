@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import parameters_of
 from ..core.precision import DefaultDtype, Precision
+from ..distributed.batch_copy import BatchCopy
 from ..distributed.gather import gather_rows
 from ..distributed.seed import seed_everything
 from ..parallel.strategy import Routed
@@ -185,7 +186,7 @@ class Setup:
         """
         world = self._ranks.world
         sharing = Sharing(use_distributed_sampler, split_batches, dispatch_batches, even_batches)
-        move = self._ranks.to_device if move_to_device and world.device.type != "cpu" else None
+        move = BatchCopy(world.device) if move_to_device and world.device.type == "cuda" else None
         seed = self._prepared.seed
         if seed is None:
             seed = self._prepared.take_seed(int(world.broadcast_object(torch.initial_seed())))

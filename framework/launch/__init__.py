@@ -11,12 +11,19 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .exit_hooks import end_script as end_script
-    from .fork_launcher import launch_function as launch_function
+    from .fork_launcher import (
+        forked_ranks_can_use_cuda as forked_ranks_can_use_cuda,
+        launch_function as launch_function,
+    )
     from .script_launcher import launch_script as launch_script
 
 __getattr__ = on_call(
     __name__,
-    {".exit_hooks": "end_script", ".fork_launcher": "launch_function", ".script_launcher": "launch_script"},
+    {
+        ".exit_hooks": "end_script",
+        ".fork_launcher": "launch_function forked_ranks_can_use_cuda",
+        ".script_launcher": "launch_script",
+    },
 )
 
 

@@ -16,6 +16,7 @@ from typing import NoReturn
 from ..core.errors import PhalanxError, Preempted
 from ..system.entry_script import can_rerun_script
 from ..system.environment import error_dir, hiding_secrets, own_records, started_by_torchrun
+from ..system.failing_exit import prepare_failing_exit
 from ..system.failure_records import INTERRUPTED, Failure, brief_traceback, exit_code_of, passes_phalanx
 from ..system.launcher_env import Placement
 from ..system.processes import end_with_parent
@@ -115,6 +116,7 @@ def _end_rank(
         report_failure(placement.rank, error.with_traceback(trace))
     finally:
         _kill_workers()
+        prepare_failing_exit()
         # The interpreter would exit with 1 for any error, and join threads that may wait for other ranks.
         _exit(exit_code_of(error))
 

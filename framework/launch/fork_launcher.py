@@ -36,6 +36,7 @@ def launch_function(
     args: Sequence[Any],
     num_ranks: int,
     at_end: Callable[[list[FitRecord]], None] | None = None,
+    uses_cuda: bool = False,
 ) -> T:
     """Run ``function(*args)`` in ``num_ranks`` forked copies of this process; return what it returned on rank 0.
 
@@ -46,6 +47,7 @@ def launch_function(
         args: its arguments.
         num_ranks: the number of ranks.
         at_end: called with the fits that the ranks have begun, also after a failure.
+        uses_cuda: whether the ranks use CUDA devices.
 
     Raises:
         KeyboardInterrupt: SIGINT arrived, and rank 0 ended without a result.
@@ -53,7 +55,7 @@ def launch_function(
         RankError: a rank failed, and the others were ended. The message holds its traceback.
         StalledError: a rank stalled, and all were ended. The message holds their stacks.
     """
-    _check_fork()
+    _check_fork(uses_cuda)
     with private_directory() as directory, launch_context(directory, num_ranks) as context:
         ranks = [partial(_run_rank, context, rank, function, args) for rank in range(num_ranks)]
         supervisor = Supervisor(context.directory)
@@ -85,7 +87,18 @@ def _handling_interrupts(supervisor: Supervisor) -> AbstractContextManager[None]
     return supervisor.handling_signals((signal.SIGINT,)) if in_main_thread else contextlib.nullcontext()
 
 
-def _check_fork() -> None:
+def forked_ranks_can_use_cuda() -> bool:
+    """Whether a copy of this process could use CUDA devices. It cannot after CUDA was started here.
+
+    A query such as ``torch.cuda.is_available()`` may have started it too, which only a forked process finds out.
+    """
+    if torch.cuda.is_initialized():
+        return False
+    probe = _fork(lambda: os._exit(int(torch.cuda._is_in_bad_fork())))
+    return os.waitstatus_to_exitcode(os.waitpid(probe.pid, 0)[1]) == 0
+
+
+def _check_fork(uses_cuda: bool) -> None:
     if not hasattr(os, "fork"):
         raise ConfigurationError(
             "This system cannot fork a process, which several ranks in a notebook require: put the code into a script."
@@ -94,6 +107,12 @@ def _check_fork() -> None:
         raise ConfigurationError(
             "CUDA is in use in this process, and no forked rank could use it then: restart, and move nothing to CUDA "
             "before the ranks start; or put the code into a script."
+        )
+    if uses_cuda and not forked_ranks_can_use_cuda():
+        raise ConfigurationError(
+            "CUDA was started in this process, by a query such as torch.cuda.is_available() or by a library, and no "
+            "forked rank could use it then: restart, import Trainer or Fabric from phalanx before the query, which "
+            "sets PYTORCH_NVML_BASED_CUDA_CHECK=1, or put the code into a script."
         )
 
 

@@ -42,7 +42,8 @@ def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
 
     1. Ctrl-C: the user ended the run, and no rank is at fault.
     2. A stall, unless a rank recorded an error: then the others wait for that rank, which hangs during its exit.
-    3. A crash. A killed process records no error, so any traceback is from another rank, which lost its connection.
+    3. A crash. A killed process records no error, so any traceback is from another rank, which lost its connection. An
+       abort after a recorded error does not count: CUDA's errors are raised, and then abort the process and its peers.
     4. A rank preempted before the process group was complete: errors of the other ranks are consequences.
     5. A rank that ended, or began to exit, without an exception before any other rank failed.
     6. The error that was raised first.
@@ -56,13 +57,14 @@ def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
         rank = attempt.ranks[stall.ranks[0]]
         step = _step(attempt.last_heartbeat(rank))
         return Verdict(StalledError.exit_code, stall.message, failed=True, step=step, rank=rank.rank)
-    if attempt.crashed:
-        return _crash(attempt)
+    if crashed := _unexplained_crashes(attempt, {failure.rank for failure in failures}):
+        return _crash(attempt, crashed)
     if attempt.never_met:
         return _without_failure(attempt)
     # sys.exit, os._exit and a killed teardown leave no error, yet break the connections of the others, which then
     # record errors. The time at which the rank began to exit shows which was first.
-    silent = _first_without_error(attempt, {failure.rank for failure in failures})
+    explained = {failure.rank for failure in failures} | {rank.rank for rank in attempt.crashed}
+    silent = _first_without_error(attempt, explained)
     if silent and (not failures or _left_at(attempt, silent) < failures[0].seconds):
         code = silent.code or 0
         how = f"ended with exit code {code}" if code > 0 else "exited the process group and was killed"
@@ -70,9 +72,17 @@ def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
     return _first_error(attempt, failures) if failures else _without_failure(attempt)
 
 
-def _crash(attempt: Attempt) -> Verdict:
+def _unexplained_crashes(attempt: Attempt, recorded: set[int]) -> list[RankProcess]:
+    """Return the ranks that crashed, without aborts that follow from an error which an aborted rank recorded."""
+    aborted = [rank for rank in attempt.crashed if rank.code == -signal.SIGABRT]
+    if not any(rank.rank in recorded for rank in aborted):
+        return attempt.crashed
+    return [rank for rank in attempt.crashed if rank not in aborted]
+
+
+def _crash(attempt: Attempt, crashed: list[RankProcess]) -> Verdict:
     # Of several crashes the first one counts: others may be consequences, such as access to memory of an ended rank.
-    rank = min(attempt.crashed, key=lambda rank: rank.ended_at)
+    rank = min(crashed, key=lambda rank: rank.ended_at)
     signum = -(rank.code or 0)
     if signum in _PREEMPTING and not attempt.any_joined:
         # Before the process group is complete there is nothing to save, and the handlers that save are not installed.

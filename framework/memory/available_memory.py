@@ -22,6 +22,9 @@ from torch import Tensor
 _NO_LIMIT = 1 << 60
 # Host memory that the libraries of strategies take at their first use: 50 to 180 MB were measured.
 _LIBRARIES = 180_000_000
+# Device memory: workspaces of cuBLAS and cuDNN with loaded kernels, and buffers of NCCL. Not measured by phalanx.
+_CUDA_LIBRARIES = 500_000_000
+_NCCL = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,29 @@ class Memory:
         return Memory(device, host, disk, self.device_is_host)
 
 
-def available_memory(device_type: str, sharing: int, nvme_path: str | os.PathLike[str] | None, held: int = 0) -> Memory:
+def available_memory(
+    device: torch.device, sharing: int, nvme_path: str | os.PathLike[str] | None, held: int = 0
+) -> Memory:
     """Return the memory that is available to one rank.
 
     Args:
+        device: the rank's device. No other is opened.
         sharing: the number of ranks on this node, which share its memory.
         held: bytes of host memory that the model takes in this process already, which count as available to it.
     """
     host = max(0, host_memory(sharing) + held - _LIBRARIES)
     disk = disk_free(nvme_path) // sharing if nvme_path is not None else 0
-    if device_type != "cuda":
+    if device.type != "cuda":
         return Memory(host, host, disk)
-    free, _ = torch.cuda.mem_get_info()
+    free, _ = torch.cuda.mem_get_info(device)
     # Memory that torch's allocator has reserved and not given to a tensor.
-    spare = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return Memory(free + spare, host, disk, device_is_host=False)
+    spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return Memory(max(0, free + spare - _gpu_libraries(sharing)), host, disk, device_is_host=False)
+
+
+def _gpu_libraries(sharing: int) -> int:
+    """Return device memory that CUDA's libraries take at their first use, and NCCL if there are several ranks."""
+    return _CUDA_LIBRARIES + (_NCCL if sharing > 1 else 0)
 
 
 def host_memory(sharing: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

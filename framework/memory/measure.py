@@ -165,11 +165,11 @@ def measure_with_data(module: TrainModule, batch: Any, device: torch.device, pre
     built.to(device).train()
     precision.convert_module(built)
     if device.type != "cuda":
-        return _watched(built, batch, precision, device.type)[0]
+        return _watched(built, batch, precision, device)[0]
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    seen, loss = _watched(built, batch, precision, device.type)
+    seen, loss = _watched(built, batch, precision, device)
     forward = torch.cuda.max_memory_allocated(device) - before
     loss.backward()
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in built.parameters() if p.grad is not None)
@@ -187,10 +187,10 @@ def measure_with_fake_tensors(module: TrainModule, batch: Any, precision: Precis
         precision.convert_module(built.train())
         batch = precision.convert_batch(batch)
         faked = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-        return _watched(built, faked, precision, "cpu")[0]
+        return _watched(built, faked, precision, torch.device("cpu"))[0]
 
 
-def _watched(module: TrainModule, batch: Any, precision: Precision, device_type: str) -> tuple[Activations, Tensor]:
+def _watched(module: TrainModule, batch: Any, precision: Precision, device: torch.device) -> tuple[Activations, Tensor]:
     """Run a step and add up the storages that it saves for backward, without those of parameters and buffers."""
     parameters = {id(parameter) for parameter in module.parameters()}
     known = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -207,11 +207,12 @@ def _watched(module: TrainModule, batch: Any, precision: Precision, device_type:
 
     with ExitStack() as stack:
         stack.enter_context(RandomStream(0).entered())
-        if device_type == "cuda":
-            stack.enter_context(torch.random.fork_rng())
+        if device.type == "cuda":
+            # By default it opens every device of the machine.
+            stack.enter_context(torch.random.fork_rng([device]))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor))
-        context = precision.forward_context(device_type)
+        context = precision.forward_context(device.type)
         if context is not None:
             stack.enter_context(context)
         output = module.training_step(batch, 0)

@@ -262,7 +262,7 @@ class _Parked:
             event = None
             if device.type == "cuda":
                 stacked = stacked.to("cpu", non_blocking=True)
-                event = torch.cuda.current_stream(device).record_event()
+                event = torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
             self._copies.append((group, stacked, event))
             for place in group:
                 self._numbers[place] = None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from ..core.errors import ConfigurationError, UnknownNameError, is_count, unknown
 from ..core.precision import Precision, resolve_precision
 from ..core.registry import STRATEGIES
+from ..distributed.devices import is_assigned_one_device, listed_devices, num_devices
 from ..distributed.rendezvous import is_initialized
 from ..distributed.world import World, placement
-from ..system.environment import usable_cores
+from ..system.environment import query_devices_by_nvml, usable_cores
 from ..system.launcher_env import Placement, check_devices
 from .strategy import Strategy
+
+# For the user's own queries, before ranks are forked from a notebook.
+query_devices_by_nvml()
 
 _ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
 # Devices that other frameworks support. Some of their names are close to 'gpu'.
@@ -72,11 +74,8 @@ class Resources:
         """Join the process group and take the device. Collective."""
         if self.place.local_rank == 0:
             self.strategy.prepare(self.device_type, self.precision)
-        world = self.strategy.connect(self.device_type, self.num_nodes, self.precision)
-        if self.indices is not None:
-            world.device = torch.device("cuda", self.indices[world.local_rank])
-            torch.cuda.set_device(world.device)
-        return world
+        with listed_devices(self.indices):
+            return self.strategy.connect(self.device_type, self.num_nodes, self.precision)
 
 
 class RankProperties:
@@ -181,8 +180,8 @@ def _device_type(accelerator: str) -> str:
         raise unknown("accelerator", str(accelerator), _ACCELERATORS)
     device_type = _ACCELERATORS[accelerator]
     if device_type == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device_type == "cuda" and not torch.cuda.is_available():
+        return "cuda" if num_devices() else "cpu"
+    if device_type == "cuda" and not num_devices():
         raise ConfigurationError(
             f"accelerator={accelerator!r} but torch sees no CUDA device: use 'cpu', or install a CUDA build of torch."
         )
@@ -191,7 +190,7 @@ def _device_type(accelerator: str) -> str:
 
 def _devices(devices: int | str | list[int], device_type: str, place: Placement) -> tuple[int, list[int] | None]:
     """Return the number of ranks on each node, and the CUDA indices of their devices if they were listed."""
-    available = torch.cuda.device_count() if device_type == "cuda" else 0
+    available = num_devices() if device_type == "cuda" else 0
     if devices in ("auto", "-1", -1):
         # A launcher determines the number of ranks, regardless of the devices of the machine.
         launched = place.launcher is not None or place.size > 1
@@ -204,7 +203,7 @@ def _devices(devices: int | str | list[int], device_type: str, place: Placement)
         raise ConfigurationError(
             f"devices={devices!r} must be 'auto', a number of at least 1, or a list of CUDA indices."
         )
-    if device_type == "cuda" and count > available:
+    if device_type == "cuda" and count > available and not is_assigned_one_device(place, available):
         raise ConfigurationError(f"devices={count} but torch sees {available} CUDA device(s).")
     return count, None
 

@@ -217,7 +217,7 @@ class Saver:
             if run.world.is_global_zero:
                 run.triggers.post(Signal.SAVE_DONE, number)
 
-        work = Background(write, over)
+        work = Background(write, run.world.device, over)
         self._pending = _Pending(number, request, work, notes)
 
     def _write(

@@ -13,9 +13,9 @@ from typing import Any
 from ..checkpoint.codec import decode, encode_inline
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import ConfigurationError
-from ..core.position_rng import mix_seed, seed_generators
+from ..core.position_rng import mix_seed
 from ..data.accumulation_window import Windows
-from ..distributed.seed import capture, restore
+from ..distributed.seed import capture, restore, seed_rank
 from ..run.run import Run
 
 
@@ -83,6 +83,6 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
         windows.source.restore([mine[0].get("data")], own=True)
     else:
         windows.source.restore([decode(document.get("data")) for document in kept], own=False)
-        seed_generators(mix_seed(run.seed, run.progress.attempts, world.data_rank))
+        seed_rank(mix_seed(run.seed, run.progress.attempts, world.data_rank), world.device)
     random = mine[0]["random"] if same else capture()
     run.replay_from({**_state(run), "random": random})

@@ -47,6 +47,7 @@ class StepRecord:
             )
         self.step = run.progress.global_step
         self._identity = run.directory.identity
+        self._device = run.world.device
         self._limit = None if run.world.size == 1 else LIMIT_SECONDS
         self._state = RunState(run)
         self._state.add_training(run, windows, run.seed, run.loggers.mark())
@@ -96,7 +97,7 @@ class StepRecord:
                 given_up=lambda: work is not None and work.given_up,
             )
 
-        work = Background(write, lambda: None)
+        work = Background(write, self._device)
         if not work.wait(self._limit):
             work.give_up()
             raise StorageError(f"{path} was not written within {LIMIT_SECONDS:g} s.")

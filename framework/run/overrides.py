@@ -17,6 +17,7 @@ from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, LoopError
 from ..core.precision import Precision
+from ..distributed.batch_copy import BatchCopy
 from ..fabric.collectives import to_device
 from ..parallel.closures import needs_closure
 from ..parallel.strategy import StepFunction, Strategy
@@ -139,7 +140,7 @@ def batch_transfer(
         if before is None and after is None and not converts:
             return None
     elif move is None:
-        move = _move
+        move = _mover(device)
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
         if before is not None:
@@ -153,8 +154,12 @@ def batch_transfer(
     return transfer
 
 
-def _move(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-    return to_device(batch, device)
+def _mover(device: torch.device) -> Callable[..., Any]:
+    """Return the counterpart of the hook ``transfer_batch_to_device`` for modules that do not override it."""
+    if device.type == "cuda":
+        copy = BatchCopy(device)
+        return lambda batch, device, dataloader_idx: copy(batch)
+    return lambda batch, device, dataloader_idx: to_device(batch, device)
 
 
 def _overridden(name: str, module: TrainModule, datamodule: DataModule | None) -> Callable[..., Any] | None:

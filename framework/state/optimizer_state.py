@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -39,13 +40,28 @@ def optimizer_state(
             if isinstance(value, Shard):
                 shards[f"{index}/{slot}/{name}"] = value
             else:
-                scalars.setdefault(name, {})[slot] = value.cpu() if isinstance(value, Tensor) else value
+                scalars.setdefault(name, {})[slot] = value
+    _move_to_host(scalars)
     groups = []
     for group, params in zip(optimizer.param_groups, named, strict=True):
         hyper = {key: value for key, value in group.items() if key != "params"}
         frozen = [name for name, one in zip(params, group["params"], strict=True) if not one.requires_grad]
         groups.append({"params": params, "frozen": frozen, "hyper": encode_inline(hyper)})
     return {"class": type(optimizer).__name__, "groups": groups, "scalars": encode_inline(scalars)}, shards
+
+
+def _move_to_host(scalars: dict[str, dict[str, Any]]) -> None:
+    """Replace tensors by copies on the CPU, with one copy for all of the same kind, such as step counters on a GPU."""
+    places: dict[Any, list[tuple[dict[str, Any], str]]] = {}
+    for slots in scalars.values():
+        for slot, value in slots.items():
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                places.setdefault((value.device, value.dtype, value.shape), []).append((slots, slot))
+    for group in places.values():
+        # A stored scalar must not keep the memory of all others.
+        copied = torch.stack([slots[slot].detach() for slots, slot in group]).cpu().unbind()
+        for (slots, slot), value in zip(group, copied, strict=True):
+            slots[slot] = value.clone()
 
 
 def load_optimizer(

@@ -18,6 +18,7 @@ from .redaction import hiding
 
 _NVME_PATH = "PHALANX_NVME_PATH"
 _QUIET = "PHALANX_QUIET"
+_PIN_MEMORY = "PHALANX_PIN_MEMORY"
 
 
 def environment_placement(num_nodes: int = 1) -> Placement:
@@ -94,6 +95,19 @@ def adopt_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
+def query_devices_by_nvml() -> None:
+    """Make ``torch.cuda.is_available()`` ask NVML, unless the user decided otherwise.
+
+    By default it starts CUDA, and no process that is forked afterwards could use it.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def fix_cublas_workspace() -> None:
+    """Make cuBLAS deterministic, unless the user decided otherwise. It reads the variable at its first use."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def nvme_path() -> str | None:
     """Return the default folder for offloaded state, or None."""
     return os.environ.get(_NVME_PATH) or None
@@ -104,10 +118,20 @@ def is_quiet() -> bool:
     return os.environ.get(_QUIET, "0") not in ("", "0")
 
 
+def pins_batches() -> bool:
+    """Whether batches for a GPU should be in pinned memory: unless the user decided otherwise."""
+    return os.environ.get(_PIN_MEMORY, "1") not in ("", "0")
+
+
 def build_tools() -> tuple[str, list[str]]:
     """Return the C++ compiler that extensions are built with, and the user's own flags for compiling and linking."""
     flags = [os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS")]
     return os.environ.get("CXX") or "c++", [flag for each in flags for flag in shlex.split(each)]
+
+
+def cuda_architectures() -> str:
+    """Return the architectures that the user wants CUDA extensions to be compiled for, or an empty string."""
+    return os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
 
 
 @contextlib.contextmanager
@@ -187,18 +211,6 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
-
-
-def set_missing(variables: Mapping[str, str]) -> Callable[[], None]:
-    """Set the variables that are missing; return a function that removes them again."""
-    added = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in added})
-
-    def unset() -> None:
-        for name in added:
-            os.environ.pop(name, None)
-
-    return unset
 
 
 def _loopback_interface() -> str:

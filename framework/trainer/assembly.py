@@ -11,8 +11,9 @@ import torch
 from ..checkpoint.open_on_all_ranks import open_on_all_ranks
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
-from ..core.position_rng import mix_seed, seed_generators
+from ..core.position_rng import mix_seed
 from ..distributed.collective_errors import on_rank_zero
+from ..distributed.seed import seed_rank
 from ..loop import ManualStep, statistics_pass
 from ..loop.automatic_step import AutomaticStep
 from ..metrics.logger_threads import LoggerFanout
@@ -29,6 +30,7 @@ from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
 from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
+from .device_hints import device_hints
 from .loop_assembly import build_loop, check_limits, evaluation_plan
 from .plugins import check_callbacks
 
@@ -80,6 +82,10 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     run.saver.follow(loop.windows)
     _place_model(session, run)
     _configure_optimizers(run, settings)
+    # An engine that takes one optimizer steps a form of its own.
+    own_step = [] if run.traits.takes_one_optimizer else run.optimizers
+    for hint in device_hints(run.world.device, run.precision.compute_dtype == torch.float32, own_step):
+        session.note(hint)
     resumption = None
     if checkpoint is not None:
         resumption = agree_on_resumption(run, checkpoint)
@@ -94,7 +100,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
         _restore(loop, resumption, resume_point)
     elif run.world.data_rank > 0:
         # Ranks draw different numbers from now on (dropout); rank 0 draws those of a single process.
-        seed_generators(mix_seed(session.seed, run.world.data_rank))
+        seed_rank(mix_seed(session.seed, run.world.data_rank), run.world.device)
     return loop
 
 

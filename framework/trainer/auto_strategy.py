@@ -14,7 +14,9 @@ from ..core.errors import ConfigurationError, PhalanxError
 from ..core.position_rng import RandomStream
 from ..core.registry import STRATEGIES
 from ..data.combined_source import prepare_training
+from ..distributed.devices import device_of
 from ..distributed.world import World
+from ..launch import forked_ranks_can_use_cuda, launch_function
 from ..memory.available_memory import Memory, available_memory, bytes_of
 from ..memory.formulas import LAYOUTS, ModelSize, Ranks
 from ..memory.measure import (
@@ -55,7 +57,19 @@ class _Measurements:
 
 
 def plan_memory(session: Session, request: StageRequest, activation_bytes: int | None) -> MemoryPlan:
-    """Return the plan, computed in this process, which starts no ranks."""
+    """Return the plan. No ranks are started."""
+    if _needs_child(session.fabric.resources):
+        # Here, the opened device would keep its memory, and no rank could be forked afterwards.
+        return launch_function(_plan_here, (session, request, activation_bytes), 1, uses_cuda=True)
+    return _plan_here(session, request, activation_bytes)
+
+
+def _needs_child(resources: Resources) -> bool:
+    """Whether only the ranks, which are still to be started, should open CUDA devices, and this process has not."""
+    return resources.must_launch and resources.device_type == "cuda" and forked_ranks_can_use_cuda()
+
+
+def _plan_here(session: Session, request: StageRequest, activation_bytes: int | None) -> MemoryPlan:
     resources = session.fabric.resources
     module = request.module
     # If ranks are still to be started, this process continues to hold its own copy of the model next to theirs.
@@ -146,7 +160,7 @@ def _ranks(resources: Resources) -> Ranks:
 
 
 def _memory(resources: Resources, tensors: Iterator[Tensor] | tuple[()]) -> Memory:
-    return available_memory(resources.device_type, resources.devices, nvme_path(), bytes_of(tensors))
+    return available_memory(_device(resources), resources.devices, nvme_path(), bytes_of(tensors))
 
 
 def _tensors(module: TrainModule) -> Iterator[Tensor]:
@@ -209,14 +223,16 @@ def _activations(session: Session, request: StageRequest, size: ModelSize, memor
     if 3 * size.elements * precision.parameter_dtype.itemsize >= memory.device / 2:
         return measure_with_fake_tensors(module, batch, precision)
     transfer = batch_transfer(world.device, precision, module, request.datamodule)
-    return measure_with_data(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
+    try:
+        return measure_with_data(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
+    finally:
+        if world.device.type == "cuda":
+            # torch would keep what the copy took, out of reach of other processes.
+            torch.cuda.empty_cache()
 
 
 def _device(resources: Resources) -> torch.device:
-    if resources.device_type != "cuda":
-        return torch.device(resources.device_type)
-    index = resources.place.local_rank
-    return torch.device("cuda", index if resources.indices is None else resources.indices[index])
+    return device_of(resources.device_type, resources.place, resources.indices)
 
 
 def _first_batch(session: Session, request: StageRequest, world: World) -> Any:

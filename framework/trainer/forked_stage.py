@@ -33,7 +33,14 @@ def run_in_function(session: Session, stage: str, request: StageRequest) -> Any:
             session.directory.adopt(fit.version, claimed=True, identity=fit.identity)
 
     try:
-        result, outcome = launch_function(_in_rank, (session, stage, request), session.resources.world_size, adopt)
+        resources = session.resources
+        result, outcome = launch_function(
+            _in_rank,
+            (session, stage, request),
+            resources.world_size,
+            adopt,
+            uses_cuda=resources.device_type == "cuda",
+        )
     except BaseException:
         session.finish("interrupted")
         raise

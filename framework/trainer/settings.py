@@ -133,8 +133,9 @@ class TrainerSettings:
     )
     nonfinite: str = _setting(
         "raise",
-        'reaction to a loss or gradient that is NaN or infinite: ``"raise"`` on all ranks before its update, '
-        '``"skip"`` the update (at most 10 in a row), or ``"ignore"``.',
+        'reaction to a loss or gradient that is NaN or infinite: ``"raise"`` on all ranks, before its update on '
+        'a CPU and up to 16 micro-batches later on CUDA, ``"skip"`` the update (at most 10 in a row), or '
+        '``"ignore"``.',
         one_of("raise", "skip", "ignore"),
     )
     debug: str | None = _setting(

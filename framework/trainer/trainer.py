@@ -18,6 +18,7 @@ from ..metrics.hparams_text import hyperparameters_to_log
 from ..resume.resume_point import checked_checkpoint_path
 from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
+from ..system.environment import fix_cublas_workspace
 from ..system.run_directory import RunDirectory
 from . import plan_memory
 from .actions import TrainerActions
@@ -254,5 +255,7 @@ def _set_backends(deterministic: bool | str | None, benchmark: bool | None) -> N
     """Set torch's flags for determinism and cuDNN's benchmark mode, if given."""
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
+        if deterministic and torch.backends.cuda.is_built():
+            fix_cublas_workspace()
     if benchmark is not None:
         torch.backends.cudnn.set_flags(_benchmark=benchmark)

@@ -31,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core.errors import StalledError
+from ..core.torch_versions import own_connection
 from ..distributed.rendezvous import shared_store
 from ..system.entry_script import can_rerun_script
 from ..system.environment import error_dir
@@ -114,9 +115,8 @@ class PeerProgress(threading.Thread):
                     self._received_at, seen = -math.inf, ""
                     continue
                 if store is None:
-                    store = shared_store()
-                    # A rank that waits on the shared connection blocks it. Before torch 2.8 there is no other.
-                    store = store.clone() if hasattr(store, "clone") else store
+                    # A rank that waits on the shared connection blocks it.
+                    store = own_connection(shared_store())
                 position = (self._stage, *record.progress, int(is_silent and self._waits()))
                 seen = self._exchange(store, seen, position)
 

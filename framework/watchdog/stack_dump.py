@@ -30,7 +30,19 @@ _STATES = {
 }
 # The innermost frames of a rank that waits for another one: collectives, the store, the shared-memory reduction.
 WAITING = ("/torch/distributed/", "/deepspeed/comm/", folder_of("distributed"))
-_WAITING_INNERMOST = ("/torch/autograd/graph.py",)
+# A rank on a GPU only queues its collectives. It waits where it reads a result: at an event, in a backward pass, or
+# where phalanx reads a number that other ranks have a part in.
+_WAITING_INNERMOST = (
+    "/torch/autograd/graph.py",
+    "/torch/cuda/streams.py",
+    "/torch/cuda/__init__.py",
+    f"{folder_of('parallel')}step_flags.py",
+    f"{folder_of('diagnostics')}nonfinite_guard.py",
+    f"{folder_of('checkpoint')}finite_check.py",
+    "/strategies/ddp_flags.py",
+    "/strategies/fsdp/gradients.py",
+    "/strategies/deepspeed/gradients.py",
+)
 # Frames of the code that runs a rank's script, below the user's frames, are omitted.
 _RUNNER = folder_of("launch")
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")

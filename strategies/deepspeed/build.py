@@ -4,8 +4,10 @@ DeepSpeed's own ``op_builder.load()`` compiles, in a child process. What it lack
 
 - It waits without end for a lock file that a killed builder left. Here the kernel's lock on another file decides who
   builds, which ends with its holder, and torch's lock file is removed once no process has it open.
-- It rebuilds neither for another torch or DeepSpeed, which would crash when loaded, nor for another processor. Here a
-  stamp beside each op says what it was built for.
+- It rebuilds neither for another torch or DeepSpeed, which would crash when loaded, nor for another processor or GPU.
+  Here a stamp beside each op says what it was built for.
+- Its builds for CPU and CUDA have the same names and share a folder. Here a build of torch that supports CUDA keeps
+  those for the CPU in a folder of their own.
 - It has no time limit, and its compilers outlive it.
 """
 
@@ -28,8 +30,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from ...framework.core.errors import ConfigurationError, unknown
-from ...framework.system.environment import library_environment
+from ...framework.system.environment import cuda_architectures, library_environment
 from .toolchain import advice
 
 Note = Callable[[str], None]
@@ -70,17 +74,21 @@ threading.Thread(target=follow, daemon=True).start()
 """
 
 
-def op_folder(name: str) -> Path:
+def op_folder(name: str, device_type: str = "cpu") -> Path:
     """Return the folder that torch builds an extension in; it is created. ``TORCH_EXTENSIONS_DIR`` moves it."""
     # The same folder as DeepSpeed's own, so that an op is compiled once for both.
     from torch.utils.cpp_extension import _get_build_directory
 
-    return Path(_get_build_directory(name, False))
+    folder = Path(_get_build_directory(name, False))
+    if device_type == "cpu" and torch.version.cuda is not None:
+        folder = folder.parent / "cpu" / name
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def missing_ops(names: Iterable[str]) -> list[str]:
-    """Return the ops that are not built yet for this torch, this DeepSpeed and this processor."""
-    return [name for name in names if not is_built(op_folder(name), name)]
+def missing_ops(names: Iterable[str], device_type: str = "cpu") -> list[str]:
+    """Return the ops that are not built yet for this torch, this DeepSpeed, and this processor or these GPUs."""
+    return [name for name in names if not is_built(op_folder(name, device_type), name, device_type)]
 
 
 def ensure_ops(names: Iterable[str], note: Note, device_type: str = "cpu", limit_seconds: float | None = None) -> None:
@@ -97,14 +105,14 @@ def ensure_ops(names: Iterable[str], note: Note, device_type: str = "cpu", limit
     for name in names:
         if name not in OPS:
             raise unknown("op", name, OPS)
-        folder = op_folder(name)
-        if is_built(folder, name):
+        folder = op_folder(name, device_type)
+        if is_built(folder, name, device_type):
             continue
         limit = _Limit(limit_seconds or 300 + 10 * OPS[name].about_seconds, note)
         with open(folder / "phalanx.lock", "w") as guard:
             limit.wait(lambda guard=guard: _is_locked(guard), f"another process to build {name}")  # type: ignore[misc]
             # The process that was waited for has built it, as a rule.
-            if not is_built(folder, name):
+            if not is_built(folder, name, device_type):
                 _remove_torch_lock(folder, name, limit)
                 _build(folder, name, device_type, limit)
 
@@ -112,11 +120,11 @@ def ensure_ops(names: Iterable[str], note: Note, device_type: str = "cpu", limit
 # ---- stamps of built ops -------------------------------------------------------------------------------------------
 
 
-def _stamp() -> dict[str, str]:
+def _stamp(device_type: str) -> dict[str, str]:
     """Return the versions that a built op depends on. The name of torch's folder has only that of Python."""
-    import torch
-
+    gpu = {} if device_type == "cpu" else {"cuda": str(torch.version.cuda), "gpus": _gpus()}
     return {
+        **gpu,
         "torch": torch.__version__,
         "deepspeed": version("deepspeed"),
         "python": sys.version.split()[0],
@@ -137,9 +145,19 @@ def _processor() -> str:
     return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
-def is_built(folder: Path, name: str) -> bool:
-    """Whether an op exists that was built for this process's torch, DeepSpeed, Python and processor."""
-    return (folder / f"{name}.so").is_file() and _read_stamp(folder) == _stamp()
+def _gpus() -> str:
+    """Return the targets that DeepSpeed compiles for: architectures that the user lists, else the models of the GPUs.
+
+    The driver's files are read, as a query through torch would start CUDA in this process.
+    """
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    models = {line for file in files for line in file.read_text().splitlines() if line.startswith("Model")}
+    return cuda_architectures() or ", ".join(sorted(models))
+
+
+def is_built(folder: Path, name: str, device_type: str = "cpu") -> bool:
+    """Whether an op exists that was built for this process's torch, DeepSpeed, Python, and processor or GPUs."""
+    return (folder / f"{name}.so").is_file() and _read_stamp(folder) == _stamp(device_type)
 
 
 def _read_stamp(folder: Path) -> Any:
@@ -219,7 +237,7 @@ def _holder(lock: Path) -> int | None:
 
 def _build(folder: Path, name: str, device_type: str, limit: _Limit) -> None:
     op = OPS[name]
-    if _read_stamp(folder) not in (None, _stamp()):
+    if _read_stamp(folder) not in (None, _stamp(device_type)):
         # ninja only compares times, and would keep objects that were compiled against another torch.
         for file in folder.iterdir():
             if file.suffix in (".o", ".so", ".ninja", ".json") or file.name.startswith(".ninja"):
@@ -240,7 +258,7 @@ def _build(folder: Path, name: str, device_type: str, limit: _Limit) -> None:
         raise ConfigurationError(_failure(name, folder, exit_code, said, limit.seconds))
     # Written last, and in one step: a build that was killed before leaves no stamp, and is taken up again by ninja.
     temporary = folder / f"{_STAMP}.{os.getpid()}"
-    temporary.write_text(json.dumps(_stamp(), indent=1) + "\n")
+    temporary.write_text(json.dumps(_stamp(device_type), indent=1) + "\n")
     temporary.replace(folder / _STAMP)
     limit.note(f"{name} is ready after {time.monotonic() - begun:.0f} s.")
 
@@ -255,7 +273,7 @@ def _run(program: str, folder: Path, output: IO[bytes], device_type: str, second
     """Run a build; return its exit code, or None if the time was up. It leaves no process behind."""
     # A process of its own, because compiling in this one would load the op, and with it OpenMP's threads, which no
     # forked rank could use.
-    with library_environment(DS_ACCELERATOR=device_type):
+    with library_environment(DS_ACCELERATOR=device_type, TORCH_EXTENSIONS_DIR=str(folder.parent)):
         process = subprocess.Popen(
             [sys.executable, "-c", _END_WITH_INPUT + program],
             cwd=folder,

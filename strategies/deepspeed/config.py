@@ -149,6 +149,8 @@ def engine_config(
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     config.setdefault("steps_per_print", None)
+    # It waits for the device twice in each step.
+    config.setdefault("timers", {"throughput": {"enabled": False}})
     for name in ("zero_optimization", "data_types"):
         config[name] = config.get(name) or {}
     config["data_types"].setdefault("grad_accum_dtype", "fp32")

@@ -9,16 +9,20 @@ import contextlib
 import gc
 import io
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
+from ...framework.system.environment import library_environment
 from .ops import load_ops
 from .outputs import restore_output_support, support_any_output
 from .swap import growing_buffers
@@ -39,12 +43,24 @@ _DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tens
 
 @contextlib.contextmanager
 def backend(world: World, ops: Iterable[str]) -> Iterator[None]:
-    """Make DeepSpeed use this rank's environment, its ops and the existing process group. Collective the first time."""
-    with world.variables():
-        with quiet_import():
-            from deepspeed import init_distributed
+    """Make DeepSpeed use this rank's environment, its ops and the existing process group. Collective the first time.
 
-            load_ops(ops)
+    Raises:
+        ConfigurationError: DeepSpeed was imported before, and has chosen another type of device for this process.
+    """
+    device_type = world.device.type
+    with world.variables():
+        # DeepSpeed chooses the type of device at its import: a GPU wherever it finds one.
+        with library_environment(DS_ACCELERATOR=device_type), quiet_import():
+            from deepspeed import init_distributed
+            from deepspeed.accelerator import get_accelerator
+
+            if (chosen := get_accelerator().device_name()) != device_type:
+                raise ConfigurationError(
+                    f"DeepSpeed was imported before phalanx started it, and uses {chosen!r} in this process, while the "
+                    f"run uses {device_type!r}: set DS_ACCELERATOR={device_type} before the import, or leave it out."
+                )
+            load_ops(ops, device_type)
             # DeepSpeed's own detection of a launcher is for processes without a process group.
             init_distributed(dist_init_required=False, verbose=False)
         yield
@@ -149,6 +165,17 @@ def converter(world: World, config: dict[str, Any]) -> Any:
     return Converter(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition())
 
 
+def use_local_device(world: World) -> None:
+    """Make forward passes of stage 3 create tensors on this rank's device, until ``release_globals``.
+
+    DeepSpeed takes the local rank for the device's number, which it is not if the user has listed devices.
+    """
+    from deepspeed.runtime.zero import utils
+
+    index = world.local_rank if world.device.index is None else world.device.index
+    utils.os = SimpleNamespace(environ={"LOCAL_RANK": str(index)})
+
+
 def stop_engine(engine: Any) -> None:
     """Remove the engine's hooks, and release the references in DeepSpeed's modules. Not collective."""
     engine.destroy()
@@ -164,11 +191,12 @@ def stop_engine(engine: Any) -> None:
 
 def release_globals() -> None:
     """Reset the global state of DeepSpeed's and torch's modules that DeepSpeed has changed."""
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero import parameter_offload, utils
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
     from deepspeed.utils import debug, groups
 
     parameter_offload.FWD_MODULE_STACK.clear()
+    utils.os = os
     restore_output_support()
     allow_torch_clipping()
     linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 
+from ...framework.system.environment import library_environment
 from .engine import quiet_import
 
-with quiet_import():
+# Ranks are forked from a process that imports DeepSpeed only where torch is a build for the CPU.
+with library_environment(DS_ACCELERATOR="cpu"), quiet_import():
     # Imported by the engine of DeepSpeed 0.19.8. The last two import torch's compiler, which takes as long again.
     for name in (
         "deepspeed",

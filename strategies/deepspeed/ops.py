@@ -10,7 +10,6 @@ the command line, or after ``--without`` all others.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from ...framework.core.errors import ConfigurationError
 from .arguments import ZeroOptions
 from .build import OPS, ensure_ops, is_built, missing_ops, op_folder
 from .config import check_settings
-from .toolchain import check_toolchain, require_deepspeed
+from .toolchain import check_toolchain, has_cuda_compiler, require_deepspeed
 
 
 def needed_ops(options: ZeroOptions, device_type: str) -> list[str]:
@@ -28,8 +27,8 @@ def needed_ops(options: ZeroOptions, device_type: str) -> list[str]:
     ops = []
     if options.offload_optimizer is not None:
         ops.append("cpu_adam")
-    elif device_type == "cpu" or shutil.which("nvcc"):
-        # Without a CUDA compiler torch's own fused Adam does the same work, and nothing has to be built.
+    elif device_type == "cpu" or has_cuda_compiler():
+        # Without a compiler for torch's CUDA, torch's own fused Adam does the same work, and nothing has to be built.
         ops.append("fused_adam")
     if device_type == "cpu" and sys.platform == "linux":
         ops.append("deepspeed_shm_comm")
@@ -48,10 +47,10 @@ def check_ops(options: ZeroOptions, device_type: str, strategy: str) -> None:
     """
     require_deepspeed(strategy)
     check_settings(options, device_type)
-    check_toolchain(missing_ops(needed_ops(options, device_type)))
+    check_toolchain(missing_ops(needed_ops(options, device_type), device_type), device_type)
 
 
-def load_ops(names: Iterable[str]) -> None:
+def load_ops(names: Iterable[str], device_type: str = "cpu") -> None:
     """Load ops that are built, so that DeepSpeed finds them loaded.
 
     DeepSpeed's own way queries the processor's features (2 s for each op), runs ninja, and takes a lock file that
@@ -62,8 +61,8 @@ def load_ops(names: Iterable[str]) -> None:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     for name in names:
-        folder = op_folder(name)
-        if name not in OpBuilder._loaded_ops and is_built(folder, name):
+        folder = op_folder(name, device_type)
+        if name not in OpBuilder._loaded_ops and is_built(folder, name, device_type):
             OpBuilder._loaded_ops[name] = _import(name, folder)
             if name == "pin_memory":
                 # Makes its symbols global, which async_io needs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ...framework.parallel.strategy import StepFunction
 from .arguments import ZeroOptions
 from .attributes import OriginalAttributes
 from .config import engine_config
-from .engine import backend, converter, start_engine, stop_engine
+from .engine import backend, converter, start_engine, stop_engine, use_local_device
 from .ops import needed_ops
 from .optimizer import Following, engine_optimizer, engine_size
 from .outputs import OutputAdapter
@@ -70,7 +70,6 @@ class EngineSession:
         self._handles: list[RemovableHandle] = []
         self._trainable: list[tuple[str, nn.Parameter, bool]] = []
         self._swap_folder: Path | None = None
-        self._restore_environment: Callable[[], None] | None = None
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -134,9 +133,8 @@ class EngineSession:
         config: dict[str, Any],
     ) -> None:
         self._adapter = OutputAdapter(module)
-        # Stage 3 reads LOCAL_RANK in forward passes.
-        self._restore_environment = self._world.set_variables()
         with backend(self._world, self._ops):
+            use_local_device(self._world)
             inner = engine_optimizer(optimizers[0], self._options, self._world.device.type) if optimizers else None
             self._engine = start_engine(self._adapter, inner, config)
         if self._options.stage == 3:
@@ -263,7 +261,5 @@ class EngineSession:
             stop_engine(engine)
         if module is not None and self._original is not None:
             self._original.restore(module)
-        if self._restore_environment is not None:
-            self._restore_environment()
         if self._swap_folder is not None:
             shutil.rmtree(self._swap_folder, ignore_errors=True)

@@ -166,7 +166,7 @@ class EngineState(PartitionedState):
             theirs = [(piece, slots.get(id(piece.parameter), {})) for piece in pieces]
             with self.groups.opened(number, write=True) as (flat, own):
                 key = self.groups.flats[number]
-                fresh = _filled_slots(theirs, flat, own, counts_in_ints(inner))
+                fresh = _filled_slots(theirs, flat, own, counts_in_ints(inner), reads_step_on_device(inner))
                 if fresh:
                     inner.state[key] = fresh
                 else:
@@ -206,6 +206,11 @@ def counts_in_ints(optimizer: Any) -> bool:
     return hasattr(optimizer, "adam_w_mode")
 
 
+def reads_step_on_device(optimizer: Optimizer) -> bool:
+    """Whether kernels of an optimizer of torch read its step counters, which must then be on their device."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
 def _saved_slot(slot: str, value: Any, flat: Tensor, piece: Piece, swapped: bool) -> Any:
     """Return one parameter's value of a slot, as a checkpoint holds it."""
     if slot == "step":
@@ -217,7 +222,7 @@ def _saved_slot(slot: str, value: Any, flat: Tensor, piece: Piece, swapped: bool
 
 
 def _filled_slots(
-    theirs: Sequence[tuple[Piece, Slots]], flat: Tensor, own: Mapping[str, Any], ints: bool
+    theirs: Sequence[tuple[Piece, Slots]], flat: Tensor, own: Mapping[str, Any], ints: bool, fused: bool
 ) -> dict[str, Any]:
     """Return the state of a flat group, filled with the pieces of its parameters.
 
@@ -225,12 +230,15 @@ def _filled_slots(
         theirs: the pieces of the group, each with the stored slots of its parameter.
         own: the state that the flat tensor has now, whose memory is reused.
         ints: whether the optimizer counts steps in ints.
+        fused: whether its kernel reads the counter, which must then be on the device of the flat tensor.
     """
     filled: dict[str, Any] = {}
     steps = [float(slots["step"]) for _, slots in theirs if slots.get("step") is not None]
     if steps:
         # DeepSpeed has one counter for the group: a parameter that joined later counts as if it had always been there.
-        filled["step"] = int(max(steps)) if ints else torch.tensor(max(steps), dtype=torch.float32)
+        on_device = fused and flat.device.type != "cpu"
+        device = flat.device if on_device else torch.device("cpu")
+        filled["step"] = int(max(steps)) if ints else torch.tensor(max(steps), dtype=torch.float32, device=device)
     for piece, slots in theirs:
         for slot, value in slots.items():
             if slot == "step" or value is None:

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import torch
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.system.environment import build_tools, library_environment
@@ -56,17 +59,19 @@ def require_deepspeed(strategy: str) -> None:
         )
 
 
-def check_toolchain(ops: Iterable[str]) -> None:
+def check_toolchain(ops: Iterable[str], device_type: str = "cpu") -> None:
     """Refuse to continue if one of the ops cannot be built.
 
     Args:
         ops: the ops that are not built yet.
+        device_type: the device that they are built for.
 
     Raises:
-        ConfigurationError: a compiler, ninja, Python's headers or libaio is missing; one sentence names all of them.
+        ConfigurationError: a compiler, ninja, Python's headers, libaio or CUDA's toolkit is missing; one sentence names
+            all of them.
     """
     names = list(ops)
-    missing = missing_tools(names) if names else []
+    missing = missing_tools(names, device_type) if names else []
     if missing:
         raise ConfigurationError(
             f"DeepSpeed builds {', '.join(names)} on this machine, once, and lacks {' and '.join(missing)}. "
@@ -74,7 +79,7 @@ def check_toolchain(ops: Iterable[str]) -> None:
         )
 
 
-def missing_tools(ops: list[str]) -> list[str]:
+def missing_tools(ops: list[str], device_type: str = "cpu") -> list[str]:
     """Return the tools that are missing to build these ops, each with the package that has it."""
     missing = []
     compiler, flags = build_tools()
@@ -89,7 +94,37 @@ def missing_tools(ops: list[str]) -> list[str]:
         missing.append(_PYTHON_HEADERS)
     if "async_io" in ops and has_compiler and not _compiles(compiler, flags):
         missing.append("libaio, for NVMe (Debian: libaio-dev)")
+    if "async_io" in ops and device_type == "cuda" and cuda_home() is None:
+        missing.append("the CUDA toolkit, for NVMe (set CUDA_HOME to its folder)")
     return missing
+
+
+def cuda_home() -> str | None:
+    """Return the folder of the CUDA toolkit that torch builds extensions with, or None."""
+    from torch.utils import cpp_extension
+
+    return cpp_extension.CUDA_HOME
+
+
+def has_cuda_compiler() -> bool:
+    """Whether there is a CUDA compiler of the version that torch was built with; DeepSpeed refuses any other."""
+    home = cuda_home()
+    return home is not None and torch.version.cuda is not None and _release(home) == _numbers(torch.version.cuda)
+
+
+@lru_cache(maxsize=1)
+def _release(home: str) -> tuple[int, ...]:
+    """Return the major and the minor version of the compiler in a toolkit's folder; empty if there is none."""
+    try:
+        command = [str(Path(home, "bin", "nvcc")), "--version"]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return _numbers(output.partition("release ")[2])
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _compiles(compiler: str, flags: list[str]) -> bool:

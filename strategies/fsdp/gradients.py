@@ -95,10 +95,16 @@ def whole_norm(parameters: Iterable[Tensor], norm_type: float, world: World) -> 
     else:
         powers = norms if norm_type == 0 else norms.pow(norm_type)
         if any(copies != 1 for _, copies in kept):
-            powers = powers / torch.tensor([copies for _, copies in kept], dtype=torch.float64, device=device)
+            powers = powers / _on_device([copies for _, copies in kept], device)
         total = powers.sum()
     world.all_reduce(total, "sum")
     return (total if norm_type == 0 else total.pow(1.0 / norm_type)).to(wide)
+
+
+def _on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """Return numbers as a float64 tensor on a device, without waiting for the computations that are queued there."""
+    held = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return held.to(device, non_blocking=True)
 
 
 def _norms(parts: list[Tensor], norm_type: float, wide: torch.dtype) -> list[Tensor]:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ...framework.core.optimizer_config import parameters_of
+from ...framework.core.torch_versions import fsdp_groups, ignored_by_fsdp
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import owners_of, replace_tensors
 from ...framework.parallel.strategy import StepAdapter
@@ -150,9 +151,8 @@ class ShardedModel:
                 fully_shard(part, reshard_after_forward=sharding.reshard_after_forward, **arguments)
         arguments["mp_policy"] = sharding.policy
         for unit in reversed(units):
-            fully_shard(
-                unit, reshard_after_forward=sharding.reshard_after_forward, ignored_params=left[unit], **arguments
-            )
+            ignored = ignored_by_fsdp(left[unit])
+            fully_shard(unit, reshard_after_forward=sharding.reshard_after_forward, **ignored, **arguments)
         self._leave_to_root(shared, sources)
         fully_shard(self.root, **arguments)
 
@@ -224,7 +224,7 @@ class ShardedModel:
         if now != self._trainable:
             self._trainable = now
             for part in self.parts:
-                for group in part._get_fsdp_state()._fsdp_param_groups:
+                for group in fsdp_groups(part):
                     group._init_mp_dtypes()
 
     def _trainables(self) -> list[bool]:

@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ...framework.core.torch_versions import fsdp_groups
+
 _OVERRIDDEN = ("named_parameters", "zero_grad", "state_dict")
 
 
@@ -34,7 +36,7 @@ class ModuleGradients:
         keeps_gathered: Callable[[], bool],
         reshard: Callable[[], None],
     ) -> None:
-        self._groups = [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]
+        self._groups = [group for part in parts for group in fsdp_groups(part)]
         self._keeps_gathered = keeps_gathered
         self._reshard = reshard
         self._parts = [part for part in module.modules() if not any(name in vars(part) for name in _OVERRIDDEN)]

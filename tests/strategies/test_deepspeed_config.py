@@ -242,6 +242,8 @@ def test_phalanx_sets_batch_size_clipping_and_dtypes_of_the_engine() -> None:
     assert [config[key] for key in triple] == [4, 1, 1]
     assert config["gradient_clipping"] == 0.0
     assert config["data_types"]["grad_accum_dtype"] == config["communication_data_type"] == "fp32"
+    # It would wait for the device in each step.
+    assert config["timers"] == {"throughput": {"enabled": False}}
     assert not {"bf16", "fp16", "optimizer", "scheduler"} & set(config)
     bf16 = engine_config(resolve_options(), resolve_precision("bf16-mixed"), 4, MILLION)
     assert bf16["bf16"] == {"enabled": True}

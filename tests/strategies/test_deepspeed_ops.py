@@ -15,13 +15,21 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils import cpp_extension
 
 from phalanx.framework.core.errors import ConfigurationError, UnknownNameError
+from phalanx.framework.distributed.world import World
 from phalanx.framework.system import environment
+from phalanx.framework.system.launcher_env import Placement
 from phalanx.strategies.deepspeed import build, toolchain
 from phalanx.strategies.deepspeed.arguments import resolve_options
 from phalanx.strategies.deepspeed.build import ensure_ops, missing_ops, op_folder
+from phalanx.strategies.deepspeed.engine import release_globals, use_local_device
 from phalanx.strategies.deepspeed.ops import needed_ops
+from phalanx.strategies.deepspeed.pieces import Piece
+from phalanx.strategies.deepspeed.state import _filled_slots, reads_step_on_device
 from phalanx.strategies.deepspeed.toolchain import check_toolchain, missing_tools, require_deepspeed
 
 BUILDS = "import pathlib; open('builds', 'a').write('x'); pathlib.Path('cpu_adam.so').write_text('')"
@@ -335,3 +343,127 @@ def test_deepspeed_finds_the_built_op_loaded(folder: Path, plant: PlantBuild) ->
     )
     assert "built here" in done.stdout
     assert not (folder / "build.ninja").exists()
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torch look like a build for CUDA 13.0, on a machine with one model of GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(build, "_gpus", lambda: "H200")
+
+
+def test_an_op_built_for_a_cpu_is_not_taken_for_cuda(
+    cuda_build: None, plant: PlantBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant("import os, pathlib; pathlib.Path('fused_adam.so').write_text(os.environ['DS_ACCELERATOR'])")
+    for device_type in ("cpu", "cuda"):
+        ensure_ops(["fused_adam"], silent, device_type)
+    built = {kind: (op_folder("fused_adam", kind) / "fused_adam.so").read_text() for kind in ("cpu", "cuda")}
+    assert built == {"cpu": "cpu", "cuda": "cuda"}
+    assert missing_ops(["fused_adam"]) == missing_ops(["fused_adam"], "cuda") == []
+    # It is compiled for the GPUs of the machine, and against torch's version of CUDA.
+    monkeypatch.setattr(build, "_gpus", lambda: "L40")
+    assert missing_ops(["fused_adam"], "cuda") == ["fused_adam"]
+    monkeypatch.setattr(build, "_gpus", lambda: "H200")
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    assert missing_ops(["fused_adam"], "cuda") == ["fused_adam"]
+    assert missing_ops(["fused_adam"]) == []
+
+
+def test_builds_of_torch_without_cuda_share_the_folder_of_deepspeed(folder: Path) -> None:
+    assert op_folder("cpu_adam", "cpu") == op_folder("cpu_adam", "cuda") == folder
+
+
+def test_listed_architectures_count_instead_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0 ")
+    assert build._gpus() == "9.0"
+
+
+def compiler_of(release: str, home: Path) -> None:
+    (home / "bin").mkdir(parents=True, exist_ok=True)
+    program = home / "bin" / "nvcc"
+    program.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.88\n")
+    program.chmod(0o755)
+    toolchain._release.cache_clear()
+
+
+def test_only_the_compiler_of_torchs_cuda_is_used(
+    cuda_build: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = resolve_options(stage=2)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    assert needed_ops(options, "cuda") == []
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    for release, ops in (("13.0", ["fused_adam"]), ("12.4", [])):
+        compiler_of(release, tmp_path)
+        assert needed_ops(options, "cuda") == ops
+    toolchain._release.cache_clear()
+
+
+def test_nvme_on_cuda_needs_the_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    assert any("set CUDA_HOME" in each for each in missing_tools(["async_io"], "cuda"))
+    assert not any("CUDA_HOME" in each for each in missing_tools(["async_io"]))
+
+
+# ---- DeepSpeed's choice of a device --------------------------------------------------------------------------------
+
+CHOOSES = """
+import sys, torch
+# A machine with a GPU, which the run does not use.
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+if sys.argv[1:]:
+    import deepspeed
+from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.distributed.world import World
+from phalanx.strategies.deepspeed.engine import backend
+try:
+    with backend(World.single("cpu"), []):
+        pass
+except ConfigurationError as error:
+    print(error)
+except Exception:
+    pass  # there is no process group
+from deepspeed.accelerator import get_accelerator
+print(get_accelerator().device_name())
+"""
+
+
+@pytest.mark.parametrize("imports_before", [False, True])
+def test_deepspeed_uses_the_type_of_device_of_the_run(imports_before: bool) -> None:
+    command = [sys.executable, "-c", CHOOSES, *(["before"] if imports_before else [])]
+    variables = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=variables)
+    *messages, chosen = done.stdout.strip().splitlines()
+    assert chosen == ("cuda" if imports_before else "cpu")
+    assert any("set DS_ACCELERATOR=cpu before the import" in line for line in messages) == imports_before
+
+
+def test_forward_passes_of_stage_3_use_the_device_and_not_the_local_rank() -> None:
+    from deepspeed.runtime.zero import utils
+
+    world = World(Placement(rank=0, size=2, local_rank=0, local_size=2), torch.device("cuda", 3))
+    use_local_device(world)
+    assert utils.os.environ == {"LOCAL_RANK": "3"}
+    release_globals()
+    assert utils.os is os
+
+
+@pytest.mark.parametrize(
+    ("group", "device_type"),
+    [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({"foreach": True}, "cpu")],
+)
+def test_a_restored_step_is_where_the_kernel_reads_it(group: dict[str, bool], device_type: str) -> None:
+    # The meta device stands in for a GPU.
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.param_groups[0].update(group)
+    flat = torch.zeros(2, device="meta")
+    piece = Piece(parameter, 0, 0, 2)
+    fused = reads_step_on_device(optimizer)
+    filled = _filled_slots([(piece, {"step": torch.tensor(3.0)})], flat, {}, ints=False, fused=fused)
+    assert filled["step"].device.type == device_type

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import threading
 import time
 from typing import Any
 
@@ -14,6 +16,7 @@ from ranks import run_on_ranks
 from torch import Tensor
 
 from phalanx.framework.core.errors import ConfigurationError, DesyncError
+from phalanx.framework.diagnostics.collective_trace import _thread_name
 
 AT = 2
 
@@ -122,3 +125,18 @@ def test_one_process_has_nothing_to_compare() -> None:
 def test_an_unknown_debug_mode_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'collectives'"):
         silent_trainer(debug="colectives")
+
+
+def test_threads_that_torch_starts_have_one_name_on_all_ranks() -> None:
+    # Backward passes on CUDA run in such a thread, which Python numbers in the order of first use.
+    names: list[str] = []
+    library = ctypes.PyDLL(None)
+    routine = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: names.append(_thread_name()))
+    for _ in range(2):
+        thread = ctypes.c_ulong()
+        assert library.pthread_create(ctypes.byref(thread), None, routine, None) == 0
+        ctypes.CDLL(None).pthread_join(thread, None)
+    own = threading.Thread(target=lambda: names.append(_thread_name()), name="loader")
+    own.start()
+    own.join()
+    assert names == ["backward", "backward", "loader"]

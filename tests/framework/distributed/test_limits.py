@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -310,6 +311,23 @@ def test_determinism(given: Any, enabled: bool, warns: bool) -> None:
         assert torch.is_deterministic_algorithms_warn_only_enabled() == warns
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_determinism_on_cuda_includes_cublas(before: str | None, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    # Set first, so that pytest removes what the Trainer sets.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", before or "")
+    if before is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    silent_trainer(deterministic=False)
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == before
+    try:
+        silent_trainer(deterministic="warn")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
 
 
 @pytest.mark.parametrize("given", [True, False])

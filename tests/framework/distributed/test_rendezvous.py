@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -10,9 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted
+from phalanx.framework.distributed import rendezvous
 from phalanx.framework.distributed.rendezvous import _check_interface, _listen
+from phalanx.framework.system.failure_records import RankRecords
 from phalanx.framework.system.launcher_env import Placement
 
 # An address of this machine alone that nothing else in these tests uses.
@@ -191,3 +195,19 @@ def test_a_rank_that_waits_for_others_ends_on_a_signal(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize(("backend", "left"), [("cpu:gloo,cuda:nccl", True), ("cpu:gloo", False)])
+def test_a_failing_rank_does_not_wait_for_collectives_of_nccl(
+    backend: str, left: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    removed = []
+    monkeypatch.setattr(atexit, "unregister", removed.append)
+    monkeypatch.setattr(rendezvous, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(rendezvous, "own_records", lambda: RankRecords(str(tmp_path)))
+    rendezvous._abandon()
+    assert removed == ([rendezvous._leave] if left else [])
+    # The supervisor compares the times at which ranks began to leave.
+    assert (RankRecords(str(tmp_path)).left_at(3) is not None) == left

@@ -407,6 +407,17 @@ def test_cuda_in_use_forbids_forking(monkeypatch: pytest.MonkeyPatch) -> None:
         launch_function(gather, ("hello",), 2)
 
 
+def test_a_query_that_started_cuda_forbids_forking_ranks_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As torch answers after a plain `torch.cuda.is_available()`: not in this process, but in each copy of it.
+    here = os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != here)
+    with pytest.raises(ConfigurationError, match="PYTORCH_NVML_BASED_CUDA_CHECK"):
+        launch_function(gather, ("hello",), 2, uses_cuda=True)
+    assert launch_function(gather, ("hello",), 2)[0][1] == "hello"
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    assert launch_function(gather, ("hello",), 2, uses_cuda=True)[0][1] == "hello"
+
+
 def read_until(process: subprocess.Popen[str], text: str, times: int) -> None:
     """Read a script's output until ``text`` was printed ``times`` times."""
     assert process.stdout is not None

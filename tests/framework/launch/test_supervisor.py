@@ -94,6 +94,29 @@ def test_a_rank_that_left_first_is_at_fault_though_another_recorded_an_error(tmp
     assert verdict.message.endswith("ended with exit code 4")
 
 
+def test_an_abort_after_a_recorded_error_is_reported_as_the_error(tmp_path: Path) -> None:
+    # As after an error of CUDA: it is raised, then NCCL's watchdog aborts this process, and the other one, which has
+    # recorded nothing.
+    recorded(tmp_path, 1, RuntimeError("CUDA error: an illegal memory access"))
+    verdict = watch(tmp_path, "sh -c 'sleep 0.1; kill -ABRT $$'", "sh -c 'kill -ABRT $$'")
+    assert verdict.exit_code == 1
+    assert verdict.message.startswith("rank 1 (pid ")
+    assert verdict.message.endswith("RuntimeError: CUDA error: an illegal memory access")
+
+
+def test_an_abort_without_an_error_of_its_rank_is_a_crash(tmp_path: Path) -> None:
+    recorded(tmp_path, 0, RuntimeError("connection reset"))
+    verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'kill -ABRT $$'")
+    assert verdict.exit_code == 128 + signal.SIGABRT
+    assert verdict.message.endswith("was killed by SIGABRT")
+
+
+def test_another_crash_counts_more_than_an_abort_after_an_error(tmp_path: Path) -> None:
+    recorded(tmp_path, 1, RuntimeError("connection reset"))
+    verdict = watch(tmp_path, "sh -c 'kill -SEGV $$'", "sh -c 'kill -ABRT $$'")
+    assert verdict.exit_code == 128 + signal.SIGSEGV
+
+
 def test_a_rank_that_left_first_and_never_ends_is_still_at_fault(tmp_path: Path) -> None:
     RankRecords(str(tmp_path)).record_leaving(1)
     time.sleep(0.001)

@@ -327,6 +327,21 @@ def test_stacks_are_parsed_by_thread() -> None:
     assert stacks.others == (('  File "a.py", line 1 in wait',),)
 
 
+@pytest.mark.parametrize(
+    ("innermost", "waits"),
+    [
+        ("torch/cuda/streams.py", True),
+        ("torch/cuda/__init__.py", True),
+        ("phalanx/strategies/fsdp/gradients.py", True),
+        ("train.py", False),
+    ],
+)
+def test_a_rank_that_reads_a_result_from_its_gpu_waits_for_others(innermost: str, waits: bool) -> None:
+    frames = (f'  File "/a/{innermost}", line 1 in f', '  File "/a/train.py", line 2 in g')
+    assert Stacks(frames).waits == waits
+    assert not Stacks(frames[::-1]).waits
+
+
 # ---- real ranks -----------------------------------------------------------------------------------------------------
 
 RANK = """

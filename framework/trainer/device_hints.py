@@ -1,0 +1,42 @@
+"""Advice about settings of torch that make training on a GPU faster, and that are the user's to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.optim import Optimizer
+
+# The first generation of tensor cores that multiplies in TF32.
+_TF32_CAPABILITY = (8, 0)
+_WITH_FUSED_FORM = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def device_hints(device: torch.device, computes_in_fp32: bool, optimizers: Iterable[Optimizer]) -> Iterator[str]:
+    """Yield a sentence for each setting that could be faster. Nothing on a CPU.
+
+    Args:
+        device: the rank's device.
+        computes_in_fp32: whether matrix products are in float32.
+        optimizers: those of the module.
+    """
+    if device.type != "cuda":
+        return
+    is_default = torch.get_float32_matmul_precision() == "highest"
+    if computes_in_fp32 and is_default and torch.cuda.get_device_capability(device) >= _TF32_CAPABILITY:
+        yield (
+            "This GPU multiplies float32 matrices several times as fast in TF32, with 10 bits of precision: call "
+            "torch.set_float32_matmul_precision('high') if that suffices."
+        )
+    slow = [optimizer for optimizer in optimizers if _could_be_fused(optimizer)]
+    if slow:
+        yield (
+            f"torch.optim.{type(slow[0]).__name__}(fused=True) updates in one pass over the weights, and needs less "
+            "memory than the default."
+        )
+
+
+def _could_be_fused(optimizer: Optimizer) -> bool:
+    # Any other value than None was chosen by the user.
+    is_default = all(group.get(name) is None for group in optimizer.param_groups for name in ("fused", "foreach"))
+    return type(optimizer) in _WITH_FUSED_FORM and is_default

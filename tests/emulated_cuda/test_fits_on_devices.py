@@ -1,0 +1,196 @@
+"""Fits on emulated devices: the numbers of the CPU, resumed runs, saves, random states, and which devices are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_recording import recorded
+from emulated_fits import Classifier, batches, emulated_trainer, whole_weights
+from models import silent_trainer
+from ranks import run_on_ranks
+from torch import Tensor
+
+from phalanx import seed_everything
+from phalanx.callbacks import ModelCheckpoint
+from phalanx.checkpoint import open_checkpoint
+
+STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
+
+
+def on_devices(strategy: str) -> int:
+    return 1 if strategy == "single" else 2
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def numbers(strategy: str, devices: int, accelerator: str) -> tuple[list[float], dict[str, Tensor]]:
+    # Of Adam, DeepSpeed has kernels of its own for the CPU.
+    module = Classifier(optimizer="sgd" if strategy.startswith("zero") else "adamw")
+    trainer = silent_trainer(accelerator=accelerator, devices=devices, strategy=strategy, max_steps=4)
+    trainer.fit(module, batches(12))
+    return module.losses(), whole_weights(module)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_numbers_are_those_of_the_cpu(strategy: str) -> None:
+    devices = on_devices(strategy)
+    on_cpu, on_cuda = (
+        run_on_ranks(devices, numbers, strategy, devices, accelerator, device=accelerator)
+        for accelerator in ("cpu", "cuda")
+    )
+    for (expected, expected_weights), (losses, weights) in zip(on_cpu, on_cuda, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert weights.keys() == expected_weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected_weights[name], rtol=1e-6, atol=1e-7)
+
+
+# ---- random states and resumed runs ----------------------------------------------------------------------------------
+
+
+def masks() -> tuple[list[int], list[int]]:
+    states: list[tuple[list[int], list[int]]] = []
+
+    def note(module: Classifier, batch_idx: int) -> None:
+        states.append((torch.cuda.get_rng_state(module.device).tolist(), torch.get_rng_state().tolist()))
+
+    emulated_trainer(2, strategy="ddp", max_steps=1).fit(Classifier(dropout=0.5, at_step=note), batches(4))
+    return states[0]
+
+
+def test_the_ranks_draw_different_dropout_masks() -> None:
+    (first, first_host), (second, second_host) = run_on_ranks(2, masks, device="cuda")
+    assert first_host != second_host
+    assert first != second
+
+
+class SaveAt(ModelCheckpoint):
+    """Saves each third step, on a thread."""
+
+    def __init__(self, folder: str, asynchronous: bool = True) -> None:
+        super().__init__(
+            dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, asynchronous=asynchronous
+        )
+
+
+def trained(strategy: str, devices: Any, folder: str, steps: int, ckpt_path: str | None) -> dict[str, Tensor]:
+    seed_everything(5)
+    module = Classifier(dropout=0.2)
+    trainer = emulated_trainer(
+        devices,
+        strategy=strategy,
+        max_steps=steps,
+        callbacks=[SaveAt(folder)],
+        default_root_dir=folder,
+        enable_checkpointing=None,
+    )
+    trainer.fit(module, batches(20), ckpt_path=ckpt_path)
+    return whole_weights(module)
+
+
+def whole_and_resumed(strategy: str, devices: int, root: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    whole = trained(strategy, devices, f"{root}/whole", 6, None)
+    trained(strategy, devices, f"{root}/first", 3, None)
+    return whole, trained(strategy, devices, f"{root}/second", 6, f"{root}/first/step=3.ckpt")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2"])
+def test_a_resumed_run_is_the_run_that_never_stopped(strategy: str, tmp_path: Path) -> None:
+    devices = on_devices(strategy)
+    results = run_on_ranks(devices, whole_and_resumed, strategy, devices, str(tmp_path), device="cuda")
+    whole, resumed = results[0]
+    assert whole
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+
+
+def resumed_on_another(root: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    whole = trained("single", [0], f"{root}/whole", 6, None)
+    trained("single", [0], f"{root}/first", 3, None)
+    # As the next line of ``trained`` leaves it.
+    seed_everything(5)
+    foreign = torch.cuda.get_rng_state(0)
+    resumed = trained("single", [1], f"{root}/second", 6, f"{root}/first/step=3.ckpt")
+    return whole, resumed, torch.equal(foreign, torch.cuda.get_rng_state(0))
+
+
+def test_a_run_resumed_on_another_device_gets_the_random_state_of_the_first(tmp_path: Path) -> None:
+    ((whole, resumed, is_untouched),) = run_on_ranks(1, resumed_on_another, str(tmp_path), device="cuda")
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+    assert is_untouched
+
+
+# ---- saves -----------------------------------------------------------------------------------------------------------
+
+
+def saved_both_ways(strategy: str, devices: int, root: str) -> list[str]:
+    """Save the same steps on a thread and at once; return what went wrong with pinned memory."""
+    with recorded("race") as recording:
+        for way in ("asynchronous", "at_once"):
+            callback = SaveAt(f"{root}/{way}", way == "asynchronous")
+            trainer = emulated_trainer(
+                devices, strategy=strategy, max_steps=9, callbacks=[callback], enable_checkpointing=None
+            )
+            trainer.fit(Classifier(), batches(20))
+    return [str(entry) for entry in recording.entries]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2"])
+def test_a_save_on_a_thread_holds_what_a_save_at_once_holds(strategy: str, tmp_path: Path) -> None:
+    devices = on_devices(strategy)
+    races = run_on_ranks(devices, saved_both_ways, strategy, devices, str(tmp_path), device="cuda")
+    assert races == [[]] * devices
+    for step in (3, 6, 9):
+        late, early = (open_checkpoint(tmp_path / way / f"step={step}.ckpt") for way in ("asynchronous", "at_once"))
+        assert late.sections == early.sections
+        for section in late.sections:
+            torch.testing.assert_close(late.read_section(section), early.read_section(section), rtol=0, atol=0)
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def devices_used(asks_for_plan: bool, root: str) -> list[tuple[str, int, tuple[str, ...]]]:
+    with recorded("device") as recording:
+        trainer = emulated_trainer(
+            [1],
+            max_steps=6,
+            callbacks=[SaveAt(root)],
+            default_root_dir=root,
+            enable_checkpointing=None,
+            log_every_n_steps=2,
+        )
+        if asks_for_plan:
+            trainer.plan(Classifier(), batches(4))
+        else:
+            trainer.fit(Classifier(dropout=0.1, logs=True), batches(8))
+    return [(entry.thread, entry.device, entry.stack) for entry in recording.entries]
+
+
+@pytest.mark.parametrize("asks_for_plan", [False, True])
+def test_only_the_chosen_device_is_used_by_any_thread(asks_for_plan: bool, tmp_path: Path) -> None:
+    (used,) = run_on_ranks(1, devices_used, asks_for_plan, str(tmp_path), device="cuda")
+    assert used
+    assert [entry for entry in used if entry[1] != 1] == []
+
+
+# ---- libraries -------------------------------------------------------------------------------------------------------
+
+
+def device_of_deepspeed() -> str:
+    names: list[str] = []
+
+    def look(module: Classifier, batch_idx: int) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        names.append(get_accelerator().device_name())
+
+    emulated_trainer(2, strategy="zero1", max_steps=1).fit(Classifier(at_step=look), batches(4))
+    return names[0]
+
+
+def test_deepspeed_uses_the_type_of_device_of_the_run() -> None:
+    assert run_on_ranks(2, device_of_deepspeed, device="cuda") == ["cuda", "cuda"]

@@ -1,0 +1,46 @@
+"""Differences between the versions of torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.framework.core.torch_versions import existing_dtypes, fsdp_groups, ignored_by_fsdp, own_connection
+
+
+def part_with(**state: Any) -> SimpleNamespace:
+    return SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**state))
+
+
+@pytest.mark.parametrize(
+    ("state", "groups"),
+    [
+        ({"_fsdp_param_group": "one"}, ["one"]),
+        ({"_fsdp_param_group": None}, []),
+        ({"_fsdp_param_groups": ["one", "two"]}, ["one", "two"]),
+        ({"_fsdp_param_groups": [], "_fsdp_param_group": None}, []),
+    ],
+    ids=["torch 2.11", "torch 2.11 without parameters", "torch 2.12", "torch 2.12 without parameters"],
+)
+def test_the_groups_of_a_sharded_module_are_found_in_every_version(state: dict[str, Any], groups: list[str]) -> None:
+    assert fsdp_groups(part_with(**state)) == groups
+
+
+def test_an_argument_that_torch_2_6_lacks_is_given_only_where_it_is_needed() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    assert ignored_by_fsdp(set()) == ignored_by_fsdp(None) == {}
+    assert ignored_by_fsdp({parameter}) == {"ignored_params": {parameter}}
+
+
+def test_a_store_without_clone_is_shared() -> None:
+    store = SimpleNamespace()
+    assert own_connection(store) is store
+    assert own_connection(SimpleNamespace(clone=lambda: "other")) == "other"
+
+
+def test_dtypes_that_torch_lacks_are_left_out() -> None:
+    assert existing_dtypes(["float32", "float3"]) == {"float32": torch.float32}
