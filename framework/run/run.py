@@ -85,7 +85,7 @@ class Run:
         self.resumed: tuple[Path, int] | None = None
         """The checkpoint that this run was resumed from, and the number of batches seen at that time."""
         self.manual_backward: Callable[..., None] = _no_loop
-        self.restore_layers: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
         self.saver: RunSaver
         """Set by ``attach_saver`` before the first hook runs."""
         self._register_handlers()
@@ -162,7 +162,12 @@ class Run:
 
     def restore_after(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` when the run has ended, also after an error."""
-        self.restore_layers = undo
+        self._undo.append(undo)
+
+    def restore_layers(self) -> None:
+        """Revert changes of the module's layers, the last one first."""
+        while self._undo:
+            self._undo.pop()()
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
 
