@@ -100,7 +100,7 @@ class FabricModule(nn.Module):
         """Run the forward pass in the precision's context and through the strategy."""
         return self._calls("__call__", args, kwargs)
 
-    forward = _RoutedForward()
+    forward: Any = _RoutedForward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the module's gradients as ``zero_grad`` of its optimizers does, wherever the strategy stores them."""

@@ -218,7 +218,7 @@ def test_hooks_of_a_compiled_block_run_also_if_they_are_added_later() -> None:
     assert found is not None
     found.apply(gpt, silent_trainer(devices=1).strategy)
     gpt(tokens)
-    calls = []
+    calls: list[str] = []
     gpt.blocks[1].register_forward_hook(lambda *_: calls.append("block"))
     gpt(tokens)
     assert calls == ["block"]
@@ -229,7 +229,8 @@ class Poisoned(Language):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 2:
-            self.gpt.blocks[1].up.weight.data.fill_(3e38)  # type: ignore[union-attr]
+            block: Any = self.gpt.blocks[1]
+            block.up.weight.data.fill_(3e38)
         return super().training_step(batch, batch_idx)
 
 
@@ -339,13 +340,14 @@ def test_a_strategy_that_cannot_compile_says_why() -> None:
 
         def setup(self, *_: Any, **__: Any) -> Any: ...
 
-        def route(self, *_: Any) -> Any: ...
+        def route(self, *_: Any, **__: Any) -> Any: ...
 
         def zero_backward(self) -> None: ...
 
-        def reduce_gradients(self, *_: Any) -> None: ...
+        def reduce_gradients(self, *_: Any, **__: Any) -> None: ...
 
-    for make in (silent_trainer, Fabric):
+    makes: list[Any] = [silent_trainer, Fabric]
+    for make in makes:
         with pytest.raises(
             ConfigurationError, match=r"strategy='own' got compile=.*, and it gathers each layer in a hook"
         ):
