@@ -72,10 +72,7 @@ class Compilation:
         """
         if strategy.prevents_compiling:
             what = "the result of torch.compile" if self.given is None else f"compile={self.given!r}"
-            raise ConfigurationError(
-                f"strategy={strategy.name!r} got {what}, and it {strategy.prevents_compiling}: leave that out, or use "
-                "strategy='fsdp'."
-            )
+            raise ConfigurationError(f"strategy={strategy.name!r} got {what}, and it {strategy.prevents_compiling}.")
 
     def parts(self, module: nn.Module) -> list[nn.Module]:
         """Return the parts to compile: the repeated blocks, or the module itself with the parts that its steps call.

@@ -74,7 +74,10 @@ class DeepSpeedStrategy(Strategy):
             load_is_collective=options.stage < 3,
         )
         if options.stage == 3:
-            self.prevents_compiling = "gathers the parameters of each layer in hooks, which end compiled code there"
+            self.prevents_compiling = (
+                "gathers the parameters of each layer in hooks, which end compiled code there: leave that out, or use "
+                "strategy='fsdp'"
+            )
         self._forget()
 
     def _forget(self) -> None:

@@ -94,6 +94,12 @@ class FSDPStrategy(Strategy):
         self.prefetch = prefetch
         self.reduce_dtype = reduce_dtype
         self.gather_weights = gather_weights
+        if activation_checkpointing is not False:
+            # torch runs no compiled code within a compiled backward pass, so other tensors would be recomputed.
+            self.prevents_compiling = (
+                "recomputes activations with activation_checkpointing, which compiled code does not allow: leave one of "
+                "them out, or call torch.utils.checkpoint inside the blocks"
+            )
         self.traits = Traits(
             shards_state=True,
             forward_has_collectives=True,

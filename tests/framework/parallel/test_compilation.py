@@ -103,7 +103,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp_find_unused_parameters_true",
     "fsdp": lambda: "fsdp",
     "zero2": lambda: "zero2",
-    "checkpointed fsdp": lambda: FSDPStrategy(activation_checkpointing=True),
 }
 
 
@@ -336,7 +335,7 @@ def test_blocks_that_are_asked_for_must_exist() -> None:
 def test_a_strategy_that_cannot_compile_says_why() -> None:
     class Own(Strategy):
         name = "own"
-        prevents_compiling = "gathers each layer in a hook"
+        prevents_compiling = "gathers each layer in a hook: leave that out"
 
         def setup(self, *_: Any, **__: Any) -> Any: ...
 
@@ -352,6 +351,12 @@ def test_a_strategy_that_cannot_compile_says_why() -> None:
             ConfigurationError, match=r"strategy='own' got compile=.*, and it gathers each layer in a hook"
         ):
             make(devices=1, strategy=Own(), compile={"backend": "eager"})
+
+
+def test_recomputed_activations_are_not_compiled() -> None:
+    strategy = FSDPStrategy(activation_checkpointing=True)
+    with pytest.raises(ConfigurationError, match="it recomputes activations with activation_checkpointing"):
+        silent_trainer(devices=1, strategy=strategy, compile={"backend": "eager"})
 
 
 class Convolutions(TrainModule):
