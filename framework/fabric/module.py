@@ -82,6 +82,7 @@ class _RoutedForward:
         return self if module is None else module.__call__
 
     def __set__(self, module: FabricModule, value: Any) -> None:
+        # No ordinary way: ``setattr`` would call this method again.
         vars(module)["forward"] = value
 
 

@@ -222,14 +222,14 @@ def _place_model(session: Session, run: Run) -> None:
     with run.strategy.building():
         module.configure_model()
     if session.settings.given.sync_batchnorm and run.world.size > 1:
-        run.restore_after(share_batch_statistics(module, run.device_type))
+        run.changes.callback(share_batch_statistics(module, run.device_type))
     run.strategy.to_device(module)
     precision.convert_module(module)
     compilation = session.compilation or session.fabric.compilation
     if compilation is not None:
-        run.restore_after(compilation.apply(module, run.strategy))
+        run.changes.callback(compilation.apply(module, run.strategy))
         if is_compiled(module):
-            run.restore_after(module.log_outside_graphs())
+            run.changes.callback(module.log_outside_graphs())
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:

@@ -12,6 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from ...framework.core.errors import ConfigurationError
 from ...framework.parallel.blocks import replace_method
 
+# torch runs no compiled code within a compiled backward pass, so other tensors would be recomputed than were saved.
+NO_RECOMPUTATION = (
+    "recomputes activations with activation_checkpointing, which compiled code does not allow: leave one of them out, "
+    "or call torch.utils.checkpoint inside the blocks"
+)
 Checkpointed: TypeAlias = "bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]"
 
 
