@@ -74,19 +74,23 @@ class Compilation:
             what = "the result of torch.compile" if self.given is None else f"compile={self.given!r}"
             raise ConfigurationError(f"strategy={strategy.name!r} got {what}, and it {strategy.prevents_compiling}.")
 
-    def parts(self, module: nn.Module) -> list[nn.Module]:
+    def parts(self, module: nn.Module, gathered: bool = False) -> list[nn.Module]:
         """Return the parts to compile: the repeated blocks, or the module itself with the parts that its steps call.
+
+        Args:
+            gathered: whether the strategy gathers each block in hooks, which would end larger pieces of compiled code.
 
         Raises:
             ConfigurationError: blocks are wanted, and there are none.
         """
-        found = [part for part in repeated_blocks(module) if _is_composite(part)]
+        found = [part for part in repeated_blocks(module) if gathered or _is_composite(part)]
         if not found and self.blocks:
             raise ConfigurationError(
                 f"compile={self.given!r} found no repeated blocks in {type(module).__name__}: give compile=True, which "
                 "compiles a module without blocks whole."
             )
-        if not found or self.blocks is False or (self.blocks is None and _num_kinds(found) > _MAX_KINDS):
+        differ = bool(found) and not gathered and _num_kinds(found) > _MAX_KINDS
+        if not found or self.blocks is False or (self.blocks is None and differ):
             whole = (module, *callable_children(module))
             found = [part for part in whole if has_forward(part) and has_parameters(part)]
         # A block may be used in several places.
@@ -101,7 +105,8 @@ class Compilation:
             ConfigurationError: see ``check`` and ``parts``.
         """
         self.check(strategy)
-        undos = [replace_method(part, "forward", CompiledForward(part, self.compiler)) for part in self.parts(module)]
+        parts = self.parts(module, strategy.traits.forward_has_collectives)
+        undos = [replace_method(part, "forward", CompiledForward(part, self.compiler)) for part in parts]
 
         def undo() -> None:
             for restore in undos:
