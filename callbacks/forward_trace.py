@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from ..framework.parallel.compilation import uncompiled
+
 _UNKNOWN = "?"
 
 
@@ -34,7 +36,12 @@ def trace_forward(module: nn.Module, inputs: Any) -> dict[str, Forward]:
     arguments. Buffers and random generators may change; modes do not.
     """
     found = {name: Forward() for name, _ in module.named_modules()}
-    with FlopCounterMode(display=False) as counter, _evaluating(module), _recording(module, found, counter):
+    with (
+        uncompiled(module),
+        FlopCounterMode(display=False) as counter,
+        _evaluating(module),
+        _recording(module, found, counter),
+    ):
         if isinstance(inputs, tuple | list):
             module(*inputs)
         elif isinstance(inputs, Mapping):

@@ -19,7 +19,7 @@ _INTERNAL = "it is a part of Accelerate's own machinery; phalanx has its own."
 _FSDP = "fsdp is configured with FSDPStrategy, and its checkpoints hold full tensors."
 _DUMMY = "create the optimizer and the scheduler in the program, and pass them to prepare."
 _CONFIG_FILE = "Accelerator(...) and the launcher's command take the settings; there is no configuration file."
-_COMPILE = "call torch.compile on the module before prepare."
+_COMPILE = "use Accelerator(dynamo_plugin=TorchDynamoPlugin(use_regional_compilation=True, ...))."
 
 PACKAGE = {
     "InitProcessGroupKwargs": "phalanx creates the process group; Trainer(stall_timeout=...) limits waiting.",
@@ -53,8 +53,6 @@ MEMBERS = {
 
 # Arguments of an Accelerator.
 ARGUMENTS = {
-    "dynamo_backend": _COMPILE,
-    "dynamo_plugin": _COMPILE,
     "torch_tp_plugin": _TP,
     "megatron_lm_plugin": _MEGATRON,
     "deepspeed_plugins": "give one deepspeed_plugin, and create a second Accelerator for a module with other settings.",
@@ -95,7 +93,7 @@ UTILS = {
     **dict.fromkeys(("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), _FP8),
     **dict.fromkeys(("MegatronLMPlugin", "MegatronLMDummyScheduler", "MegatronLMDummyDataLoader"), _MEGATRON),
     **dict.fromkeys(("TorchTensorParallelPlugin", "TorchTensorParallelConfig"), _TP),
-    **dict.fromkeys(("TorchDynamoPlugin", "compile_regions"), _COMPILE),
+    "compile_regions": _COMPILE,
     **dict.fromkeys(("load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer"), _FSDP),
     **dict.fromkeys(("enable_fsdp_ram_efficient_loading", "disable_fsdp_ram_efficient_loading"), _FSDP),
     "merge_fsdp_weights": "checkpoints hold full tensors: use 'phalanx checkpoint consolidate'.",

@@ -30,6 +30,7 @@ from .configuration import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from .dynamo import TorchDynamoPlugin, compilation_of
 from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from .preparation import Preparation
 from .state import AcceleratorState, GradientState, on_local_process
@@ -78,6 +79,8 @@ class Accelerator(Accumulation):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Iterable[Any] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         *,
         strategy: str | Strategy = "auto",
         devices: int | str | list[int] | None = None,
@@ -99,6 +102,7 @@ class Accelerator(Accumulation):
             devices=default_devices() if devices is None else devices,
             precision=precision_of(mixed_precision, handlers.get(GradScalerKwargs)),
             accumulate=getattr(gradient_accumulation_plugin, "num_steps", gradient_accumulation_steps),
+            compile=compilation_of(dynamo_backend, dynamo_plugin),
         )
         self.fabric.launch()
         self._autocast = handlers.get(AutocastKwargs)

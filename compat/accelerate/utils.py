@@ -18,6 +18,7 @@ from .configuration import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from .dynamo import DynamoBackend, TorchDynamoPlugin
 from .functions import set_seed
 from .memory import find_executable_batch_size, release_memory
 from .operations import (
@@ -53,6 +54,7 @@ __all__ = [
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DynamoBackend",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -60,6 +62,7 @@ __all__ = [
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
     "compare_versions",

@@ -16,6 +16,7 @@ from ..core.optimizer_config import parameters_of
 from ..metrics.metric_log import MetricLog
 from ..metrics.no_log import NoLog
 from ..metrics.torchmetrics_state import logged_items
+from ..parallel.blocks import replace_method
 from ..state import rebuild_module
 from .absent_names import MODULE
 from .module_hooks import ModuleHooks
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .contracts import AttachedRun
 
 _LIVE = ("_run", "_metric_log")
+_LOGS = ("log", "log_dict")
 
 
 @lacks(MODULE, AbsentValue)
@@ -63,8 +65,11 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module does not belong to the run.
         state = {**self.__dict__, **dict.fromkeys(_LIVE)}
-        if self._logs_directly:
-            del state["log"]
+        for name in _LOGS:
+            if _is_live(state.get(name)):
+                del state[name]
+        # As nn.Module does: compiled code would be that of this module.
+        state.pop("_compiled_call_impl", None)
         return state
 
     def attach(self, run: AttachedRun) -> None:
@@ -101,6 +106,21 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
     @property
     def _logs_directly(self) -> bool:
         return isinstance(getattr(self.__dict__.get("log"), "__self__", None), MetricLog | NoLog)
+
+    def log_outside_graphs(self) -> Callable[[], None]:
+        """Make ``torch.compile`` call ``log`` and ``log_dict`` rather than trace them; return a function to revert it.
+
+        They are Python code with tables of metrics.
+        """
+        if self._logs_directly:
+            del self.log
+        undos = [replace_method(self, name, torch.compiler.disable(getattr(self, name))) for name in _LOGS]
+
+        def undo() -> None:
+            for restore in undos:
+                restore()
+
+        return undo
 
     # ---- logging --------------------------------------------------------------------------------------------------
 
@@ -249,3 +269,8 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
         checkpoint = open_checkpoint(checkpoint_path)
         module: Self = rebuild_module(cls, checkpoint, map_location, strict, overrides, average, hparams_file)
         return module
+
+
+def _is_live(log: Any) -> bool:
+    """Whether an attribute ``log`` or ``log_dict`` of a module was set by ``log_to`` or ``log_outside_graphs``."""
+    return isinstance(getattr(log, "__self__", None), MetricLog | NoLog) or hasattr(log, "_torchdynamo_disable")

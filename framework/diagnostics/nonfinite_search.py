@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..checkpoint.codec import encode
 from ..checkpoint.finite_check import has_nonfinite, is_finite
 from ..core.errors import ConfigurationError
+from ..parallel.compilation import uncompiled
 from ..parallel.strategy import StepFunction
 from ..parallel.zero_backward import tensors_in
 from ..run.run import Run
@@ -61,7 +62,7 @@ def first_module(run: Run, step: StepFunction, batch: Any, index: int) -> str:
             label = f"{name} ({type(part).__name__})"
             handles.append(part.register_forward_hook(_looker(label, met)))
     try:
-        with isolated(run.module), torch.no_grad():
+        with isolated(run.module), uncompiled(run.module), torch.no_grad():
             step(batch, index)
     except Exception as error:
         return f"running its step again raised {type(error).__name__}"

@@ -32,6 +32,7 @@ from ..distributed.world import World
 from ..launch import launch_function, launch_script
 from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
+from ..parallel.compilation import compilation
 from ..parallel.optimizer_step import Updater
 from ..parallel.resources import Resources, resolve_resources
 from ..parallel.strategy import Strategy
@@ -60,6 +61,8 @@ class Fabric(AccelerateNames):
         callbacks: objects whose hooks ``call`` calls, or names of registered ones.
         loggers: loggers that ``log`` writes to: objects or names.
         plugins: must be None; Lightning has the argument.
+        compile: what ``torch.compile`` compiles of each module that is set up: ``"blocks"``, True, or a dict of
+            options, as in ``Trainer(compile=...)``.
 
     Attributes:
         resources: The requested devices, ranks, strategy and precision.
@@ -68,6 +71,7 @@ class Fabric(AccelerateNames):
         scaler: The loss scaler; None if losses are not scaled, or if the strategy scales them.
         strategy_scales_losses: Whether the strategy scales losses itself, which some strategies do in fp16.
         updater: Applies the updates of a Trainer.
+        compilation: The meaning of ``compile``; None if modules are not compiled.
 
     Raises:
         ConfigurationError: an argument breaks a rule, or does not fit the machine or the launcher.
@@ -87,9 +91,13 @@ class Fabric(AccelerateNames):
         callbacks: Any = None,
         loggers: Any = None,
         plugins: None = None,
+        compile: bool | str | Mapping[str, Any] = False,
     ) -> None:
         must_be_none("Fabric(plugins=...)", plugins, "give the strategy and the precision as objects or by name")
         self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision)
+        self.compilation = compilation(compile, self.resources.device_type)
+        if self.compilation is not None:
+            self.compilation.check(self.resources.strategy)
         self.accumulation = resolve_accumulation(accumulate)
         self._reporting = Reporting(self.resources, callbacks, loggers, lambda: self._prepared.updates)
         self._compose()
@@ -103,7 +111,7 @@ class Fabric(AccelerateNames):
         self.updater = Updater(self.strategy, self.scaler)
         self._ranks = Collectives(self.resources)
         self._prepared = Prepared(self.strategy, self.scaler, self.strategy_scales_losses)
-        self._setup = Setup(self._ranks, self._prepared, self.precision, self)
+        self._setup = Setup(self._ranks, self._prepared, self.precision, self.compilation, self)
         self._training = Training(self._ranks, self._prepared, self.precision, self.accumulation)
         self._checkpoints = Checkpoints(self._ranks, self._prepared, self._training)
         self._weights = FullWeights(self._ranks, self._prepared)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError
 from ..core.precision import Precision, at_least_fp32
+from ..parallel.compilation import compilation_of
 from .objects import Engine
 
 M = TypeVar("M", bound=nn.Module)
@@ -20,17 +21,16 @@ M = TypeVar("M", bound=nn.Module)
 class _Calls:
     """Calls a module's methods in the precision's context and through the strategy."""
 
-    def __init__(self, engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> None:
+    def __init__(self, engine: Engine, precision: Precision, device_type: str) -> None:
         self.engine = engine
         self._precision = precision
         self._context = precision.forward_context(device_type)
         self._routes: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        self._compiled = compiled
         self._shared_after = 0
 
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in self._routes:
-            step = self._step(self._compiled if name == "__call__" else getattr(self.engine.module, name))
+            step = self._step(self.engine.module if name == "__call__" else getattr(self.engine.module, name))
             strategy = self.engine.strategy
             self._routes[name] = strategy.route(step, training=True), self._evaluation(step)
         train, evaluate = self._routes[name]
@@ -71,6 +71,21 @@ class _Calls:
         return call
 
 
+class _RoutedForward:
+    """``forward`` of a set-up module: the forward pass in the precision's context and through the strategy.
+
+    A data descriptor, which Python prefers to an attribute ``forward`` of the module itself, such as a compiled one:
+    the instance dict is shared with the user's module.
+    """
+
+    def __get__(self, module: FabricModule | None, owner: type) -> Any:
+        return self if module is None else module.__call__
+
+    def __set__(self, module: FabricModule, value: Any) -> None:
+        # No ordinary way: ``setattr`` would call this method again.
+        vars(module)["forward"] = value
+
+
 class FabricModule(nn.Module):
     """A set-up module: the user's own, of its own class and with its own attributes, called through the strategy.
 
@@ -86,9 +101,7 @@ class FabricModule(nn.Module):
         """Run the forward pass in the precision's context and through the strategy."""
         return self._calls("__call__", args, kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass in the precision's context and through the strategy."""
-        return self._calls("__call__", args, kwargs)
+    forward: Any = _RoutedForward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the module's gradients as ``zero_grad`` of its optimizers does, wherever the strategy stores them."""
@@ -120,8 +133,8 @@ class FabricModule(nn.Module):
         return max, ((self._calls.engine.module,),)
 
 
-def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precision, device_type: str) -> Any:
-    """Return the ``FabricModule`` of an engine's module. ``compiled`` is the module that its forward pass calls."""
+def wrap_module(engine: Engine, precision: Precision, device_type: str) -> Any:
+    """Return the ``FabricModule`` of an engine's module."""
     module = engine.module
     kind = type(module)
     fields: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
@@ -132,7 +145,7 @@ def wrap_module(engine: Engine, compiled: Callable[..., Any], precision: Precisi
     # No ordinary way: the two objects must share all attributes, also those that are assigned to either of them later.
     # torch and the user's methods read them from ``__dict__``, so delegation by ``__getattr__`` would not reach them.
     object.__setattr__(wrapped, "__dict__", module.__dict__)
-    object.__setattr__(wrapped, "_calls", _Calls(engine, compiled, precision, device_type))
+    object.__setattr__(wrapped, "_calls", _Calls(engine, precision, device_type))
     for name in getattr(module, "forward_methods", ()):
         wrapped.mark_forward_method(name)
     return wrapped
@@ -153,5 +166,5 @@ def unwrap(module: M) -> M:
     engine = engine_of(module)
     if engine is not None:
         return engine.module  # type: ignore[return-value]
-    original: M = module.__dict__.get("_modules", {}).get("_orig_mod", module)
+    original: M = compilation_of(module)[0]
     return original

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
 from ..parallel.closures import evaluate_once, needs_closure
+from ..parallel.compilation import Compilation
 from ..parallel.optimizer_step import Updater
 from ..parallel.strategy import Strategy
 from .gradient_window import GradientWindow
@@ -62,6 +63,17 @@ class Engine:
         self.window: GradientWindow | None = None
         self._joined: tuple[GradientWindow, int] | None = None
         self._may_sync = True
+        self._restore_forward: Callable[[], None] | None = None
+
+    def compile(self, compilation: Compilation) -> None:
+        """Compile the module's parts, until ``release``."""
+        self._restore_forward = compilation.apply(self.module, self.strategy)
+
+    def release(self) -> None:
+        """Release the module from the strategy, and revert ``compile``."""
+        self.strategy.teardown()
+        if self._restore_forward is not None:
+            self._restore_forward()
 
     @property
     def updates(self) -> int:

@@ -48,7 +48,7 @@ class Prepared:
     def clear(self) -> None:
         """Release everything that was set up."""
         for engine in self.engines:
-            engine.strategy.teardown()
+            engine.release()
             leave_fabric(engine.module)
         self.engines.clear()
         self.schedulers.clear()

@@ -17,6 +17,7 @@ from ..core.precision import DefaultDtype, Precision
 from ..distributed.batch_copy import BatchCopy
 from ..distributed.gather import gather_rows
 from ..distributed.seed import seed_everything
+from ..parallel.compilation import Compilation, compilation_of
 from ..parallel.strategy import Routed
 from .collectives import Collectives
 from .loaders import FabricLoader, Sharing, skip_first_batches
@@ -31,11 +32,19 @@ M = TypeVar("M", bound=nn.Module)
 class Setup:
     """Prepares modules, optimizers, schedulers and loaders for training on many ranks."""
 
-    def __init__(self, ranks: Collectives, prepared: Prepared, precision: Precision, fabric: Any) -> None:
+    def __init__(
+        self,
+        ranks: Collectives,
+        prepared: Prepared,
+        precision: Precision,
+        compilation: Compilation | None,
+        fabric: Any,
+    ) -> None:
         self._ranks = ranks
         self._fabric = fabric
         self._prepared = prepared
         self._precision = precision
+        self._compilation = compilation
 
     # ---- modules, optimizers, schedulers --------------------------------------------------------------------------
 
@@ -51,20 +60,21 @@ class Setup:
             ConfigurationError: one of them was set up before, or the strategy does not support it.
         """
         self._check_new(module, optimizers)
-        original = unwrap(module)
+        original, compilation = unwrap(module), compilation_of(module)[1] or self._compilation
         world = self._ranks.world
         strategy = self._prepared.strategy.clone()
         if move_to_device:
             strategy.to_device(original)
         self._precision.convert_module(original)
         engine = Engine(original, strategy, self._prepared.scaler, self._prepared.engines)
+        if compilation is not None:
+            engine.compile(compilation)
         # A strategy that builds its own updates cannot add an optimizer later: without one the module is for
         # evaluation.
         training = bool(optimizers) or not strategy.traits.takes_one_optimizer
         ready = strategy.setup(original, optimizers, training=training, routed=Routed.FORWARD)
         self._prepared.engines.append(engine)
-        # Forward passes call the module as given, which may be a compiled one around the original that is trained.
-        wrapped = wrap_module(engine, module, self._precision, world.device.type)
+        wrapped = wrap_module(engine, self._precision, world.device.type)
         engine.optimizers = [FabricOptimizer(optimizer, engine) for optimizer in ready]
         join_fabric(original, self._fabric, self._prepared, engine)
         # The loop of a Lightning program decides when to call step.

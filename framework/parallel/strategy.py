@@ -87,6 +87,9 @@ class Strategy(NamesArguments, ABC):
     precision: Precision
     fixes_parameters: bool = False
     """Whether ``setup`` fixes the trained parameters: none can be frozen, unfrozen or added to an optimizer later."""
+    prevents_compiling: str = ""
+    """The reason for which parts of a module cannot run compiled, and the next step, such as "gathers ...: leave ...";
+    empty if they can. They are compiled before ``setup``, without their own hooks."""
     flags: StepFlags | None = None
     """The exchange of step flags, if ``setup`` made this strategy's gradient reduction carry them. None for a separate
     message, which works under every strategy."""

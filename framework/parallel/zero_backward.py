@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import LoopError
+from .blocks import callable_children
 
 Calls = list[tuple[nn.Module, Any]]
 """The modules that a step called directly, in order, and their outputs."""
@@ -88,30 +89,23 @@ class CallWatch:
     def _install(self) -> None:
         # Plain functions: copying the module copies its hooks, which must not copy this object.
         def before(part: nn.Module, inputs: Any) -> None:
-            if self._open:
+            # Inside a compiled part they have no effect: its own hooks, which run outside, record the call.
+            if not torch.compiler.is_compiling() and self._open:
                 self._depth += 1
 
         def after(part: nn.Module, inputs: Any, output: Any) -> None:
-            if self._open:
+            if not torch.compiler.is_compiling() and self._open:
                 self._depth -= 1
                 if self._depth == 0:
                     self._calls.append((part, output))
 
         learned = self._usual is not None
-        parts = {*_direct_parts(self._module), *self._known} if learned else set(self._module.modules())
+        parts = (
+            {self._module, *callable_children(self._module), *self._known} if learned else set(self._module.modules())
+        )
         for part in parts:
             if any(True for _ in part.parameters()):
                 self._handles += [part.register_forward_pre_hook(before), part.register_forward_hook(after)]
-
-
-def _direct_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and its children; for a child that cannot be called, such as a list, the child's children."""
-    yield module
-    for child in module.children():
-        if type(child).forward is nn.Module.forward:
-            yield from _direct_parts(child)
-        else:
-            yield child
 
 
 def _partial() -> LoopError:

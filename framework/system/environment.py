@@ -123,10 +123,15 @@ def pins_batches() -> bool:
     return os.environ.get(_PIN_MEMORY, "1") not in ("", "0")
 
 
-def build_tools() -> tuple[str, list[str]]:
-    """Return the C++ compiler that extensions are built with, and the user's own flags for compiling and linking."""
+def build_tools(default: str = "c++") -> tuple[str, list[str]]:
+    """Return the C++ compiler to build with, and the user's own flags for compiling and linking.
+
+    Args:
+        default: the compiler if the user has not chosen one: torch builds extensions with ``c++``, and what
+            ``torch.compile`` generates with ``g++``.
+    """
     flags = [os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS")]
-    return os.environ.get("CXX") or "c++", [flag for each in flags for flag in shlex.split(each)]
+    return os.environ.get("CXX") or default, [flag for each in flags for flag in shlex.split(each)]
 
 
 def cuda_architectures() -> str:

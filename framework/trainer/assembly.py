@@ -18,6 +18,7 @@ from ..loop import ManualStep, statistics_pass
 from ..loop.automatic_step import AutomaticStep
 from ..metrics.logger_threads import LoggerFanout
 from ..metrics.no_log import OUTSIDE_LOOPS
+from ..parallel.compilation import is_compiled
 from ..parallel.strategy import Routed
 from ..parallel.sync_batch_norm import share_batch_statistics
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
@@ -223,14 +224,19 @@ def _attach_step(
 
 
 def _place_model(session: Session, run: Run) -> None:
-    """Call ``configure_model``, and move the module to its device and dtype. Collective."""
+    """Call ``configure_model``, move the module to its device and dtype, and compile its parts. Collective."""
     module, precision = run.module, run.precision
     with run.strategy.building():
         module.configure_model()
     if session.settings.given.sync_batchnorm and run.world.size > 1:
-        run.restore_after(share_batch_statistics(module, run.device_type))
+        run.changes.callback(share_batch_statistics(module, run.device_type))
     run.strategy.to_device(module)
     precision.convert_module(module)
+    compilation = session.compilation or session.fabric.compilation
+    if compilation is not None:
+        run.changes.callback(compilation.apply(module, run.strategy))
+        if is_compiled(module):
+            run.changes.callback(module.log_outside_graphs())
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:

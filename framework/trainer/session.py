@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from ..loop.evaluation_loop import EvaluationPlan
     from ..loop.fit_loop import FitLoop
     from ..metrics.logger import Logger
+    from ..parallel.compilation import Compilation
     from ..parallel.resources import Resources
     from ..run.run import Run
     from ..system.run_directory import RunDirectory
-    from .compiled_module import Compiler
     from .resolved_settings import Settings
 
 METRIC_KINDS = ("callback", "logged", "progress_bar")
@@ -63,8 +63,8 @@ class StageRequest:
     datamodule: DataModule | None = None
     ckpt_path: str | Path | None = None
     keep_predictions: bool = True
-    compiler: Compiler | None = None
-    """Compiles the steps, if the module was given as the result of ``torch.compile``."""
+    compilation: Compilation | None = None
+    """The compilation of a module that was given as the result of ``torch.compile``."""
 
 
 @dataclass
@@ -92,8 +92,8 @@ class Session:
     """The plan of the evaluation in progress, outside of a fit."""
     module: TrainModule | None = None
     """The module of the current or last stage."""
-    compiler: Compiler | None = None
-    """The compiler of this module's steps."""
+    compilation: Compilation | None = None
+    """The compilation of this module, if it was given as the result of ``torch.compile``."""
     datamodule: DataModule | None = None
     """The DataModule of the current or last stage."""
     records: StageRecords = field(default_factory=StageRecords)
@@ -113,7 +113,7 @@ class Session:
         self.began = time.time()
         self.records.begin(stage)
         self.module, self.datamodule = request.module, request.datamodule
-        self.compiler = request.compiler
+        self.compilation = request.compilation
         if request.datamodule is not None:
             request.datamodule.attach(self.view)
 

@@ -58,6 +58,13 @@ class TrainerSettings:
         '``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``; short forms '
         'are ``32``, ``64``, ``"bf16"``, ``16`` and ``"fp16"``; or a registered name, or a ``Precision``.',
     )
+    compile: bool | str | Mapping[str, Any] = _setting(
+        False,
+        "the parts that ``torch.compile`` compiles, in place and before the strategy wraps the module: True or "
+        '``"blocks"``, the blocks that are repeated in a list of modules, or with True a module without such blocks '
+        "whole; or a dict of its options ``mode``, ``backend``, ``dynamic``, ``fullgraph`` and ``options``, with "
+        '``"blocks": False`` for the module whole.',
+    )
     logger: Any = _setting(None, "a ``Logger``, a name, or a list of these; True is TensorBoard, False none.")
     callbacks: Any = _setting(None, "a ``Callback``, a name, or a list of these.")
     fast_dev_run: bool | int = _setting(

@@ -17,13 +17,13 @@ from ..launch.slurm import TimeLimit
 from ..loop import evaluate, predict
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..metrics.no_log import OUTSIDE_LOOPS
+from ..parallel.compilation import uncompiled
 from ..state import encode_known
 from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.failure_records import exit_code_of
 from ..system.run_directory import REPORT
 from ..trainer import assemble_evaluation, assemble_fit, choose_strategy
 from ..watchdog import watched
-from .compiled_module import compiled_steps
 from .error_hints import add_hints
 from .run_documents import add_results, configuration, report
 from .run_report import box, end_lines, start_lines
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
     """Run a stage; return None for a fit, else a list with the results of each loader. Collective."""
-    with running(session, stage, request), compiled_steps(request.module, request.compiler):
+    with running(session, stage, request):
         if stage == "fit":
             return _fit(session, request)
         run, plan = assemble_evaluation(session, request, stage)
@@ -108,7 +108,8 @@ def _begin(session: Session, loop: FitLoop) -> None:
     if not run.traits.forward_has_collectives:
         # The module may log in its forward pass.
         log = run.module.log_to(None)
-        run.loggers.log_graph(run.module)
+        with uncompiled(run.module):
+            run.loggers.log_graph(run.module)
         run.module.log_to(log)
     elif run.loggers.records_graph:
         session.note(
@@ -201,8 +202,7 @@ def _release(session: Session, request: StageRequest) -> None:
         run.strategy.teardown()
         # The Fabric outlives the run, and this callback would keep the run with it.
         run.updater.guard(False, None)
-        if run.restore_layers is not None:
-            run.restore_layers()
+        run.changes.close()
         run.world.close()
         for callback in run.callbacks:
             callback.log_through(None)

@@ -15,6 +15,7 @@ from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, is_count
 from ..launch import launch_script
 from ..metrics.hparams_text import hyperparameters_to_log
+from ..parallel.compilation import compilation_of
 from ..resume.resume_point import checked_checkpoint_path
 from ..system.atomic_files import absolute
 from ..system.entry_script import can_rerun_script
@@ -24,7 +25,6 @@ from . import plan_memory
 from .actions import TrainerActions
 from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
-from .compiled_module import original_of
 from .forked_stage import run_in_function
 from .lone_stage import TrainerFabric, run_alone
 from .plugins import resolve_callbacks, resolve_loggers
@@ -37,6 +37,7 @@ from .stages import run_stage
 if TYPE_CHECKING:
     from ..memory.memory_plan import MemoryPlan
     from ..metrics.logger import Logger
+    from ..parallel.compilation import Compilation
     from .resolved_settings import Settings
 
 _DEFAULT_NAME = "phalanx_logs"
@@ -56,7 +57,9 @@ class Trainer(TrainerActions):
     def __init__(self, given: TrainerSettings) -> None:
         """Check and resolve all arguments. No process or file is created before a stage is called."""
         settings = resolve_settings(given)
-        fabric = TrainerFabric(given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision)
+        fabric = TrainerFabric(
+            given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision, compile=given.compile
+        )
         loggers = resolve_loggers(given.logger, settings)
         name = next((logger.name for logger in loggers if logger.name), _DEFAULT_NAME)
         self._session = Session(
@@ -88,7 +91,8 @@ class Trainer(TrainerActions):
         """Train a module. Collective.
 
         Args:
-            model: the module, or the result of ``torch.compile`` for it, whose steps then run compiled.
+            model: the module. The result of ``torch.compile`` is compiled like ``Trainer(compile=True)`` does, with
+                the options of that call.
             train_dataloaders: a loader, or a list or dict of loaders whose batches are combined.
             val_dataloaders: a loader or several.
             datamodule: provides the loaders instead.
@@ -105,13 +109,13 @@ class Trainer(TrainerActions):
         flag("weights_only", weights_only)
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
-        model, compiler = original_of(model, self.strategy)
+        model, compilation = self._compilation_of(model)
         check_fit(model, given, datamodule, self.settings, self.fabric.resources)
         if self.loggers:
             hyperparameters_to_log(model, datamodule)
         for callback in self.callbacks:
             callback.check(self, "fit")
-        request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)
+        request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
         self._launched_or_here("fit", request)
 
     @names_arguments
@@ -136,7 +140,7 @@ class Trainer(TrainerActions):
             raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
         given = {"train": train_dataloaders}
-        model, _ = original_of(model, self.strategy)
+        model, _ = compilation_of(model)
         check_plan(
             model,
             given,
@@ -216,16 +220,23 @@ class Trainer(TrainerActions):
         self, stage: str, model: TrainModule | None, dataloaders: Any, ckpt_path: Any, datamodule: Any
     ) -> StageRequest:
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule)
-        module, compiler = self._session.module, self._session.compiler
+        module, compilation = self._session.module, self._session.compilation
         if model is not None:
-            module, compiler = original_of(model, self.strategy)
+            module, compilation = self._compilation_of(model)
         if module is None:
             raise ConfigurationError(f"Trainer.{stage} was given no model, and none was fitted before: pass model=...")
         if datamodule is None and model is None:
             datamodule = self.datamodule
         given = {stage: dataloaders}
         check_evaluation(stage, module, given, datamodule, self.fabric.resources, self.settings.shards_data)
-        return StageRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path), compiler=compiler)
+        return StageRequest(module, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
+
+    def _compilation_of(self, model: Any) -> tuple[Any, Compilation | None]:
+        """Return the module in the result of ``torch.compile`` with its compilation; another one with None."""
+        module, compilation = compilation_of(model)
+        if compilation is not None:
+            compilation.check(self.strategy)
+        return module, compilation
 
     def _launched_or_here(self, stage: str, request: StageRequest) -> Any:
         """Run a stage in this rank; start the ranks first if they are not running."""

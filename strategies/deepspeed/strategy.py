@@ -73,6 +73,11 @@ class DeepSpeedStrategy(Strategy):
             weights_on_disk=options.offload_optimizer == "nvme",
             load_is_collective=options.stage < 3,
         )
+        if options.stage == 3:
+            self.prevents_compiling = (
+                "gathers the parameters of each layer in hooks, which end compiled code there: leave that out, or use "
+                "strategy='fsdp'"
+            )
         self._forget()
 
     def _forget(self) -> None:
@@ -92,13 +97,8 @@ class DeepSpeedStrategy(Strategy):
         check_ops(self.options, device_type, self.name)
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse sparse gradients, and under stage 3 a Trainer's module that is compiled as a whole."""
+        """Refuse sparse gradients."""
         check_dense(module, self.name)
-        if self.options.stage == 3 and "_orig_mod" in module._modules:
-            raise ConfigurationError(
-                f"strategy={self.name!r} got the result of torch.compile, which would compile DeepSpeed's hooks in "
-                "every layer as well: pass the module itself, or use strategy='fsdp'."
-            )
 
     def prepare(self, device_type: str, precision: Precision) -> None:
         """Build the C++ ops that are missing."""

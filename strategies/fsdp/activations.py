@@ -10,7 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.parallel.blocks import replace_method
 
+# torch runs no compiled code within a compiled backward pass, so other tensors would be recomputed than were saved.
+NO_RECOMPUTATION = (
+    "recomputes activations with activation_checkpointing, which compiled code does not allow: leave one of them out, "
+    "or call torch.utils.checkpoint inside the blocks"
+)
 Checkpointed: TypeAlias = "bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]"
 
 
@@ -52,8 +58,8 @@ def checkpointed_parts(module: nn.Module, units: list[nn.Module], given: Checkpo
     return found
 
 
-def checkpoint_forward(part: nn.Module) -> None:
-    """Make a module save only its inputs for backward."""
+def checkpoint_forward(part: nn.Module) -> Callable[[], None]:
+    """Make a module save only its inputs for backward; return a function that reverts this."""
     forward = part.forward
 
     def compute(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,10 +78,4 @@ def checkpoint_forward(part: nn.Module) -> None:
             return forward(*args, **kwargs)
         return checkpoint(compute, torch.get_default_dtype(), args, kwargs, use_reentrant=False)
 
-    object.__setattr__(part, "forward", checkpointed)
-
-
-def plain_forward(part: nn.Module) -> None:
-    """Undo ``checkpoint_forward``."""
-    if "forward" in vars(part):
-        object.__delattr__(part, "forward")
+    return replace_method(part, "forward", checkpointed)

@@ -26,7 +26,7 @@ from ...framework.core.torch_versions import fsdp_groups, ignored_by_fsdp
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import owners_of, replace_tensors
 from ...framework.parallel.strategy import StepAdapter
-from .activations import Checkpointed, checkpoint_forward, checkpointed_parts, plain_forward
+from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
 from .deferred import Deferred
 from .initial import Origins, Source, allocate_buffers, check_buffers
 from .module_gradients import ModuleGradients
@@ -89,8 +89,7 @@ class ShardedModel:
         self._state._lazy_init()
         self._footprint.close()
         prefetch(self.root, list(self.units), sharding.prefetch)
-        for part in self.checkpointed:
-            checkpoint_forward(part)
+        self._plain_forwards = [checkpoint_forward(part) for part in self.checkpointed]
         self.parts: list[FSDPModule] = [part for part in self.root.modules() if isinstance(part, FSDPModule)]
         self.syncs = True
         self._unreduced = False
@@ -259,8 +258,8 @@ class ShardedModel:
         self.reshard()
         self.outside.ignore()
         self.gradients.release()
-        for part in self.checkpointed:
-            plain_forward(part)
+        for restore in self._plain_forwards:
+            restore()
         self._footprint.undo()
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..limits import check_dense, check_elementwise
-from .activations import Checkpointed, check_checkpointing
+from .activations import NO_RECOMPUTATION, Checkpointed, check_checkpointing
 from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_reduce_dtype
 from .deferred import Deferred
 from .gradients import ShardedGradients
@@ -94,6 +94,8 @@ class FSDPStrategy(Strategy):
         self.prefetch = prefetch
         self.reduce_dtype = reduce_dtype
         self.gather_weights = gather_weights
+        if activation_checkpointing is not False:
+            self.prevents_compiling = NO_RECOMPUTATION
         self.traits = Traits(
             shards_state=True,
             forward_has_collectives=True,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.parallel.blocks import has_forward, has_parameters, repeated_blocks
 
 Units: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | int | Callable[[nn.Module], bool] | None"
 
@@ -41,10 +42,10 @@ def find_units(module: nn.Module, units: Units) -> list[nn.Module]:
         ConfigurationError: units were requested, and no submodule matches.
     """
     if units is None:
-        return list(_repeated(module))
+        return list(repeated_blocks(module))
     if isinstance(units, int):
         return _of_size(module, units)
-    parts = [part for part in module.modules() if part is not module and _has_forward(part) and _has_parameters(part)]
+    parts = [part for part in module.modules() if part is not module and has_forward(part) and has_parameters(part)]
     found = [part for part in parts if (isinstance(part, units) if isinstance(units, type | tuple) else units(part))]
     if not found:
         known = ", ".join(sorted({type(part).__name__ for part in parts})) or "none"
@@ -131,18 +132,6 @@ def _note_owners(
         _note_owners(child, unit, units, owners, seen)
 
 
-def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost blocks that occur several times in a list or sequence of modules."""
-    classes: list[type[nn.Module]] = []
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        classes = [type(child) for child in module if _has_forward(child) and _has_parameters(child)]
-    for child in module.children():
-        if classes.count(type(child)) > 1 and _has_forward(child) and _has_parameters(child):
-            yield child
-        else:
-            yield from _repeated(child)
-
-
 def _of_size(module: nn.Module, least: int) -> list[nn.Module]:
     """Return submodules of at least ``least`` parameters, not counting those of units inside them."""
     found: list[nn.Module] = []
@@ -155,7 +144,7 @@ def _of_size(module: nn.Module, least: int) -> list[nn.Module]:
         position = len(found)
         count = sum(parameter.numel() for parameter in part._parameters.values() if parameter is not None)
         count += sum(free(child) for child in part.children())
-        if part is module or count < least or not _has_forward(part):
+        if part is module or count < least or not has_forward(part):
             return count
         found.insert(position, part)
         return 0
@@ -166,14 +155,6 @@ def _of_size(module: nn.Module, least: int) -> list[nn.Module]:
 
 def _is_module_class(given: Any) -> bool:
     return isinstance(given, type) and issubclass(given, nn.Module)
-
-
-def _has_forward(part: nn.Module) -> bool:
-    return type(part).forward is not nn.Module.forward
-
-
-def _has_parameters(part: nn.Module) -> bool:
-    return next(part.parameters(), None) is not None
 
 
 def _shown(units: Units) -> str:

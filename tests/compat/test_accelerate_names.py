@@ -83,7 +83,7 @@ def test_each_argument_of_an_accelerator_is_taken_or_refused_with_a_sentence(nam
     [
         *("DataLoaderConfiguration", "ProjectConfiguration", "GradientAccumulationPlugin", "AutocastKwargs"),
         *("DistributedDataParallelKwargs", "GradScalerKwargs", "ProfileKwargs"),
-        *("FullyShardedDataParallelPlugin", "DeepSpeedPlugin"),
+        *("FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "TorchDynamoPlugin"),
     ],
 )
 def test_each_field_of_a_configuration_is_taken_or_refused(name: str) -> None:
@@ -121,6 +121,21 @@ def test_plugins_describe_strategies() -> None:
     assert zero.name == "zero3-offload"
     configured = utils.DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}}).strategy
     assert configured.name == "zero1"
+
+
+def test_the_dynamo_plugin_describes_what_is_compiled() -> None:
+    plugin = utils.TorchDynamoPlugin(backend="AOT_EAGER", dynamic=True, use_regional_compilation=True)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    found = accelerator.fabric.compilation
+    assert found is not None
+    assert found.given == {"backend": "aot_eager", "blocks": True, "dynamic": True}
+    assert Accelerator(cpu=True, dynamo_backend="no").fabric.compilation is None
+    whole = Accelerator(cpu=True, dynamo_backend=utils.DynamoBackend.EAGER)
+    model = whole.prepare(nn.Linear(2, 1))
+    assert "forward" in vars(model)
+    assert model(torch.ones(1, 2)).shape == (1, 1)
+    with pytest.raises(ConfigurationError, match="both given"):
+        Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=plugin)
 
 
 def test_helpers_return_what_those_of_accelerate_do(monkeypatch: pytest.MonkeyPatch) -> None:
