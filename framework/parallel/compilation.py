@@ -211,7 +211,9 @@ def _compiler(options: Mapping[str, Any], given: Any) -> Compiler:
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         # torch removes entries from the dict that it is given.
-        fresh = {name: dict(value) if isinstance(value, Mapping) else value for name, value in arguments.items()}
+        fresh: dict[str, Any] = {
+            name: dict(value) if isinstance(value, Mapping) else value for name, value in arguments.items()
+        }
         compiled: Callable[..., Any] = torch.compile(function, **fresh)
         return compiled
 
