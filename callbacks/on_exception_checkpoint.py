@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class SavedAfterError:
     """The checkpoint of an ``OnExceptionCheckpoint``, for the search for the newest one: it ranks no metric.
 
-    ``dirpath`` is None, since the directory is not the one that a preempted run saves into.
+    It has no ``dirpath``, since a preempted run saves into another directory.
     """
 
     path: Path

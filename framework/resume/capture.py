@@ -170,7 +170,7 @@ class StateHolders:
 
 
 def place_of(windows: Windows | None) -> dict[str, Any]:
-    """Return the position in the data, as a document holds it; ``windows`` is None outside of a fit."""
+    """Return the position in the data, as a document holds it; ``windows`` may be None outside of a fit."""
     if windows is None:
         return {"position": None, "data": None}
     return {"position": windows.position(), "data": windows.source.described()}

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 class StepRecord:
     """The state of a fit after an optimizer step, where every rank holds the full state.
 
-    Weights and optimizer state are read by ``save``, and must not have been updated by then. All other state is that of
+    Weights and optimizer state are read by ``save``, and must not have been updated before. All other state is that of
     the moment of the record: buffers, counters, the position in the data, schedulers, callbacks and random generators.
     """
 
@@ -112,7 +112,7 @@ class StepRecord:
 
 
 def _result(device: torch.device, task: Callable[[Callable[[], bool]], _T], until: float | None, late: str) -> _T:
-    """Return the result of ``task``, which runs on a thread and is passed a function that tells whether to give up.
+    """Return the result of ``task``, which runs on a thread and is passed a function that returns whether to give up.
 
     Raises:
         StorageError: the task has not ended at the time ``until``; ``late`` is the message.

@@ -1,4 +1,4 @@
-"""``StepState``: what a checkpoint of an optimizer step needs and later code of the fit may change."""
+"""``StepState``: the part of the state after an optimizer step that later code of the fit may change."""
 
 from __future__ import annotations
 
