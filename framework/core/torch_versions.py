@@ -19,6 +19,14 @@ def fsdp_groups(part: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def drop_unsharded_gradient(record: Any) -> None:
+    """Drop the gradient that FSDP's record of a parameter accumulated without reduction."""
+    record.unsharded_param.grad = None
+    # Since torch 2.15 the same gradient, without a setter; before that one in the dtype of the reduction.
+    if record.unsharded_accumulated_grad is not None:
+        record.unsharded_accumulated_grad = None
+
+
 def ignored_by_fsdp(parameters: set[nn.Parameter] | None) -> dict[str, Any]:
     """Return the arguments of ``fully_shard`` by which it leaves out parameters.
 
@@ -35,3 +43,12 @@ def own_connection(store: Any) -> Any:
 def existing_dtypes(names: Iterable[str]) -> dict[str, torch.dtype]:
     """Return the dtypes that this torch has, by name."""
     return {name: getattr(torch, name) for name in names if hasattr(torch, name)}
+
+
+def built_for_accelerator() -> bool:
+    """Whether this build of torch knows an accelerator, such as CUDA."""
+    try:
+        return torch.accelerator.current_accelerator() is not None
+    except RuntimeError:
+        # Torch 2.6 raises an error instead of returning None.
+        return False

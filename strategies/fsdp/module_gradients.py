@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...framework.core.torch_versions import fsdp_groups
+from ...framework.core.torch_versions import drop_unsharded_gradient, fsdp_groups
 
 _OVERRIDDEN = ("named_parameters", "zero_grad", "state_dict")
 
@@ -50,12 +50,12 @@ class ModuleGradients:
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
         """Drop gradients that were accumulated without reduction."""
         for each in self._among(parameters):
-            each.unsharded_accumulated_grad = each.unsharded_param.grad = None
+            drop_unsharded_gradient(each)
 
     def drop(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
         """Drop or zero the gradients of parameters, given as they are gathered or sharded now."""
         for each in self._among(parameters):
-            each.unsharded_accumulated_grad = each.unsharded_param.grad = None
+            drop_unsharded_gradient(each)
             if set_to_none:
                 each.sharded_param.grad = None
             elif each.sharded_param.grad is not None:

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.framework.core.torch_versions import existing_dtypes, fsdp_groups, ignored_by_fsdp, own_connection
+from phalanx.framework.core.torch_versions import (
+    built_for_accelerator,
+    drop_unsharded_gradient,
+    existing_dtypes,
+    fsdp_groups,
+    ignored_by_fsdp,
+    own_connection,
+)
 
 
 def part_with(**state: Any) -> SimpleNamespace:
@@ -44,3 +51,36 @@ def test_a_store_without_clone_is_shared() -> None:
 
 def test_dtypes_that_torch_lacks_are_left_out() -> None:
     assert existing_dtypes(["float32", "float3"]) == {"float32": torch.float32}
+
+
+def test_an_accelerator_is_asked_for_in_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert built_for_accelerator()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert not built_for_accelerator()
+
+    def raises() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
+    assert not built_for_accelerator()
+
+
+class OneGradient:
+    """A record of a parameter as torch 2.15 has it: the accumulated gradient is that of the parameter."""
+
+    def __init__(self) -> None:
+        self.unsharded_param = nn.Parameter(torch.zeros(1))
+
+    @property
+    def unsharded_accumulated_grad(self) -> Any:
+        return self.unsharded_param.grad
+
+
+def test_gradients_that_were_not_reduced_are_dropped_in_every_version() -> None:
+    two = SimpleNamespace(unsharded_param=nn.Parameter(torch.zeros(1)), unsharded_accumulated_grad=torch.ones(1))
+    for record in (two, OneGradient()):
+        record.unsharded_param.grad = torch.ones(1)
+        drop_unsharded_gradient(record)
+        assert record.unsharded_param.grad is None
+        assert record.unsharded_accumulated_grad is None
