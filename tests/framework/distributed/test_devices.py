@@ -192,8 +192,9 @@ def test_measuring_activations_keeps_to_the_own_device(monkeypatch: pytest.Monke
         forked.append(devices)
         return threading.Lock()
 
+    module = Regressor()
     monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
-    _watched(Regressor(), next(iter(loader())), resolve_precision("32-true"), SECOND)
+    _watched(module, next(iter(loader())), resolve_precision("32-true"), SECOND)
     assert forked == [[SECOND]]
 
 

@@ -18,7 +18,7 @@ PAGE = Path(phalanx.__file__).parent / "docs" / "fabric.md"
 # Attributes that the Trainer uses, and use_strategy, which replaces the strategy before a fit.
 INTERNAL = {
     *("accumulation", "forward_context", "resources", "scaler", "strategy_scales_losses", "updater", "use_strategy"),
-    *("callbacks", "loggers", "precision", "strategy", "world"),
+    *("compilation", "callbacks", "loggers", "precision", "strategy", "world"),
 }
 
 
