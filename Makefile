@@ -13,11 +13,12 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test tools audit lock lint types ops parity matrix bench kill chaos deadlocks faults soak format clean
+.PHONY: help demo test test-versions tools audit lock lint types ops parity matrix bench kill chaos deadlocks faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
 	@echo "make test     lint, format, types, tests (JOBS=2 at a time)"
+	@echo "make test-versions  run the core of the suite with the oldest and the newest torch (VERSIONS='2.11.0 2.15.0')"
 	@echo "make audit    compare the environment with constraints.txt, and its files with their recorded hashes"
 	@echo "make lock     write requirements.lock anew, from pyproject.toml and constraints.txt"
 	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
@@ -53,6 +54,21 @@ LEFT_OUT := Left out: the tests of NVMe offload, as libaio-dev is missing. As ro
 tools:
 	@PYTHON='$(PYTHON)' .ci/tools install
 	@test -z "$(COMPLETE)" || $(HAS_LIBAIO) || { echo "$(LEFT_OUT)"; exit 1; }
+
+# The core of the suite with the oldest and the newest torch that pyproject.toml allows, each in an environment of its
+# own without DeepSpeed, Lightning and Accelerate. Several gigabytes each, as there are no other builds for most versions.
+VERSIONS ?= 2.11.0 2.15.0
+CORE := core data fabric loop metrics parallel resume state
+WITHOUT := zero or deepspeed or lightning or accelerate
+test-versions: tools
+	@for version in $(VERSIONS); do \
+	    python="$(VENV)/torch-$$version/bin/python"; echo "torch $$version"; \
+	    test -x "$$python" || $(PYTHON) -m venv "$(VENV)/torch-$$version" || exit 1; \
+	    "$$python" -m pip install --quiet --disable-pip-version-check "torch==$$version" -e '.[examples]' \
+	        pytest pytest-timeout pytest-xdist || exit 1; \
+	    "$$python" -m pytest -n $(JOBS) --dist worksteal -k 'not ($(WITHOUT))' $(ARGS) \
+	        $(CORE:%=tests/framework/%) $(wildcard tests/strategies/test_fsdp*.py) || exit 1; \
+	done
 
 # What pip has installed; no network is needed.
 audit: $(DEV)

@@ -1,4 +1,4 @@
-"""Differences between the versions of torch that are supported, 2.6 and later. No other module asks for a version."""
+"""Differences between the versions of torch that are supported, 2.11 and later. No other module asks for a version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 
 def fsdp_groups(part: Any) -> list[Any]:
@@ -27,28 +26,6 @@ def drop_unsharded_gradient(record: Any) -> None:
         record.unsharded_accumulated_grad = None
 
 
-def ignored_by_fsdp(parameters: set[nn.Parameter] | None) -> dict[str, Any]:
-    """Return the arguments of ``fully_shard`` by which it leaves out parameters.
-
-    Torch 2.6 does not know the argument, so it is only given where there are such parameters.
-    """
-    return {"ignored_params": parameters} if parameters else {}
-
-
-def own_connection(store: Any) -> Any:
-    """Return a second connection to a rendezvous store; before torch 2.8 the same one."""
-    return store.clone() if hasattr(store, "clone") else store
-
-
 def existing_dtypes(names: Iterable[str]) -> dict[str, torch.dtype]:
     """Return the dtypes that this torch has, by name."""
     return {name: getattr(torch, name) for name in names if hasattr(torch, name)}
-
-
-def built_for_accelerator() -> bool:
-    """Whether this build of torch knows an accelerator, such as CUDA."""
-    try:
-        return torch.accelerator.current_accelerator() is not None
-    except RuntimeError:
-        # Torch 2.6 raises an error instead of returning None.
-        return False

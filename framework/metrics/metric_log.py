@@ -11,11 +11,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from ..core.arguments import keywords_of, unknown_argument
 from ..core.errors import ConfigurationError
-from ..core.torch_versions import built_for_accelerator
 from ..distributed.object_frames import FrameSize
 from ..distributed.world import World
 from .epoch_reduction import exchange
@@ -56,7 +56,7 @@ class MetricLog:
         self._used_metrics: list[Any] = []
         self._frame_size = FrameSize()
         # In a build of torch without an accelerator tensors need not be asked where they are, a tenth of ``log``.
-        self._host_only = not built_for_accelerator()
+        self._host_only = torch.accelerator.current_accelerator() is None
         self.mark = 0
         """A hash, below 2**20, of the names that all ranks log for the end of the epoch."""
 

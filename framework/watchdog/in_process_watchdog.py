@@ -31,7 +31,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core.errors import StalledError
-from ..core.torch_versions import own_connection
 from ..distributed.rendezvous import shared_store
 from ..system.entry_script import can_rerun_script
 from ..system.environment import error_dir
@@ -116,7 +115,7 @@ class PeerProgress(threading.Thread):
                     continue
                 if store is None:
                     # A rank that waits on the shared connection blocks it.
-                    store = own_connection(shared_store())
+                    store = shared_store().clone()
                 position = (self._stage, *record.progress, int(is_silent and self._waits()))
                 seen = self._exchange(store, seen, position)
 

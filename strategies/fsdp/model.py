@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ...framework.core.optimizer_config import parameters_of
-from ...framework.core.torch_versions import fsdp_groups, ignored_by_fsdp
+from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import owners_of, replace_tensors
 from ...framework.parallel.strategy import StepAdapter
@@ -150,8 +150,9 @@ class ShardedModel:
                 fully_shard(part, reshard_after_forward=sharding.reshard_after_forward, **arguments)
         arguments["mp_policy"] = sharding.policy
         for unit in reversed(units):
-            ignored = ignored_by_fsdp(left[unit])
-            fully_shard(unit, reshard_after_forward=sharding.reshard_after_forward, **ignored, **arguments)
+            fully_shard(
+                unit, reshard_after_forward=sharding.reshard_after_forward, ignored_params=left[unit], **arguments
+            )
         self._leave_to_root(shared, sources)
         fully_shard(self.root, **arguments)
 

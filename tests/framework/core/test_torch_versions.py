@@ -10,12 +10,9 @@ import torch
 from torch import nn
 
 from phalanx.framework.core.torch_versions import (
-    built_for_accelerator,
     drop_unsharded_gradient,
     existing_dtypes,
     fsdp_groups,
-    ignored_by_fsdp,
-    own_connection,
 )
 
 
@@ -37,33 +34,8 @@ def test_the_groups_of_a_sharded_module_are_found_in_every_version(state: dict[s
     assert fsdp_groups(part_with(**state)) == groups
 
 
-def test_an_argument_that_torch_2_6_lacks_is_given_only_where_it_is_needed() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    assert ignored_by_fsdp(set()) == ignored_by_fsdp(None) == {}
-    assert ignored_by_fsdp({parameter}) == {"ignored_params": {parameter}}
-
-
-def test_a_store_without_clone_is_shared() -> None:
-    store = SimpleNamespace()
-    assert own_connection(store) is store
-    assert own_connection(SimpleNamespace(clone=lambda: "other")) == "other"
-
-
 def test_dtypes_that_torch_lacks_are_left_out() -> None:
     assert existing_dtypes(["float32", "float3"]) == {"float32": torch.float32}
-
-
-def test_an_accelerator_is_asked_for_in_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    assert built_for_accelerator()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    assert not built_for_accelerator()
-
-    def raises() -> None:
-        raise RuntimeError("Cannot access accelerator device when none is available.")
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
-    assert not built_for_accelerator()
 
 
 class OneGradient:
