@@ -47,6 +47,11 @@ class Resources:
         return self.strategy.data_size(self.world_size)
 
     @property
+    def libraries(self) -> tuple[str, ...]:
+        """Modules that every rank imports: ranks are forked from a process that has imported them."""
+        return (*self.strategy.libraries, *self.precision.libraries)
+
+    @property
     def must_launch(self) -> bool:
         """Whether ranks must be started: several are requested, and no launcher has started this process."""
         return self.world_size > 1 and self.place.launcher is None and self.place.size == 1
@@ -76,6 +81,7 @@ class Resources:
         if self.indices is not None:
             world.device = torch.device("cuda", self.indices[world.local_rank])
             torch.cuda.set_device(world.device)
+        self.precision.check_device(world.device)
         return world
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,8 @@ class Run:
         self.resumed: tuple[Path, int] | None = None
         """The checkpoint that this run was resumed from, and the number of batches seen at that time."""
         self.manual_backward: Callable[..., None] = _no_loop
-        self.restore_layers: Callable[[], None] | None = None
+        self.at_end = ExitStack()
+        """Functions that are called when the run has ended, also after an error, such as those that revert layers."""
         self.saver: RunSaver
         """Set by ``attach_saver`` before the first hook runs."""
         self._register_handlers()
@@ -159,10 +161,6 @@ class Run:
     def use_accumulation(self, schedule: AccumulationSchedule) -> None:
         """Accumulate gradients according to this schedule."""
         self.accumulation = schedule
-
-    def restore_after(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` when the run has ended, also after an error."""
-        self.restore_layers = undo
 
     # ---- hooks ----------------------------------------------------------------------------------------------------
 

@@ -221,9 +221,11 @@ def _place_model(session: Session, run: Run) -> None:
     with run.strategy.building():
         module.configure_model()
     if session.settings.given.sync_batchnorm and run.world.size > 1:
-        run.restore_after(share_batch_statistics(module, run.device_type))
+        run.at_end.callback(share_batch_statistics(module, run.device_type))
     run.strategy.to_device(module)
-    precision.convert_module(module)
+    undo = precision.convert_module(module)
+    if undo is not None:
+        run.at_end.callback(undo)
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:

@@ -201,8 +201,7 @@ def _release(session: Session, request: StageRequest) -> None:
         run.strategy.teardown()
         # The Fabric outlives the run, and this callback would keep the run with it.
         run.updater.guard(False, None)
-        if run.restore_layers is not None:
-            run.restore_layers()
+        run.at_end.close()
         run.world.close()
         for callback in run.callbacks:
             callback.log_through(None)

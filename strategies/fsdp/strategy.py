@@ -26,7 +26,7 @@ from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..limits import check_dense, check_elementwise
 from .activations import Checkpointed, check_checkpointing
-from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_reduce_dtype
+from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_precision, check_reduce_dtype
 from .deferred import Deferred
 from .gradients import ShardedGradients
 from .mesh import Layout, Replicas, lay_out
@@ -110,8 +110,9 @@ class FSDPStrategy(Strategy):
     # ---- before the process group exists --------------------------------------------------------------------------
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
-        """Refuse a number of ranks that cannot be divided into the requested groups."""
+        """Refuse a number of ranks that cannot be divided into the requested groups, and a precision that fits none."""
         lay_out(world_size, num_nodes, self.replicas, self.tensor_parallel)
+        check_precision(precision, self.tensor_parallel)
 
     def data_size(self, world_size: int) -> int:
         """Return the number of tensor-parallel groups: the ranks of a group share one computation and the same data."""
