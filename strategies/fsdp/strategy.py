@@ -31,6 +31,7 @@ from .deferred import Deferred
 from .gradients import ShardedGradients
 from .mesh import Layout, Replicas, lay_out
 from .model import ShardedModel, Sharding
+from .quantized import check_blocks
 from .state import ShardedState
 from .tensor import check_plan
 from .units import Units, check_units
@@ -160,11 +161,13 @@ class FSDPStrategy(Strategy):
             ConfigurationError: the module or an optimizer cannot be split.
         """
         self.check_module(module)
+        mesh = self._layout.data_part(self._mesh)
         for optimizer in optimizers:
             check_elementwise(optimizer, self.name)
+            check_blocks(optimizer, module, mesh, self.tensor_parallel)
         sharding = Sharding(
             self.units,
-            self._layout.data_part(self._mesh),
+            mesh,
             self._mesh["tensor"] if self.tensor_parallel > 1 else None,
             self._policy(),
             self.reshard_after_forward,
