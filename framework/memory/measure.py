@@ -27,6 +27,7 @@ from ..core.errors import ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import RandomStream
 from ..core.precision import DefaultDtype, Precision
+from ..core.quantized_state import is_quantized, parts_of
 from .formulas import ModelSize
 
 # The number of views between a parameter and its cast that are followed.
@@ -126,7 +127,9 @@ def _slots(optimizer: Optimizer) -> Iterator[Tensor]:
             if not kept and parameter.requires_grad:
                 kind = parameter.shape, parameter.dtype
                 kept = known[kind] = known.get(kind) or _after_a_step(optimizer, group, parameter)
-            yield from (slot for slot in kept if isinstance(slot, Tensor) and slot.dim() > 0)
+            tensors = (slot for slot in kept if isinstance(slot, Tensor) and slot.dim() > 0)
+            for slot in tensors:
+                yield from parts_of(slot).values() if is_quantized(slot) else (slot,)
 
 
 def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> list[Any]:
@@ -140,7 +143,9 @@ def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
         alone.state = defaultdict(dict)
         alone.param_groups = [{**group, **plain, "params": [one]}]
         try:
-            alone.step()
+            # Some optimizers compile their update, which takes longer than the rest of a plan.
+            with torch.compiler.set_stance("force_eager"):
+                alone.step()
         except (RuntimeError, NotImplementedError):
             # Some optimizers read values. One parameter with data takes little memory.
             if device == "cpu":
