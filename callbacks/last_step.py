@@ -24,9 +24,10 @@ class LastStep:
         """Start a fit.
 
         Raises:
-            ConfigurationError: Ranks hold parts of the state, which none of them could save alone.
+            ConfigurationError: Ranks hold parts of the state, which none of them could save alone, or a value of the
+                state has a type that cannot be saved.
         """
-        trainer.record_step()
+        trainer.record_step().check()
         self._record, self._updates_from = None, -1
         self._first_step = trainer.global_step
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class SavedAfterError:
     """The checkpoint of an ``OnExceptionCheckpoint``, for the search for the newest one: it ranks no metric.
 
-    ``dirpath`` is None, since the directory is not the one that a preempted run saves into.
+    It has no ``dirpath``, since a preempted run saves into another directory.
     """
 
     path: Path
@@ -46,8 +46,8 @@ class OnExceptionCheckpoint(Callback):
     - The state is recorded after each step: buffers are copied, and weights and optimizer state are saved as they are,
       which an error before the next update has not changed. A fit resumed from the checkpoint repeats the batches
       after that step. On one rank it equals an undisturbed fit bit by bit.
-    - The record takes host time in every step, more than the step of a small model itself: 1.4 to 1.7 ms beside 0.5 to
-      1.4 ms, measured on a busy CPU for models of three linear layers with and without batch norm.
+    - The record takes host time in every step: 0.08 to 0.1 ms, measured on a CPU for models of three linear layers
+      without and with batch norm.
     - On several ranks, the rank that fails first saves. The generators and the values logged in the epoch so far by the
       other ranks are not known to it: a resumed fit has the same weights, optimizers and order of batches, but other
       random numbers, and epoch means begin at the checkpoint.

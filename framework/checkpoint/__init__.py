@@ -14,7 +14,7 @@ from ..core.lazy_exports import on_call
 if TYPE_CHECKING:
     from .codec import decode as decode
     from .inspect_manifest import kind_of as kind_of
-    from .listing import newest_good as newest_good
+    from .listing import furthest as furthest, newest_complete as newest_complete, newest_good as newest_good
     from .manifest_file import read_manifest as read_manifest
     from .reader import open_checkpoint as open_checkpoint
     from .stale_files import clean_own as clean_own, clean_shared as clean_shared
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     ".codec": "decode",
     ".inspect_manifest": "kind_of",
-    ".listing": "newest_good",
+    ".listing": "furthest newest_complete newest_good",
     ".manifest_file": "read_manifest",
     ".reader": "open_checkpoint",
     ".stale_files": "clean_own clean_shared",

@@ -74,8 +74,7 @@ def save(
         deletion: deletes the replaced checkpoint on a thread. Default: delete it before returning.
 
     Raises:
-        ConfigurationError: a snapshot cannot be saved, or ``path`` is not a checkpoint. All errors are raised on all
-            ranks.
+        ConfigurationError: a snapshot cannot be saved, or ``path`` is not a checkpoint. Raised on all ranks.
         NonFiniteError: a weight is NaN or infinite, and ``finite`` is given.
         StorageError: a rank could not write. A previous checkpoint at ``path`` is unchanged.
     """
@@ -93,8 +92,7 @@ def save(
 class Save:
     """One save in three steps. The tensors of the snapshot must not change between ``begin`` and ``finish``.
 
-    ``write`` takes part in no collective, so it may run on a thread while training uses other tensors. The arguments
-    are those of ``save``.
+    ``write`` is not collective, so it may run on a thread while training uses other tensors. Arguments: see ``save``.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ def outside(frame: FrameType | None) -> FrameType | None:
     return frame.f_back if frame is not None and frame.f_code is _CALL else frame
 
 
-_CALL = names_arguments(lambda: None).__code__  # type: ignore[attr-defined]
+_CALL = names_arguments(lambda: None).__code__
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
@@ -173,7 +173,8 @@ class NoArguments:
 
 def _takes_in_new(cls: type[Any]) -> bool:
     """Whether a class without ``__init__`` takes arguments in ``__new__``, as Python allows."""
-    return cls.__new__ is not object.__new__ and cls.__init__ is NoArguments.__init__
+    own: Any = cls
+    return own.__new__ is not object.__new__ and own.__init__ is NoArguments.__init__
 
 
 class NamesArguments(NoArguments):

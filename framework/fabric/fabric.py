@@ -61,8 +61,7 @@ class Fabric(AccelerateNames):
         callbacks: objects whose hooks ``call`` calls, or names of registered ones.
         loggers: loggers that ``log`` writes to: objects or names.
         plugins: must be None; Lightning has the argument.
-        compile: what ``torch.compile`` compiles of each module that is set up: ``"blocks"``, True, or a dict of
-            options, as in ``Trainer(compile=...)``.
+        compile: the parts of each module to compile: ``"blocks"``, True, or options, as in ``Trainer(compile=...)``.
 
     Attributes:
         resources: The requested devices, ranks, strategy and precision.
@@ -71,7 +70,6 @@ class Fabric(AccelerateNames):
         scaler: The loss scaler; None if losses are not scaled, or if the strategy scales them.
         strategy_scales_losses: Whether the strategy scales losses itself, which some strategies do in fp16.
         updater: Applies the updates of a Trainer.
-        compilation: The meaning of ``compile``; None if modules are not compiled.
 
     Raises:
         ConfigurationError: an argument breaks a rule, or does not fit the machine or the launcher.
@@ -95,9 +93,7 @@ class Fabric(AccelerateNames):
     ) -> None:
         must_be_none("Fabric(plugins=...)", plugins, "give the strategy and the precision as objects or by name")
         self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision)
-        self.compilation = compilation(compile, self.resources.device_type)
-        if self.compilation is not None:
-            self.compilation.check(self.resources.strategy)
+        self.compilation = compilation(compile, self.resources.device_type, self.resources.strategy)
         self.accumulation = resolve_accumulation(accumulate)
         self._reporting = Reporting(self.resources, callbacks, loggers, lambda: self._prepared.updates)
         self._compose()
@@ -158,12 +154,8 @@ class Fabric(AccelerateNames):
                     f"launch() with devices={self.resources.devices} has no script to run again for each rank: in a "
                     "notebook or an interpreter, put the code into a function and call launch(function)."
                 )
-            return launch_function(
-                _run_in_rank,
-                (self, function, args, kwargs),
-                self.resources.world_size,
-                uses_cuda=self.resources.device_type == "cuda",
-            )
+            cuda, size = self.resources.device_type == "cuda", self.resources.world_size
+            return launch_function(_run_in_rank, (self, function, args, kwargs), size, uses_cuda=cuda)
         install_rank_hooks(self.resources.place)
         _ = self.world
         return None if function is None else function(self, *args, **kwargs)

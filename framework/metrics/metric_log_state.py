@@ -16,14 +16,16 @@ Scopes = Mapping[bool, Scope]
 
 def entries_state(scopes: Scopes, module: nn.Module | None) -> dict[str, Any]:
     """Return the entries and the states of the module's metrics. ``read_devices`` must have been called before."""
-    places = {id(part): name for name, part in module.named_modules()} if module is not None else {}
+    logs_metrics = any(entry.metric is not None for scope in scopes.values() for entry in scope.entries.values())
+    places = {id(part): name for name, part in module.named_modules()} if module is not None and logs_metrics else {}
     return {
         "entries": [
             {
                 "name": entry.name,
                 "flags": list(entry.flags._replace(reduce_fx=entry.fx)),
                 "when": [entry.on_step, entry.on_epoch],
-                "local": list(entry.local()[1:]),
+                # Copies: the entry appends to its lists.
+                "local": [[*numbers] for numbers in entry.local()[1:]],
                 "in_step": in_step,
                 "last": None if last is None else float(last),
                 "metric": None if entry.metric is None else places[id(entry.metric)],

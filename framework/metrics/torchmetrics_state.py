@@ -190,6 +190,8 @@ def metrics_set_aside(module: nn.Module) -> Generator[None, None, None]:
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
     """Return the states of a module's metrics by name; metrics without updates are omitted."""
+    if "torchmetrics" not in sys.modules:
+        return {}
     for part in module.modules():
         if is_collection(part):
             # Only the first of metrics that share their states is updated; this call passes the states to the others.

@@ -115,7 +115,7 @@ class Compilation:
         return undo
 
 
-def compilation(given: Any, device_type: str) -> Compilation | None:
+def compilation(given: Any, device_type: str, strategy: Strategy | None = None) -> Compilation | None:
     """Return the meaning of the argument ``compile``; None if nothing is compiled.
 
     Args:
@@ -123,9 +123,11 @@ def compilation(given: Any, device_type: str) -> Compilation | None:
             a dict of the options ``mode``, ``backend``, ``dynamic``, ``fullgraph`` and ``options`` of ``torch.compile``
             and of ``blocks``: True, or False for the module whole.
         device_type: ``"cpu"`` or ``"cuda"``.
+        strategy: the strategy that will run the module, to be checked.
 
     Raises:
-        ConfigurationError: an option is unknown or invalid, or there is no C++ compiler.
+        ConfigurationError: an option is unknown or invalid, there is no C++ compiler, or the strategy cannot run
+            compiled modules.
     """
     if given is False or given is None:
         return None
@@ -141,7 +143,10 @@ def compilation(given: Any, device_type: str) -> Compilation | None:
     compiler = _compiler(options, given)
     if device_type == "cpu" and options.get("backend", "inductor") in ("inductor", None):
         check_cpp_compiler(given)
-    return Compilation(compiler, blocks, given)
+    found = Compilation(compiler, blocks, given)
+    if strategy is not None:
+        found.check(strategy)
+    return found
 
 
 def compilation_of(model: Any) -> tuple[Any, Compilation | None]:
@@ -211,7 +216,9 @@ def _compiler(options: Mapping[str, Any], given: Any) -> Compiler:
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         # torch removes entries from the dict that it is given.
-        fresh = {name: dict(value) if isinstance(value, Mapping) else value for name, value in arguments.items()}
+        fresh: dict[str, Any] = {
+            name: dict(value) if isinstance(value, Mapping) else value for name, value in arguments.items()
+        }
         compiled: Callable[..., Any] = torch.compile(function, **fresh)
         return compiled
 

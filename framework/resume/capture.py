@@ -6,22 +6,24 @@ State that differs between ranks (random generators, values logged in the epoch 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
 from ..checkpoint.codec import encode
 from ..checkpoint.consolidate import AVERAGES
 from ..checkpoint.manifest import JSON
 from ..checkpoint.write_plan import Shard, Snapshot
+from ..core.progress import Progress
 from ..data.accumulation_window import Windows
 from ..parallel.parameter_names import canonical_names, names_of
 from ..run.run import Run
 from ..state.class_hyperparameters import class_names
 from ..state.module_state import encode_known, extra_state, model_state
-from ..state.optimizer_state import optimizer_state, whole
+from ..state.optimizer_state import Group, optimizer_state, whole
 from .data_module_state import data_module_state
 from .rank_state import capture_rank
 
@@ -39,7 +41,7 @@ def capture_run(run: Run, windows: Windows | None, seed: int, weights_only: bool
     state = RunState(run)
     if weights_only:
         return state.weights()
-    state.add_training(run, windows, seed, run.marks)
+    state.add_training(run, place_of(windows), seed, run.marks)
     # Hooks may draw random numbers, so the generators come last.
     return replace(state.training(), rank_document=capture_rank(run, windows))
 
@@ -66,39 +68,51 @@ class RunState:
         canonical = canonical_names(run.module)
         self._buffers = {canonical(name) for name, _ in run.module.named_buffers(remove_duplicate=False)}
 
-    def add_training(self, run: Run, windows: Windows | None, seed: int, marks: list[tuple[str, Any]] | None) -> None:
+    def add_training(
+        self,
+        run: Run,
+        place: dict[str, Any],
+        seed: int,
+        marks: list[tuple[str, Any]] | None,
+        groups: Sequence[Sequence[Group]] = (),
+    ) -> None:
         """Add optimizers and the position in the data. Collective.
 
         Args:
             run: the run.
-            windows: its windows, or None outside of a fit.
+            place: the position in the data, from ``place_of``.
             seed: the seed of the data order.
             marks: the position of the loggers; None for that of the moment at which ``training`` is called.
+            groups: the groups of each optimizer at an earlier moment; empty for the present ones.
         """
         names, strategy = names_of(run.module), run.strategy
-        states = [optimizer_state(strategy, optimizer, names, index) for index, optimizer in enumerate(run.optimizers)]
+        states = [
+            optimizer_state(strategy, optimizer, names, index, groups[index] if groups else None)
+            for index, optimizer in enumerate(run.optimizers)
+        ]
         self._optimizers = {name: shard for _, shards in states for name, shard in shards.items()}
         self._logger_states = partial(run.loggers.state_dicts, marks)
         self._training = {
             "optimizers": [described for described, _ in states],
             "schedulers": [type(config.scheduler).__name__ for config in run.schedulers],
             "data_ranks": run.world.data_size,
-            "position": windows.position() if windows is not None else None,
-            "data": windows.source.described() if windows is not None else None,
+            **place,
             "seed": seed,
         }
 
-    def freeze(self) -> None:
-        """Read the states of schedulers, callbacks and other objects now, and copy the module's buffers.
+    def go_back(self, document: dict[str, Any], states: dict[str, Any], buffers: Mapping[str, Tensor]) -> None:
+        """Use what was read at an earlier moment. Any rank may write the state afterwards.
 
-        Any rank may write the state afterwards.
+        Args:
+            document: values of the document.
+            states: the states of the other objects, from ``StateHolders``.
+            buffers: copies of the module's buffers by canonical name.
         """
         self.holders.write_alone()
-        self._frozen = tree_map(lambda leaf: leaf, self.holders.states())
+        self._document |= document
+        self._frozen = states
         model = self._sections["model"]
-        copies = {
-            name: replace(model[name], tensor=model[name].tensor.clone()) for name in self._buffers & model.keys()
-        }
+        copies = {name: replace(model[name], tensor=buffers[name]) for name in buffers.keys() & model.keys()}
         self._sections["model"] = {**model, **copies}
 
     def weights(self) -> Snapshot:
@@ -155,23 +169,32 @@ class StateHolders:
         return encoded, whole(tensors) if self._writes else {}
 
 
+def place_of(windows: Windows | None) -> dict[str, Any]:
+    """Return the position in the data, as a document holds it; ``windows`` may be None outside of a fit."""
+    if windows is None:
+        return {"position": None, "data": None}
+    return {"position": windows.position(), "data": windows.source.described()}
+
+
+def counters(progress: Progress, averages: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a document that counts: the progress, and that of the averages if there are any."""
+    return {"progress": progress.state_dict(), **({AVERAGES: averages} if averages else {})}
+
+
 def _described(run: Run) -> dict[str, Any]:
     """Return the part of the document that every checkpoint contains."""
     hparams, unsaved = encode_known(dict(run.module.hparams))
-    document: dict[str, Any] = {
+    return {
         "module": f"{type(run.module).__module__}.{type(run.module).__qualname__}",
         "hparams": hparams,
         "unsaved_hparams": unsaved,
         "class_hparams": class_names(run.module.hparams),
-        "progress": run.progress.state_dict(),
+        **counters(run.progress, run.averages.state_dict()),
         "run": run.directory.identity,
         # For display by tools; no decision depends on them.
         "strategy": run.strategy.name,
         "precision": run.precision.name,
     }
-    if len(run.averages):
-        document[AVERAGES] = run.averages.state_dict()
-    return document
 
 
 def check_state(run: Run) -> None:

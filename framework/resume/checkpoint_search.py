@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..api.callback import saved_by
-from ..checkpoint import kind_of, newest_good, read_manifest
-from ..checkpoint.listing import furthest, newest_complete
+from ..checkpoint import furthest, kind_of, newest_complete, newest_good, read_manifest
 from ..checkpoint.manifest import Manifest
 from ..core.errors import CheckpointError
 from ..launch.restart_policy import FitRecord

@@ -14,7 +14,7 @@ from ..core.errors import ConfigurationError, PhalanxError
 from ..data.accumulation_window import Windows
 from ..distributed.collective_errors import on_all_ranks
 from ..run.run import Run
-from .capture import RunState
+from .capture import RunState, place_of
 from .rank_state import capture_rank
 
 _IN_TIME = "call it in on_train_end, or add a ModelCheckpoint"
@@ -44,7 +44,7 @@ class EndedFit:
             return
         try:
             self._state = state = RunState(run)
-            state.add_training(run, windows, run.seed, run.loggers.mark())
+            state.add_training(run, place_of(windows), run.seed, run.loggers.mark())
             self._rank_document = capture_rank(run, windows)
         except PhalanxError as error:
             self._refusal = error

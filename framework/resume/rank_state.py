@@ -11,26 +11,48 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..checkpoint.codec import decode, encode_inline
+from ..checkpoint.manifest import JSON
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import ConfigurationError
 from ..core.position_rng import mix_seed
 from ..data.accumulation_window import Windows
-from ..distributed.seed import capture, restore, seed_rank
+from ..distributed.seed import Generators, capture, restore, seed_rank
 from ..run.run import Run
 
 
 def capture_rank(run: Run, windows: Windows | None) -> Any:
     """Return the state of this rank as JSON values."""
-    document: dict[str, Any] = encode_inline(run.redone_from or _state(run))
-    if windows is not None and (data := windows.source_state()) is not None:
-        try:
-            document["data"] = encode_inline(data)
-        except ConfigurationError as error:
-            windows.source.announce(
-                f"The state of {windows.source.name} is not saved, so a resumed run reads it from the start: {error}"
-            )
-            windows.source.stop_keeping_state()
-    return document
+    return RankState(run, windows).document()
+
+
+class RankState:
+    """The state of this rank at one moment."""
+
+    def __init__(self, run: Run, windows: Windows | None) -> None:
+        self._redone_from = run.redone_from
+        if self._redone_from is None:
+            self._generators, self._values = Generators(), _values(run)
+        # Encoded now, since the loader may change its state in place.
+        self._data = None if windows is None else _data(windows)
+
+    def document(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        state = self._redone_from or {"random": self._generators.state(), **self._values}
+        document: dict[str, Any] = encode_inline(state)
+        return document if self._data is None else {**document, "data": self._data}
+
+
+def _data(windows: Windows) -> JSON:
+    if (data := windows.source_state()) is None:
+        return None
+    try:
+        return encode_inline(data)
+    except ConfigurationError as error:
+        windows.source.announce(
+            f"The state of {windows.source.name} is not saved, so a resumed run reads it from the start: {error}"
+        )
+        windows.source.stop_keeping_state()
+        return None
 
 
 @contextmanager
@@ -49,7 +71,11 @@ def redone(run: Run) -> Generator[dict[str, Any], None, None]:
 
 
 def _state(run: Run) -> dict[str, Any]:
-    return {"random": capture(), "log": run.train_log.state_dict(), "evaluated": dict(run.evaluated_batches)}
+    return {"random": capture(), **_values(run)}
+
+
+def _values(run: Run) -> dict[str, Any]:
+    return {"log": run.train_log.state_dict(), "evaluated": dict(run.evaluated_batches)}
 
 
 def rejoin(run: Run) -> None:

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from ..checkpoint import read_manifest, save
 from ..checkpoint.background_deletion import Background
-from ..checkpoint.write_plan import Snapshot
 from ..core.errors import CheckpointError, ConfigurationError, StorageError
 from ..data.accumulation_window import Windows
 from ..distributed.world import World
 from ..run.run import Run
 from ..system.atomic_files import make_directory
-from .capture import RunState
-from .rank_state import capture_rank
+from .rank_state import RankState
+from .step_state import StepState
 
 # Of several ranks; the supervisor ends a failed rank 20 s after its error.
 LIMIT_SECONDS = 15.0
 _LOOK_SECONDS = 0.05
+_T = TypeVar("_T")
 
 
 class StepRecord:
     """The state of a fit after an optimizer step, where every rank holds the full state.
 
-    Weights and optimizer state are references, valid until the next update begins. All other state is that of the
-    moment of the record: buffers, counters, the position in the data, schedulers, callbacks and random generators.
+    Weights and optimizer state are read by ``save``, and must not have been updated before. All other state is that of
+    the moment of the record: buffers, counters, the position in the data, schedulers, callbacks and random generators.
     """
 
     def __init__(self, run: Run, windows: Windows) -> None:
@@ -49,11 +51,18 @@ class StepRecord:
         self._identity = run.directory.identity
         self._device = run.world.device
         self._limit = None if run.world.size == 1 else LIMIT_SECONDS
-        self._state = RunState(run)
-        self._state.add_training(run, windows, run.seed, run.loggers.mark())
-        self._state.freeze()
+        self._state = StepState(run, windows)
         # One rank alone cannot save the generators of the others. Without any, a resumed run seeds all of them.
-        self._rank_document = capture_rank(run, windows) if run.world.size == 1 else None
+        self._rank_state = RankState(run, windows) if run.world.size == 1 else None
+
+    def check(self) -> None:
+        """Check that the state can be saved. No collective.
+
+        Raises:
+            ConfigurationError: a value has a type that cannot be saved.
+        """
+        self._state.restored()
+        self._rank_document()
 
     def save(self, path: Path) -> bool:
         """Write a checkpoint; return whether this rank wrote it. No collective.
@@ -72,7 +81,7 @@ class StepRecord:
         try:
             if self._is_saved(path):
                 return False
-            self._write(path, replace(self._state.training(), rank_document=self._rank_document))
+            self._write(path)
             return True
         finally:
             claim.unlink(missing_ok=True)
@@ -84,25 +93,39 @@ class StepRecord:
             return bool(document["run"] == self._identity and document["progress"]["global_step"] >= self.step)
         return False
 
-    def _write(self, path: Path, snapshot: Snapshot) -> None:
-        work: Background | None = None
+    def _write(self, path: Path) -> None:
+        until = None if self._limit is None else time.monotonic() + self._limit
+        late = f"{path} was not written within {LIMIT_SECONDS:g} s."
+        # Scalars of an optimizer may be on a device that waits for another rank.
+        state = _result(self._device, lambda given_up: self._state.restored(), until, late)
+        # Hooks of the user run on this thread.
+        snapshot = replace(state.training(), rank_document=self._rank_document())
 
-        def write() -> None:
+        def write(given_up: Callable[[], bool]) -> None:
             finite = f"at optimizer step {self.step}"
-            save(
-                path,
-                snapshot,
-                World.single(torch.device("cpu")),
-                finite=finite,
-                given_up=lambda: work is not None and work.given_up,
-            )
+            save(path, snapshot, World.single(torch.device("cpu")), finite=finite, given_up=given_up)
 
-        work = Background(write, self._device)
-        if not work.wait(self._limit):
-            work.give_up()
-            raise StorageError(f"{path} was not written within {LIMIT_SECONDS:g} s.")
-        if work.error is not None:
-            raise work.error
+        _result(self._device, write, until, late)
+
+    def _rank_document(self) -> Any:
+        return None if self._rank_state is None else self._rank_state.document()
+
+
+def _result(device: torch.device, task: Callable[[Callable[[], bool]], _T], until: float | None, late: str) -> _T:
+    """Return the result of ``task``, which runs on a thread and is passed a function that returns whether to give up.
+
+    Raises:
+        StorageError: the task has not ended at the time ``until``; ``late`` is the message.
+    """
+    results: list[_T] = []
+    work: Background | None = None
+    work = Background(lambda: results.append(task(lambda: work is not None and work.given_up)), device)
+    if not work.wait(None if until is None else max(0.0, until - time.monotonic())):
+        work.give_up()
+        raise StorageError(late)
+    if work.error is not None:
+        raise work.error
+    return results[0]
 
 
 def _is_first(claim: Path) -> bool:

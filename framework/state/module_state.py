@@ -151,9 +151,12 @@ class StateTensors(Mapping[str, Tensor]):
 
 
 def _keepers(module: nn.Module) -> dict[str, nn.Module]:
-    canonical = canonical_names(module)
-    return {
-        canonical(name): part
+    keepers = {
+        name: part
         for name, part in module.named_modules()
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
+    if not keepers:
+        return {}
+    canonical = canonical_names(module)
+    return {canonical(name): part for name, part in keepers.items()}

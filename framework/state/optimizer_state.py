@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +27,47 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
     return {name: Shard.whole(tensor) for name, tensor in tensors.items()}
 
 
+@dataclass(frozen=True)
+class Group:
+    """A parameter group at one moment."""
+
+    parameters: list[Tensor]
+    frozen: list[bool]
+    hyper: dict[str, Any]
+
+
+def groups_of(optimizer: Optimizer) -> list[Group]:
+    """Return copies of an optimizer's parameter groups; the parameters are not copied."""
+    return [
+        Group(
+            [*group["params"]],
+            [not parameter.requires_grad for parameter in group["params"]],
+            {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            },
+        )
+        for group in optimizer.param_groups
+    ]
+
+
 def optimizer_state(
-    strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str], index: int
+    strategy: Strategy,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    index: int,
+    groups: Sequence[Group] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Shard]]:
-    """Return hyperparameters and scalars as JSON, and tensors as ``<index>/<slot>/<parameter>``. Collective."""
+    """Return hyperparameters and scalars as JSON, and tensors as ``<index>/<slot>/<parameter>``. Collective.
+
+    Args:
+        strategy: the strategy of the run.
+        optimizer: the optimizer.
+        names: the name of each parameter by its ``id``.
+        index: the position of the optimizer in the run.
+        groups: its groups at an earlier moment; None for the present ones.
+    """
     shards: dict[str, Shard] = {}
     scalars: dict[str, Any] = {}
     named = group_names(optimizer, names)
@@ -42,12 +80,12 @@ def optimizer_state(
             else:
                 scalars.setdefault(name, {})[slot] = value
     _move_to_host(scalars)
-    groups = []
-    for group, params in zip(optimizer.param_groups, named, strict=True):
-        hyper = {key: value for key, value in group.items() if key != "params"}
-        frozen = [name for name, one in zip(params, group["params"], strict=True) if not one.requires_grad]
-        groups.append({"params": params, "frozen": frozen, "hyper": encode_inline(hyper)})
-    return {"class": type(optimizer).__name__, "groups": groups, "scalars": encode_inline(scalars)}, shards
+    described = []
+    for group in groups_of(optimizer) if groups is None else groups:
+        params = [own[id(parameter)] for parameter in group.parameters]
+        frozen = [name for name, is_frozen in zip(params, group.frozen, strict=True) if is_frozen]
+        described.append({"params": params, "frozen": frozen, "hyper": encode_inline(group.hyper)})
+    return {"class": type(optimizer).__name__, "groups": described, "scalars": encode_inline(scalars)}, shards
 
 
 def _move_to_host(scalars: dict[str, dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from ranks import run_on_ranks, run_script
 from small_fits import quiet_trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Trainer, TrainModule
@@ -93,6 +94,49 @@ def test_a_fit_resumed_after_an_error_equals_an_undisturbed_one(where: str, accu
         tmp_path, resumed, OnExceptionCheckpoint(tmp_path / "none"), tmp_path / "saved" / "error.ckpt", **settings
     )
     torch.testing.assert_close(result(resumed, again), expected, rtol=0, atol=0)
+
+
+class Changing(Net):
+    """Changes a hyperparameter and a buffer, and draws numbers, in a hook that a resumed fit repeats."""
+
+    total: Tensor
+
+    def __init__(self, fails: str = "", at_step: int = 0) -> None:
+        super().__init__(fails, at_step)
+        self.register_buffer("total", torch.zeros(2))
+        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().param_groups[0]["momentum"] *= 0.9
+        self.total += random.random()
+        self.log("drawn", random.random(), on_step=False, on_epoch=True)
+
+
+def test_changes_between_the_step_and_the_error_are_not_saved(tmp_path: Path) -> None:
+    undisturbed = Changing()
+    random.seed(7)
+    expected = result(undisturbed, fit(tmp_path, undisturbed, OnExceptionCheckpoint(tmp_path / "none")))
+    random.seed(7)
+    with pytest.raises(RuntimeError, match="planted in training_step"):
+        fit(tmp_path, Changing("training_step", 4), OnExceptionCheckpoint(tmp_path / "saved"))
+    resumed = Changing()
+    again = fit(tmp_path, resumed, OnExceptionCheckpoint(tmp_path / "none"), tmp_path / "saved" / "on_exception.ckpt")
+    torch.testing.assert_close(result(resumed, again), expected, rtol=0, atol=0)
+
+
+def test_a_hyperparameter_that_cannot_be_saved_is_refused_before_training(tmp_path: Path) -> None:
+    class Unsaveable(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([{"params": list(self.parameters()), "rule": print}], lr=0.1)
+
+    began: list[int] = []
+    with pytest.raises(ConfigurationError, match="rule"):
+        fit(
+            tmp_path,
+            Unsaveable(),
+            [OnExceptionCheckpoint(tmp_path), LambdaCallback(on_train_epoch_start=_noting(began))],
+        )
+    assert began == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,12 +165,20 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is(monkeypatch: pytest.Monke
     assert (cudart.locked, len(staging._memory)) == ({}, 4096)
 
 
+def _answer(asked: list[Any], answer: Any, device: torch.device) -> Any:
+    asked.append(device)
+    return answer
+
+
 def test_available_memory_is_that_of_the_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     giga = 10**9
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (10 * giga, 20 * giga))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: asked.append(device) or 3 * giga)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: asked.append(device) or giga)
+    for name, answer in {
+        "mem_get_info": (10 * giga, 20 * giga),
+        "memory_reserved": 3 * giga,
+        "memory_allocated": giga,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, partial(_answer, asked, answer))
     # Without what CUDA's libraries take, and NCCL's buffers between ranks.
     assert available_memory(SECOND, 1, None).device == 11.5 * giga
     assert available_memory(SECOND, 2, None).device == 10.5 * giga

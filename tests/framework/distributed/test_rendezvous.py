@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -201,7 +202,7 @@ def test_a_rank_that_waits_for_others_ends_on_a_signal(tmp_path: Path) -> None:
 def test_a_failing_rank_does_not_wait_for_collectives_of_nccl(
     backend: str, left: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    removed = []
+    removed: list[Any] = []
     monkeypatch.setattr(atexit, "unregister", removed.append)
     monkeypatch.setattr(rendezvous, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: backend)

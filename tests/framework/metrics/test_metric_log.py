@@ -244,6 +244,16 @@ def epoch_values(log: MetricLog) -> dict[str, float]:
 EPOCH: dict[str, Any] = {"on_step": False, "on_epoch": True}
 
 
+def test_a_state_dict_does_not_change_with_later_values() -> None:
+    module, log = log_of()
+    module.log("loss", 1.0, **EPOCH)
+    state = log.state_dict()
+    module.log("loss", 3.0, **EPOCH)
+    _, again = log_of()
+    again.load_state_dict(state)
+    assert epoch_values(again) == {"loss": 1.0}
+
+
 @pytest.mark.parametrize(
     ("value", "number"),
     [

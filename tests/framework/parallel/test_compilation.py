@@ -7,6 +7,7 @@ import importlib
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -85,7 +86,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Compare weights by name."""
     assert list(found) == list(expected)
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=partial("{} {}".format, name))
 
 
 def both(make: Callable[[], Any], ranks: int, compile: Any) -> list[str]:
