@@ -139,7 +139,7 @@ def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
     for device in ("meta", "cpu"):
         one = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
         one.grad = torch.zeros_like(one)
-        alone = copy.copy(optimizer)
+        alone = _copy_of(optimizer)
         alone.state = defaultdict(dict)
         alone.param_groups = [{**group, **plain, "params": [one]}]
         try:
@@ -153,6 +153,16 @@ def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
         else:
             return list(alone.state[one].values())
     return []
+
+
+def _copy_of(optimizer: Optimizer) -> Optimizer:
+    """Return a shallow copy with all of an optimizer's own attributes, of which ``copy.copy`` leaves out most."""
+    alone = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        # A scheduler replaces `step` by one that is bound to the original.
+        if name != "step":
+            vars(alone).setdefault(name, value)
+    return alone
 
 
 # ---- activations --------------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ def by_hand(ranks: int, gathers: bool) -> list[list[float]]:
         for rank in range(ranks):
             used = {name: one.bfloat16() if gathers else one for name, one in module.named_parameters()}
             with torch.autocast("cpu", torch.bfloat16):
-                # Ranks take turns, row by row.
-                loss = torch.func.functional_call(Loss(module), prefixed(used), (batch[rank::ranks],))
+                # Each rank trains on consecutive rows of a global batch.
+                loss = torch.func.functional_call(Loss(module), prefixed(used), (batch.chunk(ranks)[rank],))
             (loss / ranks).backward()
             losses[rank].append(loss.item())
         optimizer.step()
@@ -263,8 +263,7 @@ def test_a_resumed_run_in_fp8_is_the_uninterrupted_one(ranks: int, strategy: str
 def test_checkpoints_are_interchangeable_with_other_precisions(tmp_path: Path) -> None:
     saved(1, "single", str(tmp_path), 2, None)
     checkpoint = str(tmp_path / "2.ckpt")
-    with open_checkpoint(tmp_path / "2.ckpt") as opened:
-        assert set(opened.names("model")) <= set(LanguageModel().state_dict())
+    assert set(open_checkpoint(tmp_path / "2.ckpt").names("model")) <= set(LanguageModel().state_dict())
     other, _ = saved(1, "single", str(tmp_path), 3, checkpoint, "bf16-mixed")
     assert len(other) == 1
     saved(1, "single", str(tmp_path), STEPS, str(tmp_path / "3.ckpt"))

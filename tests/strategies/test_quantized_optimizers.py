@@ -106,12 +106,12 @@ def test_a_run_resumes_under_another_strategy(first: str, then: str, kind: str, 
 @pytest.mark.parametrize("place", ["single@1", "fsdp@2"])
 def test_a_checkpoint_holds_plain_tensors_by_the_names_of_their_parts(place: str, tmp_path: Path) -> None:
     run(place, "AdamW4bit", str(tmp_path), 2, None)
-    with open_checkpoint(tmp_path / "2.ckpt") as checkpoint:
-        found = {
-            name: (checkpoint.dtype("optimizer", name), tuple(checkpoint.shape("optimizer", name)))
-            for name in checkpoint.names("optimizer")
-            if name.endswith("/net.0.weight")
-        }
+    checkpoint = open_checkpoint(tmp_path / "2.ckpt")
+    found = {
+        name: (checkpoint.dtype("optimizer", name), tuple(checkpoint.shape("optimizer", name)))
+        for name in checkpoint.names("optimizer")
+        if name.endswith("/net.0.weight")
+    }
     assert found == {
         f"0/{slot}.{part}/net.0.weight": kind
         for slot in ("exp_avg", "exp_avg_sq")
