@@ -160,8 +160,8 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
     alone = copy.copy(optimizer)
     for name, value in vars(optimizer).items():
         # A scheduler replaces `step` by one that is bound to the original.
-        if name != "step":
-            vars(alone).setdefault(name, value)
+        if name != "step" and name not in vars(alone):
+            setattr(alone, name, value)
     return alone
 
 

@@ -98,10 +98,7 @@ class FSDPStrategy(Strategy):
         if activation_checkpointing is not False:
             self.prevents_compiling = NO_RECOMPUTATION
         self.traits = Traits(
-            shards_state=True,
-            forward_has_collectives=True,
-            backward_has_collectives=True,
-            reduces_in_backward=True,
+            shards_state=True, forward_has_collectives=True, backward_has_collectives=True, reduces_in_backward=True
         )
         self._layout: Layout
         self._mesh: DeviceMesh
