@@ -73,8 +73,8 @@ class Cell:
 # The others refuse it.
 IN_FP8 = ("single", "ddp", "fsdp", "hsdp", "fsdp-offload")
 CELLS = [
-    Cell(strategy, precision, *rest)
-    for strategy, precision, *rest in itertools.product(STRATEGIES, PRECISIONS, WINDOWS, (False, True))
+    Cell(strategy, precision, windows, clips)
+    for strategy, precision, windows, clips in itertools.product(STRATEGIES, PRECISIONS, WINDOWS, (False, True))
     if precision != "fp8-mixed" or strategy in IN_FP8
 ]
 
