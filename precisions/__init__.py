@@ -8,6 +8,7 @@ from ..framework.core.lazy_exports import face
 
 if TYPE_CHECKING:
     from ..framework.core.precision import LossScaler as LossScaler, Precision as Precision
+    from .float8 import Float8Mixed as Float8Mixed
     from .mixed import BFloat16Mixed as BFloat16Mixed, Float16Mixed as Float16Mixed
     from .true import (
         BFloat16True as BFloat16True,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "..framework.core.precision": "LossScaler Precision",
+    ".float8": "Float8Mixed",
     ".mixed": "BFloat16Mixed Float16Mixed",
     ".true": "BFloat16True Float16True Float32True Float64True",
 }

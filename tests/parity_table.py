@@ -28,10 +28,11 @@ from torch import nn
 
 import phalanx.strategies
 from phalanx import AccumulationSchedule
+from phalanx.precisions.float8 import quiet_import
 
 STEPS, GLOBAL_BATCH, CLIP = 20, 8, 0.5
 ROWS = 8 * GLOBAL_BATCH * STEPS
-PRECISIONS = {"32-true": 1e-5, "bf16-mixed": 2e-2}
+PRECISIONS = {"32-true": 1e-5, "bf16-mixed": 2e-2, "fp8-mixed": 2e-2}
 """How far a step's loss may be from plain torch's, relative."""
 WINDOWS: dict[str, tuple[int, ...]] = {"1": (1,), "4": (4,), "1,2,3,1,4,2": (1, 2, 3, 1, 4, 2)}
 # How many ranks each trains on, and on how many different parts of a global batch.
@@ -69,7 +70,13 @@ class Cell:
         return [windows[step % len(windows)] for step in range(self.steps)]
 
 
-CELLS = [Cell(*cell) for cell in itertools.product(STRATEGIES, PRECISIONS, WINDOWS, (False, True))]
+# The others refuse it.
+IN_FP8 = ("single", "ddp", "fsdp", "hsdp", "fsdp-offload")
+CELLS = [
+    Cell(strategy, precision, windows, clips)
+    for strategy, precision, windows, clips in itertools.product(STRATEGIES, PRECISIONS, WINDOWS, (False, True))
+    if precision != "fp8-mixed" or strategy in IN_FP8
+]
 
 
 def by_hand(precision: str, batches: Sequence[int], clip: float | None) -> list[float]:
@@ -78,9 +85,11 @@ def by_hand(precision: str, batches: Sequence[int], clip: float | None) -> list[
     ``batches``: the number of global batches of each step.
     """
     module, rows = LanguageModel(), tokens(ROWS)
+    if precision == "fp8-mixed":
+        converted_by_hand(module)
     optimizer = adamw(module, module.lr)
     losses, position = [], 0
-    context = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
+    context = nullcontext() if precision == "32-true" else torch.autocast("cpu", torch.bfloat16)
     for count in (GLOBAL_BATCH * number for number in batches):
         with context:
             loss = module.loss(rows[position : position + count])
@@ -92,6 +101,15 @@ def by_hand(precision: str, batches: Sequence[int], clip: float | None) -> list[
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def converted_by_hand(module: LanguageModel) -> None:
+    """Convert the layers of the blocks as a user of torchao would, all but the first and the last of the module."""
+    with quiet_import():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(pad_inner_dim=True)
+    convert_to_float8_training(module, module_filter_fn=lambda _, name: name.startswith("blocks."), config=config)
 
 
 def strategy_named(name: str, nvme_path: str) -> Any:
@@ -168,19 +186,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="a page whose part between the marks becomes the table")
     parser.add_argument("--only", action="append", choices=STRATEGIES, help="this strategy alone; may be repeated")
+    parser.add_argument("--precision", choices=PRECISIONS, help="this precision alone")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     deviations: dict[Cell, float] = {}
     try:
         for cell in CELLS:
-            if not chosen.only or cell.strategy in chosen.only:
+            wanted = not chosen.only or cell.strategy in chosen.only
+            if wanted and chosen.precision in (None, cell.precision):
                 deviations[cell] = deviation(cell)
                 print(f"{deviations[cell]:.1e}  {cell}", flush=True)
     finally:
         close_pools()
     text = table(deviations)
     print(text)
-    if chosen.write is not None:
+    if chosen.write is not None and chosen.precision is None:
         before, _, rest = chosen.write.read_text().partition(_BEGIN)
         after = rest.partition(_END)[2]
         chosen.write.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{after}")

@@ -12,7 +12,7 @@ C = TypeVar("C", bound=type[Any])
 
 _LARGE = "large models are built and loaded under strategy='fsdp' or 'zero3', with Fabric.init_module."
 _MESH = "phalanx has no mesh of its own: FSDPStrategy(replicas=..., tensor_parallel=...) lays out the ranks."
-_FP8 = "fp8 is not part of phalanx: use mixed_precision='bf16'."
+_FP8 = "mixed_precision='fp8' computes linear layers by torchao, without a recipe; Float8Mixed in a Fabric has options."
 _MEGATRON = "Megatron-LM is not part of phalanx: use strategy='fsdp' with tensor_parallel, or 'zero3'."
 _TP = "use FSDPStrategy(tensor_parallel=...), and configure_tensor_parallel in the module."
 _INTERNAL = "it is a part of Accelerate's own machinery; phalanx has its own."

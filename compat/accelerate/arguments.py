@@ -23,7 +23,7 @@ from .configuration import (
 )
 from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
-_PRECISIONS = {None: "32-true", "no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_PRECISIONS = {None: "32-true", "no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "fp8-mixed"}
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs)
 
 

@@ -12,6 +12,7 @@ _PACKAGES = {
     "bnb": "bitsandbytes",
     "4bit_bnb": "bitsandbytes",
     "8bit_bnb": "bitsandbytes",
+    "fp8": "torchao",
     "lomo": "lomo_optim",
     "megatron_lm": "megatron",
     "torchdata_stateful_dataloader": "torchdata",
@@ -19,7 +20,7 @@ _PACKAGES = {
 }
 # Hardware, and libraries for it, that phalanx does not train on.
 _ABSENT = (
-    *("fp8", "hpu", "mlu", "mps", "musa", "neuron", "npu", "rocm", "sdaa", "torch_xla", "xpu", "xccl", "pippy"),
+    *("hpu", "mlu", "mps", "musa", "neuron", "npu", "rocm", "sdaa", "torch_xla", "xpu", "xccl", "pippy"),
     "bitsandbytes_multi_backend",
 )
 _PRESENT = ("bf16", "fp16", "weights_only")

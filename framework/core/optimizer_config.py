@@ -43,10 +43,12 @@ def resolve_optimizers(
         steps_itself: whether the module advances its schedulers, which then need no ``step``.
 
     Raises:
-        ConfigurationError: the value has an unknown form, or an optimizer updates a tensor that is not a parameter of
-            ``module``.
+        ConfigurationError: the value has an unknown form, checkpoints cannot hold an optimizer's state, or an optimizer
+            updates a tensor that is not a parameter of ``module``.
     """
     optimizers, schedulers = _resolved(returned)
+    for optimizer in optimizers:
+        check_kind(optimizer)
     for config in schedulers:
         if not steps_itself and not hasattr(config.scheduler, "step"):
             raise ConfigurationError(
@@ -56,6 +58,19 @@ def resolve_optimizers(
     if module is not None:
         _check_parameters(optimizers, module)
     return optimizers, schedulers
+
+
+def check_kind(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose state checkpoints cannot hold.
+
+    Raises:
+        ConfigurationError: it is one of them.
+    """
+    if any(kind.__name__ == "CPUOffloadOptimizer" for kind in type(optimizer).__mro__):
+        raise ConfigurationError(
+            "CPUOffloadOptimizer steps its own copies of the parameters by other optimizers, which checkpoints and "
+            "schedulers do not see: use an ordinary optimizer with strategy='fsdp-offload' or 'zero2-offload'."
+        )
 
 
 def _resolved(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:

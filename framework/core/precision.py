@@ -7,6 +7,7 @@ built-in one does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -81,10 +82,17 @@ class Precision(NamesArguments):
     Attributes:
         name: The name in checkpoints, reports and messages.
         parameter_dtype: The dtype of parameters, of their gradients and of the optimizer's state.
+        replaces_layers: Whether ``convert_module`` changes how layers compute. Strategies that depend on the layers'
+            own computation refuse such a precision: ``zero1`` to ``zero3``, and ``fsdp`` with tensor parallelism. A
+            Trainer evaluates it under ``torch.no_grad``, not in inference mode.
+        libraries: Modules that every rank imports before its first step; importing them must not initialize an
+            accelerator. The ranks of a script are forked from a process that has imported them.
     """
 
     name: str
     parameter_dtype: torch.dtype = torch.float32
+    replaces_layers: bool = False
+    libraries: tuple[str, ...] = ()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -104,6 +112,13 @@ class Precision(NamesArguments):
         """Whether operations compute in a different dtype from the one that parameters are stored in."""
         return self.compute_dtype != self.parameter_dtype
 
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device that cannot compute in this precision. Called on every rank, before the module is set up.
+
+        Raises:
+            ConfigurationError: the device does not fit.
+        """
+
     def forward_context(self, device_type: str) -> AbstractContextManager[Any] | None:
         """Return the context of forward passes, or None if they need none.
 
@@ -122,15 +137,20 @@ class Precision(NamesArguments):
         """
         return None
 
-    def convert_module(self, module: nn.Module) -> None:
+    def convert_module(self, module: nn.Module) -> Callable[[], None] | None:
         """Convert a module in place, before its optimizers are set up.
 
         By default floating-point parameters and buffers are cast to ``parameter_dtype``. Complex ones are unchanged:
         ``module.to(dtype)`` would drop their imaginary parts.
+
+        Returns:
+            A function that a Trainer calls after the run, such as one that gives layers their own computation back;
+            None if there is nothing to undo.
         """
         # A fp32 run leaves modules as they are: a user may have made some parameters fp64 on purpose.
         if self.parameter_dtype != torch.float32:
             module._apply(self._cast)
+        return None
 
     def convert_batch(self, batch: Any) -> Any:
         """Return the batch that is passed to the step methods. By default floating-point tensors are cast to

@@ -19,7 +19,7 @@ from .errors import ConfigurationError, UnknownNameError, unknown
 _PACKAGE = __name__.rpartition(".framework")[0]
 _STARTS_RANKS = "use 'ddp', which starts the ranks itself, in scripts and in notebooks"
 _NO_XLA = "phalanx trains on CPUs and CUDA devices, not on TPUs; use 'ddp' or 'fsdp'"
-_NO_FP8 = "there is no 8-bit precision; use 'bf16-mixed', or write a Precision, see docs/extending.md"
+_OTHER_FP8 = "use 'fp8-mixed', which computes linear layers in fp8 by torchao"
 _NO_QUANTIZATION = "weights are not quantized; use 'bf16-true' for the smallest ones"
 _OWN_LOGGER = "derive a logger from phalanx.loggers.Logger, with name, version and log_metrics; see docs/extending.md"
 
@@ -160,16 +160,23 @@ PRECISIONS = Registry(
         "64-true": ".precisions.true:Float64True",
         "bf16-mixed": ".precisions.mixed:BFloat16Mixed",
         "16-mixed": ".precisions.mixed:Float16Mixed",
+        "fp8-mixed": ".precisions.float8:Float8Mixed",
         "bf16-true": ".precisions.true:BFloat16True",
         "16-true": ".precisions.true:Float16True",
     },
-    aliases={"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp16": "16-mixed"},
+    aliases={
+        "32": "32-true",
+        "64": "64-true",
+        "bf16": "bf16-mixed",
+        "16": "16-mixed",
+        "fp16": "16-mixed",
+        "fp8": "fp8-mixed",
+    },
     instead={
         "no": "use '32-true'",
         "fp32": "use '32-true'",
-        "fp8": _NO_FP8,
-        "transformer-engine": _NO_FP8,
-        "transformer-engine-float16": _NO_FP8,
+        "transformer-engine": _OTHER_FP8,
+        "transformer-engine-float16": _OTHER_FP8,
         "tf32": "use '32-true', and call torch.set_float32_matmul_precision('high')",
         "nf4": _NO_QUANTIZATION,
         "fp4": _NO_QUANTIZATION,

@@ -148,7 +148,7 @@ class Fabric(AccelerateNames):
         """
         if self.resources.must_launch:
             if can_rerun_script():
-                launch_script(self.resources.world_size, libraries=self.resources.strategy.libraries)
+                launch_script(self.resources.world_size, libraries=self.resources.libraries)
             if function is None:
                 raise ConfigurationError(
                     f"launch() with devices={self.resources.devices} has no script to run again for each rank: in a "

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..core.errors import ConfigurationError
-from ..core.optimizer_config import parameters_of
+from ..core.optimizer_config import check_kind, parameters_of
 from ..core.precision import DefaultDtype, Precision
 from ..distributed.batch_copy import BatchCopy
 from ..distributed.gather import gather_rows
@@ -258,6 +258,7 @@ class Setup:
     def _check_optimizer(self, optimizer: Any) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(f"a {type(optimizer).__name__} was given as an optimizer to set up.")
+        check_kind(optimizer)
         if any(optimizer is one or optimizer is one.optimizer for one in self._prepared.optimizers):
             raise ConfigurationError(f"this {type(optimizer).__name__} is set up already; use what setup returned.")
 

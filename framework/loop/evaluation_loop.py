@@ -263,8 +263,9 @@ def in_evaluation_mode(run: Run, plan: EvaluationPlan) -> Generator[None, None, 
     if not own_eval:
         run.module.eval()
     # A forward pass that gathers parameters leaves inference mode, and could not update the state of a metric that was
-    # reset in it.
-    inference = plan.inference_mode and not run.traits.forward_has_collectives
+    # reset in it. Layers of a precision may not support it either: torchao's raise NotImplementedError.
+    supported = not run.traits.forward_has_collectives and not run.precision.replaces_layers
+    inference = plan.inference_mode and supported
     context = torch.inference_mode() if inference else torch.no_grad()
     run.set_evaluating(True)
     try:

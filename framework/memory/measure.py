@@ -27,6 +27,7 @@ from ..core.errors import ConfigurationError
 from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import RandomStream
 from ..core.precision import DefaultDtype, Precision
+from ..core.quantized_state import is_quantized, parts_of
 from .formulas import ModelSize
 
 # The number of views between a parameter and its cast that are followed.
@@ -126,7 +127,9 @@ def _slots(optimizer: Optimizer) -> Iterator[Tensor]:
             if not kept and parameter.requires_grad:
                 kind = parameter.shape, parameter.dtype
                 kept = known[kind] = known.get(kind) or _after_a_step(optimizer, group, parameter)
-            yield from (slot for slot in kept if isinstance(slot, Tensor) and slot.dim() > 0)
+            tensors = (slot for slot in kept if isinstance(slot, Tensor) and slot.dim() > 0)
+            for slot in tensors:
+                yield from parts_of(slot).values() if is_quantized(slot) else (slot,)
 
 
 def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> list[Any]:
@@ -136,11 +139,13 @@ def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
     for device in ("meta", "cpu"):
         one = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
         one.grad = torch.zeros_like(one)
-        alone = copy.copy(optimizer)
+        alone = _copy_of(optimizer)
         alone.state = defaultdict(dict)
         alone.param_groups = [{**group, **plain, "params": [one]}]
         try:
-            alone.step()
+            # Some optimizers compile their update, which takes longer than the rest of a plan.
+            with torch.compiler.set_stance("force_eager"):
+                alone.step()
         except (RuntimeError, NotImplementedError):
             # Some optimizers read values. One parameter with data takes little memory.
             if device == "cpu":
@@ -148,6 +153,16 @@ def _after_a_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
         else:
             return list(alone.state[one].values())
     return []
+
+
+def _copy_of(optimizer: Optimizer) -> Optimizer:
+    """Return a shallow copy with all of an optimizer's own attributes, of which ``copy.copy`` leaves out most."""
+    alone = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        # A scheduler replaces `step` by one that is bound to the original.
+        if name != "step" and name not in vars(alone):
+            setattr(alone, name, value)
+    return alone
 
 
 # ---- activations --------------------------------------------------------------------------------------------------

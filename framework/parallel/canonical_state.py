@@ -17,6 +17,7 @@ from ..checkpoint.stored_tensor import StoredTensors
 from ..checkpoint.write_plan import Shard
 from ..core.arguments import NoArguments
 from ..core.optimizer_config import parameters_of
+from ..core.quantized_state import join_slots, split_slots
 from .parameter_names import state_tensors
 
 Slots = Mapping[str, Any]
@@ -60,11 +61,12 @@ class CanonicalState(NoArguments):
         """Yield pairs of a parameter that has state (the object in ``param_groups``) and its slots. Collective.
 
         Tensors of at least one dim are ``Shard`` objects: this rank's part of a tensor of the parameter's full shape.
+        Quantized state is split into plain tensors, see ``core/quantized_state.py``.
         """
         for parameter in parameters_of(optimizer):
             slots = optimizer.state.get(parameter)
             if slots:
-                yield parameter, {slot: shard_if_tensor(value) for slot, value in slots.items()}
+                yield parameter, {slot: shard_if_tensor(value) for slot, value in split_slots(slots).items()}
 
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer | None:
         """Return the optimizer whose ``step`` alone changes the tensors of ``optimizer_state``; None if not known.
@@ -82,9 +84,8 @@ class CanonicalState(NoArguments):
             state: one mapping for each parameter, empty for one without state.
             groups: hyperparameters of each group, all keys except ``"params"``.
         """
-        optimizer.load_state_dict(
-            torch_state_dict(optimizer, [{k: whole_of(v) for k, v in slots.items()} for slots in state], groups)
-        )
+        own = [join_slots({slot: whole_of(value) for slot, value in slots.items()}) for slots in state]
+        optimizer.load_state_dict(torch_state_dict(optimizer, own, groups))
 
 
 def shard_if_tensor(value: Any) -> Any:

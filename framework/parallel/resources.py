@@ -49,6 +49,11 @@ class Resources:
         return self.strategy.data_size(self.world_size)
 
     @property
+    def libraries(self) -> tuple[str, ...]:
+        """Modules that every rank imports: ranks are forked from a process that has imported them."""
+        return (*self.strategy.libraries, *self.precision.libraries)
+
+    @property
     def must_launch(self) -> bool:
         """Whether ranks must be started: several are requested, and no launcher has started this process."""
         return self.world_size > 1 and self.place.launcher is None and self.place.size == 1
@@ -75,7 +80,9 @@ class Resources:
         if self.place.local_rank == 0:
             self.strategy.prepare(self.device_type, self.precision)
         with listed_devices(self.indices):
-            return self.strategy.connect(self.device_type, self.num_nodes, self.precision)
+            world = self.strategy.connect(self.device_type, self.num_nodes, self.precision)
+        self.precision.check_device(world.device)
+        return world
 
 
 class RankProperties:

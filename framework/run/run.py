@@ -86,8 +86,8 @@ class Run:
         self.resumed: tuple[Path, int] | None = None
         """The checkpoint that this run was resumed from, and the number of batches seen at that time."""
         self.manual_backward: Callable[..., None] = _no_loop
-        # Reverts changes of the module's layers when the run has ended, also after an error.
-        self.changes = ExitStack()
+        # Functions that are called when the run has ended, also after an error, such as those that revert layers.
+        self.at_end = ExitStack()
         self.saver: RunSaver
         """Set by ``attach_saver`` before the first hook runs."""
         self._register_handlers()

@@ -229,14 +229,16 @@ def _place_model(session: Session, run: Run) -> None:
     with run.strategy.building():
         module.configure_model()
     if session.settings.given.sync_batchnorm and run.world.size > 1:
-        run.changes.callback(share_batch_statistics(module, run.device_type))
+        run.at_end.callback(share_batch_statistics(module, run.device_type))
     run.strategy.to_device(module)
-    precision.convert_module(module)
+    undo = precision.convert_module(module)
+    if undo is not None:
+        run.at_end.callback(undo)
     compilation = session.compilation or session.fabric.compilation
     if compilation is not None:
-        run.changes.callback(compilation.apply(module, run.strategy))
+        run.at_end.callback(compilation.apply(module, run.strategy))
         if is_compiled(module):
-            run.changes.callback(module.log_outside_graphs())
+            run.at_end.callback(module.log_outside_graphs())
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:

@@ -78,7 +78,9 @@ def _restore(session: Session, request: StageRequest, outcome: dict[str, Any]) -
     module = request.module
     # The ranks built these layers only in their copies of the module, and trained in this dtype.
     module.configure_model()
-    session.resources.precision.convert_module(module)
+    undo = session.resources.precision.convert_module(module)
+    if undo is not None:
+        undo()
     session.take_outcome(outcome)
     if outcome["weights"] is None or not _fits(module, outcome["weights"]):
         session.note(

@@ -202,7 +202,7 @@ def _release(session: Session, request: StageRequest) -> None:
         run.strategy.teardown()
         # The Fabric outlives the run, and this callback would keep the run with it.
         run.updater.guard(False, None)
-        run.changes.close()
+        run.at_end.close()
         run.world.close()
         for callback in run.callbacks:
             callback.log_through(None)

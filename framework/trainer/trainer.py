@@ -248,7 +248,7 @@ class Trainer(TrainerActions):
         restarts = bool(max_restarts) and place.launcher is None and place.size == 1
         if (resources.must_launch or restarts) and can_rerun_script():
             # This process only supervises from this point on; the ranks reach this line by running the script.
-            launch_script(resources.world_size, max_restarts, self.writes, resources.strategy.libraries)
+            launch_script(resources.world_size, max_restarts, self.writes, resources.libraries)
         if max_restarts and place.launcher != "phalanx":
             started = "there is no script to run again" if place.launcher is None else f"{place.launcher} started it"
             self.note(f"max_restarts={max_restarts} has no effect on this run, since {started}.")

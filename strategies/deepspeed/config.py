@@ -43,8 +43,13 @@ def check_precision(precision: Precision, device_type: str) -> None:
     """Refuse a precision that DeepSpeed's engine does not support.
 
     Raises:
-        ConfigurationError: fp64, fp16 on a CPU, or a loss scale in another dtype than fp16.
+        ConfigurationError: fp64, fp16 on a CPU, a loss scale in another dtype than fp16, or replaced layers.
     """
+    if precision.replaces_layers:
+        raise ConfigurationError(
+            f"precision={precision.name!r} changes how layers compute, which DeepSpeed's engine does not know: use "
+            "'bf16-mixed', or strategy='fsdp'."
+        )
     if precision.parameter_dtype == torch.float64:
         raise ConfigurationError(
             f"precision={precision.name!r} is not known to DeepSpeed: use '32-true', or strategy='fsdp'."

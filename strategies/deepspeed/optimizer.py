@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.quantized_state import quantizes
 from ..limits import NEED_WHOLE_TENSORS
 from .arguments import ZeroOptions
 from .ops import needed_ops
@@ -57,6 +58,11 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
         raise ConfigurationError(
             f"{name} needs full tensors, and ZeRO stage {options.stage} leaves each rank flat pieces of them: use an "
             "optimizer that updates each element independently, such as AdamW, or strategy='ddp'."
+        )
+    if quantizes(optimizer):
+        raise ConfigurationError(
+            f"{name} quantizes its state in blocks of a parameter, and ZeRO stage {options.stage} gives optimizers "
+            "flat pieces of several: use torch.optim.AdamW, or strategy='fsdp'."
         )
     if not groups:
         raise ConfigurationError(

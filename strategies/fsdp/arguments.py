@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...framework.core.errors import ConfigurationError, is_count
+from ...framework.core.precision import Precision
 
 GATHERS = ("rank_zero", "all", "none")
 # Arguments of other frameworks, and their equivalents.
@@ -53,4 +54,17 @@ def check_reduce_dtype(given: Any) -> None:
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise ConfigurationError(
             f"FSDPStrategy(reduce_dtype={given!r}): it must be a floating-point dtype such as torch.float32, or None."
+        )
+
+
+def check_precision(precision: Precision, tensor_parallel: int) -> None:
+    """Refuse a precision that changes how layers compute, if layers are split over ranks.
+
+    Raises:
+        ConfigurationError: it is such a precision.
+    """
+    if tensor_parallel > 1 and precision.replaces_layers:
+        raise ConfigurationError(
+            f"precision={precision.name!r} changes how layers compute, and tensor_parallel={tensor_parallel} splits "
+            "layers over ranks: use 'bf16-mixed', or leave tensor_parallel out."
         )

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import Owner
+from .boxes import whole_of_parts
 from .deferred import Deferred
-from .state import whole_of_parts
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 

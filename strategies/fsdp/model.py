@@ -27,11 +27,12 @@ from ...framework.distributed.world import World
 from ...framework.parallel.meta_device import owners_of, replace_tensors
 from ...framework.parallel.strategy import StepAdapter
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
+from .boxes import box_in, box_of, like, local_of, whole_of_parts
 from .deferred import Deferred
 from .initial import Origins, Source, allocate_buffers, check_buffers
 from .module_gradients import ModuleGradients
 from .outside import Context, OutsideCalls, explain_sharded
-from .state import box_in, box_of, like, local_of, shard_slots, whole_of_parts
+from .state import shard_slots
 from .tensor import split_layers, tie_again
 from .undo import Footprint
 from .units import Units, check_parameters, find_units, prefetch, without_shared

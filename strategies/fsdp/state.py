@@ -1,7 +1,4 @@
-"""Canonical state of sharded modules and optimizers, and the conversion of single tensors.
-
-A box is the part of a full tensor that this rank holds.
-"""
+"""Canonical state of sharded modules and optimizers, and the conversion of single tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from ...framework.checkpoint.stored_tensor import StoredTensors
 from ...framework.checkpoint.write_plan import Shard
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
+from ...framework.core.quantized_state import grouped, is_quantized, join_slots, quantizes, split_slots
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, torch_state_dict
 from ...framework.parallel.parameter_names import state_tensors
+from .boxes import box_in, box_of, like, local_of
+from .quantized import quantized_from_store, quantized_shards
 
 
 class ShardedState(CanonicalState):
@@ -65,33 +64,14 @@ class ShardedState(CanonicalState):
         for parameter in parameters_of(optimizer):
             slots = optimizer.state.get(parameter)
             if slots:
-                yield parameter, slots_as_shards(slots)
+                yield parameter, slots_as_shards(slots, quantizes(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
         """Read this rank's shard of every slot. Collective."""
         own = [
-            {slot: slot_from_store(parameter, value) for slot, value in slots.items()}
-            for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
+            slots_from_store(parameter, slots) for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
         ]
         optimizer.load_state_dict(torch_state_dict(optimizer, own, groups))
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, sharing its memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and offsets of this rank's box of the full tensor."""
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # The offset of a rank without any row is beyond the end.
-    return tuple(shape), tuple(min(offset, size) for offset, size in zip(offsets, tensor.shape, strict=True))
-
-
-def whole_of_parts(tensor: Tensor) -> Tensor:
-    """Return a full tensor, gathered if it is sharded. Collective."""
-    whole: Tensor = tensor.detach()
-    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def shard_of(tensor: Tensor) -> Shard:
@@ -102,35 +82,35 @@ def shard_of(tensor: Tensor) -> Shard:
     return Shard(tensor._local_tensor.detach().view(shape), tuple(tensor.shape), offsets)
 
 
-def like(parameter: DTensor, local: Tensor) -> DTensor:
-    """Return a tensor with the full shape and sharding of a parameter, of which this rank holds ``local``."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def slots_as_shards(slots: dict[str, Any], quantized: bool) -> dict[str, Any]:
+    """Return a parameter's optimizer state with tensors of at least one dim as shards.
 
-
-def box_in(whole: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
-    """Return the box of ``shape`` at ``offsets``, a view."""
-    for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
-
-
-def slots_as_shards(slots: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's optimizer state with tensors of at least one dim as shards."""
-    return {
-        slot: shard_of(value) if isinstance(value, Tensor) and value.dim() > 0 else _plain(value)
-        for slot, value in slots.items()
-    }
+    ``quantized``: whether the state of ranks that hold more of the parameter may be quantized.
+    """
+    shards: dict[str, Any] = {}
+    for slot, value in split_slots(slots).items():
+        if isinstance(value, DTensor) and is_quantized(local_of(value)):
+            shards |= quantized_shards(slot, value)
+        elif isinstance(value, Tensor) and value.dim() > 0:
+            # A rank without any row does not know the names under which the others save theirs.
+            if not quantized or local_of(value).numel() or not value.numel():
+                shards[slot] = shard_of(value)
+        else:
+            shards[slot] = _plain(value)
+    return shards
 
 
 def _plain(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def slots_from_store(parameter: Tensor, slots: Slots) -> dict[str, Any]:
+    """Return a parameter's optimizer state; of stored tensors this rank reads only its boxes."""
+    if not isinstance(parameter, DTensor):
+        return join_slots({slot: slot_from_store(parameter, value) for slot, value in slots.items()})
+    plain, quantized = grouped(slots)
+    held = {slot: slot_from_store(parameter, value) for slot, value in plain.items()}
+    return held | {slot: quantized_from_store(parameter, slots[slot], parts) for slot, parts in quantized.items()}
 
 
 def slot_from_store(parameter: Tensor, stored: Any) -> Any:
@@ -162,7 +142,7 @@ def shard_slots(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
     split: dict[str, Any] = {}
     for slot, value in slots.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            if value.shape != new.shape:
+            if value.shape != new.shape or is_quantized(value):
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} has stepped already, and its state {slot!r} of shape "
                     f"{list(value.shape)} cannot be split like its parameter of shape {list(new.shape)}: pass an "

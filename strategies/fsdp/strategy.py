@@ -26,11 +26,12 @@ from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..limits import check_dense, check_elementwise
 from .activations import NO_RECOMPUTATION, Checkpointed, check_checkpointing
-from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_reduce_dtype
+from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_precision, check_reduce_dtype
 from .deferred import Deferred
 from .gradients import ShardedGradients
 from .mesh import Layout, Replicas, lay_out
 from .model import ShardedModel, Sharding
+from .quantized import check_blocks
 from .state import ShardedState
 from .tensor import check_plan
 from .units import Units, check_units
@@ -97,10 +98,7 @@ class FSDPStrategy(Strategy):
         if activation_checkpointing is not False:
             self.prevents_compiling = NO_RECOMPUTATION
         self.traits = Traits(
-            shards_state=True,
-            forward_has_collectives=True,
-            backward_has_collectives=True,
-            reduces_in_backward=True,
+            shards_state=True, forward_has_collectives=True, backward_has_collectives=True, reduces_in_backward=True
         )
         self._layout: Layout
         self._mesh: DeviceMesh
@@ -112,8 +110,9 @@ class FSDPStrategy(Strategy):
     # ---- before the process group exists --------------------------------------------------------------------------
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
-        """Refuse a number of ranks that cannot be divided into the requested groups."""
+        """Refuse a number of ranks that cannot be divided into the requested groups, and a precision that fits none."""
         lay_out(world_size, num_nodes, self.replicas, self.tensor_parallel)
+        check_precision(precision, self.tensor_parallel)
 
     def data_size(self, world_size: int) -> int:
         """Return the number of tensor-parallel groups: the ranks of a group share one computation and the same data."""
@@ -161,11 +160,13 @@ class FSDPStrategy(Strategy):
             ConfigurationError: the module or an optimizer cannot be split.
         """
         self.check_module(module)
+        mesh = self._layout.data_part(self._mesh)
         for optimizer in optimizers:
             check_elementwise(optimizer, self.name)
+            check_blocks(optimizer, module, mesh, self.tensor_parallel)
         sharding = Sharding(
             self.units,
-            self._layout.data_part(self._mesh),
+            mesh,
             self._mesh["tensor"] if self.tensor_parallel > 1 else None,
             self._policy(),
             self.reshard_after_forward,

@@ -243,10 +243,21 @@ def test_a_numbered_state_is_loaded_and_counted_from(tmp_path: Path) -> None:
     assert (layer.weight.item(), project.iteration) == (before, 1)
 
 
+def test_fp8_is_that_of_torchao() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+    assert accelerator.mixed_precision == accelerator.state.mixed_precision == "fp8"
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 1)))
+    layers = [type(layer).__name__ for layer in accelerator.unwrap_model(model)]
+    assert layers == ["Linear", "Float8Linear", "Linear"]
+    assert compat.utils.is_fp8_available()
+    with pytest.raises(AttributeError, match="mixed_precision='fp8' computes linear layers by torchao"):
+        _ = compat.utils.AORecipeKwargs
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mixed_precision": "fp8"}, "mixed_precision='fp8' is not allowed"),
+        ({"mixed_precision": "fp4"}, "mixed_precision='fp4' is not allowed: give one of None, no, bf16, fp16, fp8"),
         ({"kwargs_handlers": ["x"]}, "kwargs_handlers got a str"),
         ({"log_with": "tensorbord"}, "tensorboard"),
         ({"deepspeed_plugin": compat.DeepSpeedPlugin(2, "cuda")}, "offload_optimizer_device"),

@@ -92,7 +92,7 @@ def test_unknown_arguments_get_a_hint(arguments: dict[str, Any], expected: str) 
         ({"strategy": "fsdp_native"}, "use 'fsdp'"),
         ({"strategy": "deepspeed_zero3"}, "use 'zero3'"),
         ({"strategy": "MULTI_GPU"}, "use 'ddp'"),
-        ({"precision": "fp8"}, "use 'bf16-mixed'"),
+        ({"precision": "transformer-engine"}, "use 'fp8-mixed'"),
         ({"accelerator": "tpu"}, "CPUs and CUDA devices"),
         ({"accelerator": "mps"}, "CPUs and CUDA devices"),
         ({"logger": "wandb"}, "phalanx.loggers.Logger"),

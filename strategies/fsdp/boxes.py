@@ -1,0 +1,46 @@
+"""The parts of sharded tensors that this rank holds. A box is the part of a full tensor that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, sharing its memory."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and offsets of this rank's box of the full tensor."""
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # The offset of a rank without any row is beyond the end.
+    return tuple(shape), tuple(min(offset, size) for offset, size in zip(offsets, tensor.shape, strict=True))
+
+
+def whole_of_parts(tensor: Tensor) -> Tensor:
+    """Return a full tensor, gathered if it is sharded. Collective."""
+    whole: Tensor = tensor.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+
+def like(parameter: DTensor, local: Tensor) -> DTensor:
+    """Return a tensor with the full shape and sharding of a parameter, of which this rank holds ``local``."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def box_in(whole: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:
+    """Return the box of ``shape`` at ``offsets``, a view."""
+    for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole

@@ -1,0 +1,193 @@
+"""torchao's optimizers with 8-bit, 4-bit and fp8 state: trained, saved and resumed under single, ddp and fsdp.
+
+torchao compiles the update, which takes a minute on a CPU; the tests run it eagerly.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import silent_trainer, weights_of
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import Fabric, TrainModule
+from phalanx.framework.checkpoint.reader import open_checkpoint
+from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.memory.measure import optimizer_state
+from phalanx.precisions import Float32True
+from phalanx.precisions.float8 import quiet_import
+from phalanx.strategies import FSDPStrategy
+
+KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+STEPS, ROWS = 4, 8
+# One element of 64 x 128 or 128 x 64 in two shards of 4096, which torchao quantizes, and small vectors, which it does
+# not. The third does not split into full blocks of elements: its state is quantized on one rank, and not on two.
+WIDE = 4224
+
+
+class Model(TrainModule):
+    """Three layers, trained by one of torchao's optimizers, with a schedule that changes the rate in place."""
+
+    def __init__(self, kind: str, out: int = 2) -> None:
+        super().__init__()
+        self.kind = kind
+        self.losses: list[float] = []
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 1))
+            self.wide = nn.Linear(WIDE, out)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        repeated = x.repeat(1, WIDE // 64)
+        loss = nn.functional.mse_loss(self.net(x) + 0.01 * self.wide(repeated).sum(1, keepdim=True), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        with quiet_import():
+            import torchao.optim as quantized
+        optimizer = getattr(quantized, self.kind)(self.parameters(), lr=1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+def data(batch_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(STEPS * ROWS, 64, generator=generator)
+    return DataLoader(TensorDataset(x, torch.sin(x.sum(1, keepdim=True))), batch_size=batch_size)
+
+
+def trained(ranks: int, strategy: str, kind: str, folder: str, stop: int, ckpt: str | None) -> Any:
+    """Train until ``stop``; return the losses, and on rank 0 the weights. Saves ``<folder>/<stop>.ckpt``."""
+    module = Model(kind)
+    trainer = silent_trainer(devices=ranks, strategy=strategy, max_steps=stop, default_root_dir=folder)
+    with torch.compiler.set_stance("force_eager"):
+        trainer.fit(module, data(ROWS // ranks), ckpt_path=ckpt)
+        trainer.save_checkpoint(f"{folder}/{stop}.ckpt")
+    return module.losses, weights_of(module) if trainer.is_global_zero else None
+
+
+def run(place: str, *args: Any) -> tuple[Tensor, Tensor]:
+    """Call ``trained`` at a place such as ``ddp@2``; return the mean losses and the weights."""
+    strategy, _, ranks = place.partition("@")
+    if ranks == "1":
+        results = [trained(1, strategy, *args)]
+    else:
+        results = run_on_ranks(int(ranks), trained, int(ranks), strategy, *args)
+    return torch.tensor([losses for losses, _ in results]).mean(0), results[0][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["single@1", "ddp@2", "fsdp@2"])
+def test_a_resumed_run_is_the_uninterrupted_one(place: str, kind: str, tmp_path: Path) -> None:
+    losses, weights = run(place, kind, str(tmp_path / "a"), STEPS, None)
+    run(place, kind, str(tmp_path / "b"), 2, None)
+    rest, resumed = run(place, kind, str(tmp_path / "b"), STEPS, str(tmp_path / "b" / "2.ckpt"))
+    assert torch.equal(rest, losses[2:])
+    assert torch.equal(resumed, weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("first", "then"), [("single@1", "fsdp@2"), ("fsdp@2", "single@1"), ("ddp@2", "fsdp@2")])
+def test_a_run_resumes_under_another_strategy(first: str, then: str, kind: str, tmp_path: Path) -> None:
+    losses, weights = run(first, kind, str(tmp_path / "a"), STEPS, None)
+    run(first, kind, str(tmp_path / "b"), 2, None)
+    rest, resumed = run(then, kind, str(tmp_path / "b"), STEPS, str(tmp_path / "b" / "2.ckpt"))
+    torch.testing.assert_close(rest, losses[2:], rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(resumed, weights, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("place", ["single@1", "fsdp@2"])
+def test_a_checkpoint_holds_plain_tensors_by_the_names_of_their_parts(place: str, tmp_path: Path) -> None:
+    run(place, "AdamW4bit", str(tmp_path), 2, None)
+    checkpoint = open_checkpoint(tmp_path / "2.ckpt")
+    found = {
+        name: (checkpoint.dtype("optimizer", name), tuple(checkpoint.shape("optimizer", name)))
+        for name in checkpoint.names("optimizer")
+        if name.endswith("/net.0.weight")
+    }
+    assert found == {
+        f"0/{slot}.{part}/net.0.weight": kind
+        for slot in ("exp_avg", "exp_avg_sq")
+        for part, kind in {
+            "codes": (torch.uint8, (4096,)),
+            "scale": (torch.float32, (64,)),
+            "qmap": (torch.float32, (16,)),
+        }.items()
+    }
+
+
+def refused(ranks: int, strategy: Any, out: int = 2) -> str:
+    module = Model("AdamW8bit", out)
+    try:
+        silent_trainer(devices=ranks, strategy=strategy, max_steps=1).fit(module, data(ROWS // ranks))
+    except ConfigurationError as error:
+        assert not module.losses
+        return str(error)
+    return "accepted"
+
+
+def test_zero_refuses_quantized_state_by_name() -> None:
+    for message in run_on_ranks(2, refused, 2, "zero1"):
+        assert message.startswith("AdamW8bit quantizes its state in blocks of a parameter, and ZeRO stage 1")
+
+
+def test_fsdp_refuses_a_parameter_that_only_some_ranks_would_quantize() -> None:
+    # Three rows on two ranks: 2 x 4224 elements are 33 blocks, and 4224 elements are 16.5 blocks.
+    for message in run_on_ranks(2, refused, 2, "fsdp", 3):
+        assert message.startswith(
+            "AdamW8bit would quantize its state of wide.weight, of shape [3, 4224], on some of 2 ranks only"
+        )
+
+
+class Parallel(Model):
+    """Splits a layer over ranks."""
+
+    def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return {"net.0": ColwiseParallel(), "net.2": RowwiseParallel()}
+
+
+def refused_split() -> str:
+    trainer = silent_trainer(devices=2, strategy=FSDPStrategy(tensor_parallel=2), max_steps=1)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(Parallel("AdamW8bit"), data(ROWS))
+    return str(caught.value)
+
+
+def test_tensor_parallelism_refuses_quantized_state_by_name() -> None:
+    for message in run_on_ranks(2, refused_split):
+        assert "AdamW8bit quantizes blocks of consecutive elements, which tensor_parallel spreads" in message
+
+
+class CPUOffloadOptimizer(torch.optim.SGD):
+    """Has the name of torchao's, which can only be constructed beside a GPU."""
+
+
+class Offloaded(Model):
+    def configure_optimizers(self) -> Any:
+        return CPUOffloadOptimizer(self.parameters())
+
+
+def test_an_optimizer_that_steps_copies_of_the_parameters_is_refused() -> None:
+    module = Offloaded("")
+    with pytest.raises(ConfigurationError, match="CPUOffloadOptimizer steps its own copies of the parameters"):
+        silent_trainer(max_steps=1).fit(module, data(ROWS))
+    net = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="use an ordinary optimizer with strategy='fsdp-offload'"):
+        Fabric("cpu").setup(net, CPUOffloadOptimizer(net.parameters()))
+
+
+def test_the_memory_of_quantized_state_is_planned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, plain, _ = optimizer_state(Model("_AdamW"), Float32True())
+        _, eighth, _ = optimizer_state(Model("AdamW8bit"), Float32True())
+    assert eighth < plain / 3
