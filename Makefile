@@ -59,7 +59,7 @@ tools:
 # own without DeepSpeed, Lightning and Accelerate. Several gigabytes each, as there are no other builds for most versions.
 VERSIONS ?= 2.11.0 2.15.0
 CORE := core data fabric loop metrics parallel resume state
-WITHOUT := zero or deepspeed or lightning or accelerate
+WITHOUT := zero or deepspeed or lightning or accelerate or names_of_wrappers or released_with_the_trainer
 test-versions: tools
 	@for version in $(VERSIONS); do \
 	    python="$(VENV)/torch-$$version/bin/python"; echo "torch $$version"; \

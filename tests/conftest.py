@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import changed_variables, close_pools, lasting_threads, pool_pids, seed_alike, variables_for
 
@@ -23,8 +24,13 @@ _IGNORED_FILES = ("pymp-", "torchinductor_")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with a parameter that names NVMe, so that `-m "not nvme"` leaves them out as well."""
+    """Mark tests with a parameter that names NVMe, so that `-m "not nvme"` leaves them out as well.
+
+    CUDA cannot be emulated in a build of torch that has it.
+    """
     for item in items:
+        if torch.backends.cuda.is_built() and _is_emulated(item):
+            item.add_marker(pytest.mark.skip(reason="this build of torch has CUDA itself"))
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
         if any(isinstance(value, str) and "zero3-nvme" in value for value in given):
             item.add_marker(pytest.mark.nvme)
@@ -32,11 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the emulation of CUDA before the first test, whose time limit a compiler could exceed on a busy machine."""
-    if (
-        any(item.path.parent.name == "emulated_cuda" for item in session.items)
-        and not session.config.option.collectonly
-    ):
+    is_used = any(map(_is_emulated, session.items)) and not session.config.option.collectonly
+    if is_used and not torch.backends.cuda.is_built():
         variables_for("cuda")
+
+
+def _is_emulated(item: pytest.Item) -> bool:
+    return item.path.parent.name == "emulated_cuda"
 
 
 @pytest.fixture(scope="session", autouse=True)

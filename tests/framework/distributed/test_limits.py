@@ -304,7 +304,9 @@ def test_an_anomaly_names_the_operation() -> None:
 @pytest.mark.parametrize(
     ("given", "enabled", "warns"), [(True, True, False), ("warn", True, True), (False, False, False)]
 )
-def test_determinism(given: Any, enabled: bool, warns: bool) -> None:
+def test_determinism(given: Any, enabled: bool, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With CUDA an environment variable is set as well; see the next test.
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     try:
         silent_trainer(deterministic=given)
         assert torch.are_deterministic_algorithms_enabled() == enabled

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import pickle
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ def forget_compiled() -> None:
 
 def no_progress_thread() -> AbstractContextManager[Any]:
     """Keep the compiler's progress bar from starting a thread that would outlive the test."""
+    if importlib.util.find_spec("tqdm") is None:
+        return nullcontext()
     return patch.object(importlib.import_module("tqdm").tqdm, "monitor_interval", 0)
 
 
