@@ -1,4 +1,4 @@
-"""What a build of torch with CUDA has in ``torch._C``, for emulated devices. All else of torch.cuda is torch's own."""
+"""The functions of ``torch._C`` that only builds with CUDA have, for emulated devices. ``torch.cuda`` is unchanged."""
 
 from __future__ import annotations
 

@@ -55,11 +55,12 @@ def test_a_rank_with_a_bad_exit_code_is_named_and_the_others_are_ended(tmp_path:
     assert verdict.message.endswith("ended with exit code 9")
 
 
-def test_a_crash_takes_precedence_over_tracebacks_of_other_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("crash", [signal.SIGSEGV, signal.SIGABRT])
+def test_a_crash_takes_precedence_over_tracebacks_of_other_ranks(crash: signal.Signals, tmp_path: Path) -> None:
     recorded(tmp_path, 0, RuntimeError("connection reset"))
-    verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'kill -SEGV $$'")
-    assert verdict.exit_code == 128 + signal.SIGSEGV
-    assert verdict.message.endswith("was killed by SIGSEGV")
+    verdict = watch(tmp_path, "sh -c 'exit 1'", f"sh -c 'kill -{crash.value} $$'")
+    assert verdict.exit_code == 128 + crash
+    assert verdict.message.endswith(f"was killed by {crash.name}")
 
 
 def test_a_signal_without_a_name_is_shown_by_number(tmp_path: Path) -> None:
@@ -102,13 +103,6 @@ def test_an_abort_after_a_recorded_error_is_reported_as_the_error(tmp_path: Path
     assert verdict.exit_code == 1
     assert verdict.message.startswith("rank 1 (pid ")
     assert verdict.message.endswith("RuntimeError: CUDA error: an illegal memory access")
-
-
-def test_an_abort_without_an_error_of_its_rank_is_a_crash(tmp_path: Path) -> None:
-    recorded(tmp_path, 0, RuntimeError("connection reset"))
-    verdict = watch(tmp_path, "sh -c 'exit 1'", "sh -c 'kill -ABRT $$'")
-    assert verdict.exit_code == 128 + signal.SIGABRT
-    assert verdict.message.endswith("was killed by SIGABRT")
 
 
 def test_another_crash_counts_more_than_an_abort_after_an_error(tmp_path: Path) -> None:
