@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = "Left out: the tests of NVMe offload, as libaio-dev is missing. As root: apt-get install libaio-dev"
 
+_OF_MAKE = ("MAKE", "MFLAGS", "COMPLETE", "PYTHON")
+
 # The compiler finds libaio.h once apt-get has installed it; all programs note their arguments.
 PROGRAMS = {
     "fake-c++": "[ -e libaio-dev ]",
@@ -38,7 +40,7 @@ def run(machine: Path, *command: str) -> tuple[int, list[str], str]:
     """Run a command on the machine; return its exit code, its lines, and the calls of programs."""
     path = f"{machine / 'bin'}:{os.environ['PATH']}"
     # Otherwise a make around this test passes its own settings on.
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "COMPLETE"))}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_OF_MAKE)}
     done = subprocess.run(
         command,
         env={**inherited, "PATH": path, "CXX": "fake-c++"},

@@ -315,7 +315,7 @@ def two_optimizers() -> None:
         silent_trainer(devices=2, max_epochs=1, strategy="zero1").fit(Gan(), data(BATCH // 2))
 
 
-def test_two_optimizers_are_refused_where_one_is_all_there_can_be() -> None:
+def test_zero_refuses_two_optimizers() -> None:
     run_on_ranks(2, two_optimizers)
 
 
