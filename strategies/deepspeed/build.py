@@ -122,7 +122,8 @@ def ensure_ops(names: Iterable[str], note: Note, device_type: str = "cpu", limit
 
 def _stamp(device_type: str) -> dict[str, str]:
     """Return the versions that a built op depends on. The name of torch's folder has only that of Python."""
-    gpu = {} if device_type == "cpu" else {"cuda": str(torch.version.cuda), "gpus": _gpus()}
+    is_for_gpus = device_type != "cpu" and torch.version.cuda is not None
+    gpu = {"cuda": str(torch.version.cuda), "gpus": _gpus()} if is_for_gpus else {}
     return {
         **gpu,
         "torch": torch.__version__,

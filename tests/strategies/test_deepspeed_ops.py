@@ -374,11 +374,14 @@ def test_an_op_built_for_a_cpu_is_not_taken_for_cuda(
     assert missing_ops(["fused_adam"]) == []
 
 
-def test_builds_of_torch_without_cuda_share_the_folder_of_deepspeed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_builds_of_torch_without_cuda_share_the_ops_of_deepspeed(
+    folder: Path, plant: PlantBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert op_folder("cpu_adam", "cpu") == op_folder("cpu_adam", "cuda") == tmp_path / "ops" / "cpu_adam"
+    plant("import pathlib; pathlib.Path('cpu_adam.so').touch()")
+    ensure_ops(["cpu_adam"], silent)
+    assert missing_ops(["cpu_adam"], "cuda") == []
 
 
 def test_listed_architectures_count_instead_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
