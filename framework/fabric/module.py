@@ -41,9 +41,9 @@ class _Calls:
         has buffers: each rank has its own, such as running means, and all are to evaluate the same model.
         """
         strategy, module = self.engine.strategy, self.engine.module
-        if self._precision.replaces_layers:
-            step = _without_inference_mode(step)
         evaluate = strategy.route(step, training=False)
+        if self._precision.replaces_layers:
+            evaluate = _without_inference_mode(evaluate)
         if strategy.world.size == 1 or next(module.buffers(), None) is None:
             return evaluate
 
@@ -73,12 +73,12 @@ class _Calls:
         return call
 
 
-def _without_inference_mode(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for calls without gradients that leaves inference mode, which replaced layers do not support."""
+def _without_inference_mode(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for calls without gradients. It leaves inference mode, which replaced layers do not support."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad():
-            return step(*args, **kwargs)
+            return evaluate(*args, **kwargs)
 
     return call
 

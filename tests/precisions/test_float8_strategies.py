@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from language_model import LanguageModel, token_loader
+from language_model import LanguageModel, adamw, token_loader
 from models import silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor
@@ -82,3 +82,27 @@ def test_every_other_strategy_refuses_fp8_before_anything_starts(name: str) -> N
         with pytest.raises(ConfigurationError, match="precision='fp8-mixed' changes how layers compute") as raised:
             make(strategy=name, precision="fp8", devices=2)
         assert "\n" not in str(raised.value)
+
+
+def evaluated_in_a_loop(name: str) -> None:
+    ranks = RANKS[name]
+    fabric = Fabric(accelerator="cpu", strategy=strategy_named(name), devices=ranks, precision="fp8")
+    fabric.launch()
+    net = LanguageModel()
+    model, optimizer = fabric.setup(net, adamw(net, net.lr))
+    (rows,) = next(iter(fabric.setup_dataloaders(token_loader(ROWS, GLOBAL_BATCH // ranks))))
+    with torch.no_grad():
+        expected = model(rows)
+    with torch.inference_mode():
+        assert torch.equal(model(rows), expected)
+        # A tensor that was made in inference mode.
+        assert torch.equal(model(rows.clone()), expected)
+        assert torch.is_inference_mode_enabled()
+    fabric.backward(model(rows).float().mean())
+    optimizer.step()
+    fabric.free_memory()
+
+
+def test_a_set_up_module_is_evaluated_in_the_users_inference_mode() -> None:
+    evaluated_in_a_loop("single")
+    run_on_ranks(2, evaluated_in_a_loop, "fsdp")

@@ -1,0 +1,185 @@
+"""Compiled runs on several ranks: resumed from eager ones and the other way round, and blocks of any kind."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import silent_trainer
+from ranks import run_on_ranks
+from small_gpt import LENGTH, VOCABULARY, Block, Language, loss_of, optimizer_of, small_gpt, token_loader, weights
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx import Fabric
+from phalanx.framework.checkpoint.reader import open_checkpoint
+
+STRATEGIES = {"ddp": "ddp_find_unused_parameters_true", "fsdp": "fsdp", "zero2": "zero2"}
+GRAPHS: list[Any] = []
+# What a block is compiled for: training and evaluation, each for one number of rows and then for any.
+MOST_GRAPHS = 4
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    """Compile like the backend ``eager``, and note the graph."""
+    GRAPHS.append(graph)
+    return graph.forward
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare weights by name."""
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=partial("{} {}".format, name))
+
+
+# ---- resumed runs ----------------------------------------------------------------------------------------------------
+
+
+def fitted(strategy: str, root: str, compile: Any, steps: int, start: str | None) -> dict[str, Tensor]:
+    """Train until ``steps``, in windows of two micro-batches, and save; return the weights on rank 0.
+
+    The third window ends with a smaller micro-batch, the epoch of three windows with a validation.
+    """
+    torch._dynamo.reset()
+    GRAPHS.clear()
+    module = Language(layers=2)
+    trainer = silent_trainer(
+        strategy=STRATEGIES[strategy],
+        devices=2,
+        max_steps=steps,
+        compile=compile,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        default_root_dir=root,
+    )
+    trainer.fit(module, token_loader(4, 44), token_loader(4, 12), ckpt_path=start)
+    trainer.save_checkpoint(f"{root}/{steps}.ckpt")
+    return weights(module) if trainer.is_global_zero else {}
+
+
+def resumed_both_ways(strategy: str, root: str) -> list[int]:
+    """Compare runs that change at a checkpoint with one that does not; return the numbers of graphs."""
+    compiled = {"backend": counting}
+    expected = fitted(strategy, f"{root}/eager", False, 4, None)
+    found = fitted(strategy, f"{root}/compiled", compiled, 4, None)
+    counts = [len({id(graph) for graph in GRAPHS})]
+    assert_close(found, expected)
+    assert_close(fitted(strategy, f"{root}/then_eager", False, 4, None), expected)
+    for name, first, second in (("to_eager", compiled, False), ("to_compiled", False, compiled)):
+        fitted(strategy, f"{root}/{name}", first, 2, None)
+        counts.append(len({id(graph) for graph in GRAPHS}))
+        assert_close(fitted(strategy, f"{root}/{name}", second, 4, f"{root}/{name}/2.ckpt"), expected)
+        counts.append(len({id(graph) for graph in GRAPHS}))
+    return counts
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_eager_and_compiled_runs_resume_each_other_on_ranks(strategy: str, tmp_path: Path) -> None:
+    for whole, first, after, before, second in run_on_ranks(2, resumed_both_ways, strategy, str(tmp_path), timeout=120):
+        assert (after, before) == (0, 0)
+        for count in (whole, first, second):
+            assert 0 < count <= MOST_GRAPHS
+    paths = [tmp_path / name / f"{step}.ckpt" for name in ("to_eager", "to_compiled") for step in (2, 4)]
+    expected = open_checkpoint(tmp_path / "eager" / "4.ckpt")
+    for path in paths:
+        found = open_checkpoint(path)
+        assert found.sections == expected.sections
+        for section in found.sections:
+            assert set(found.names(section)) == set(expected.names(section))
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+class Breaking(Block):
+    """A block with a line that the compiler cannot take in, so that it compiles what is before and after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        torch._dynamo.graph_break()
+        output: Tensor = y + self.down(nn.functional.gelu(self.up(x)))
+        return output
+
+
+class Recomputing(Block):
+    """A block that computes its activations again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return output
+
+
+class OwnBlocks(Language):
+    """The small transformer with blocks of another class."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__(layers=2)
+        for block in self.gpt.blocks:
+            block.__class__ = kind
+
+
+def of_own_blocks(strategy: str, ranks: int, kind: type[Block]) -> list[int]:
+    """Train eager and compiled, and compare; return the numbers of graphs."""
+    found, counts = [], []
+    for compile in (False, {"backend": counting}):
+        torch._dynamo.reset()
+        GRAPHS.clear()
+        module = OwnBlocks(kind)
+        trainer = silent_trainer(strategy=strategy, devices=ranks, max_steps=3, compile=compile)
+        trainer.fit(module, token_loader(4))
+        found.append(weights(module) if trainer.is_global_zero else {})
+        counts.append(len({id(graph) for graph in GRAPHS}))
+    assert_close(found[1], found[0])
+    return counts
+
+
+@pytest.mark.parametrize(("kind", "graphs"), [(Breaking, 2), (Recomputing, 1)])
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_blocks_with_a_graph_break_or_recomputed_activations(strategy: str, kind: type[Block], graphs: int) -> None:
+    name = STRATEGIES.get(strategy, strategy)
+    results = [of_own_blocks(name, 1, kind)] if name == "single" else run_on_ranks(2, of_own_blocks, name, 2, kind)
+    for eager, compiled in results:
+        assert eager == 0
+        assert compiled >= graphs
+
+
+# ---- a loop of one's own ---------------------------------------------------------------------------------------------
+
+
+def loop_weights(strategy: str, compile: Any) -> dict[str, Tensor]:
+    """Train in windows of two micro-batches through a Fabric."""
+    torch._dynamo.reset()
+    GRAPHS.clear()
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, compile=compile, accumulate=2)
+    original = small_gpt(2)
+    names = list(original.state_dict())
+    model, optimizer = fabric.setup(original, optimizer_of(original))
+    for number, (tokens, labels) in enumerate(fabric.setup_dataloaders(token_loader(4, 32))):
+        with fabric.accumulate(model):
+            fabric.backward(loss_of(model(tokens), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 1:
+            with torch.no_grad():
+                assert model(tokens).shape == (len(tokens), LENGTH, VOCABULARY)
+    found = {name: tensor.clone() for name, tensor in fabric.full_state_dict(model).items()}
+    assert not found or list(found) == names
+    fabric.free_memory()
+    return found
+
+
+def both_loops(strategy: str) -> int:
+    expected = loop_weights(strategy, False)
+    assert not GRAPHS
+    assert_close(loop_weights(strategy, {"backend": counting}), expected)
+    return len({id(graph) for graph in GRAPHS})
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_a_compiled_fabric_trains_the_same_model_under_sharded_strategies(strategy: str) -> None:
+    for count in run_on_ranks(2, both_loops, strategy):
+        assert 0 < count <= MOST_GRAPHS
