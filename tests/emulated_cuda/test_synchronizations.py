@@ -55,6 +55,12 @@ def test_a_step_waits_as_often_as_its_strategy_and_precision_require(strategy: s
             check_each(f"{strategy}, {name}", waits, OTHERWISE.get((strategy, name), BARE.get(strategy, 0)))
 
 
+def test_offloaded_gradients_are_waited_for_once_each() -> None:
+    num_parameters = len(list(Classifier().parameters()))
+    for found in run_on_ranks(2, waits_of_fit, "fsdp-offload", 2, {"gradient_clip_val": 0.1}, device="cuda"):
+        check_each("fsdp-offload", found, num_parameters)
+
+
 # ---- the everyday step -----------------------------------------------------------------------------------------------
 
 LOGGED_EVERY, VALIDATED_EVERY = 5, 3

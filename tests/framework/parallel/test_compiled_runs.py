@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_graphs import counting, forget_compiled, num_graphs
 from models import silent_trainer
 from ranks import run_on_ranks
-from small_gpt import LENGTH, VOCABULARY, Block, Language, loss_of, optimizer_of, small_gpt, token_loader, weights
+from small_gpt import (
+    LENGTH,
+    VOCABULARY,
+    Block,
+    Language,
+    assert_close,
+    loss_of,
+    optimizer_of,
+    small_gpt,
+    token_loader,
+    weights,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,22 +29,8 @@ from phalanx import Fabric
 from phalanx.framework.checkpoint.reader import open_checkpoint
 
 STRATEGIES = {"ddp": "ddp_find_unused_parameters_true", "fsdp": "fsdp", "zero2": "zero2"}
-GRAPHS: list[Any] = []
 # What a block is compiled for: training and evaluation, each for one number of rows and then for any.
 MOST_GRAPHS = 4
-
-
-def counting(graph: Any, inputs: Any) -> Any:
-    """Compile like the backend ``eager``, and note the graph."""
-    GRAPHS.append(graph)
-    return graph.forward
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare weights by name."""
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=partial("{} {}".format, name))
 
 
 # ---- resumed runs ----------------------------------------------------------------------------------------------------
@@ -44,8 +41,7 @@ def fitted(strategy: str, root: str, compile: Any, steps: int, start: str | None
 
     The third window ends with a smaller micro-batch, the epoch of three windows with a validation.
     """
-    torch._dynamo.reset()
-    GRAPHS.clear()
+    forget_compiled()
     module = Language(layers=2)
     trainer = silent_trainer(
         strategy=STRATEGIES[strategy],
@@ -66,14 +62,14 @@ def resumed_both_ways(strategy: str, root: str) -> list[int]:
     compiled = {"backend": counting}
     expected = fitted(strategy, f"{root}/eager", False, 4, None)
     found = fitted(strategy, f"{root}/compiled", compiled, 4, None)
-    counts = [len({id(graph) for graph in GRAPHS})]
+    counts = [num_graphs()]
     assert_close(found, expected)
     assert_close(fitted(strategy, f"{root}/then_eager", False, 4, None), expected)
     for name, first, second in (("to_eager", compiled, False), ("to_compiled", False, compiled)):
         fitted(strategy, f"{root}/{name}", first, 2, None)
-        counts.append(len({id(graph) for graph in GRAPHS}))
+        counts.append(num_graphs())
         assert_close(fitted(strategy, f"{root}/{name}", second, 4, f"{root}/{name}/2.ckpt"), expected)
-        counts.append(len({id(graph) for graph in GRAPHS}))
+        counts.append(num_graphs())
     return counts
 
 
@@ -126,13 +122,12 @@ def of_own_blocks(strategy: str, ranks: int, kind: type[Block]) -> list[int]:
     """Train eager and compiled, and compare; return the numbers of graphs."""
     found, counts = [], []
     for compile in (False, {"backend": counting}):
-        torch._dynamo.reset()
-        GRAPHS.clear()
+        forget_compiled()
         module = OwnBlocks(kind)
         trainer = silent_trainer(strategy=strategy, devices=ranks, max_steps=3, compile=compile)
         trainer.fit(module, token_loader(4))
         found.append(weights(module) if trainer.is_global_zero else {})
-        counts.append(len({id(graph) for graph in GRAPHS}))
+        counts.append(num_graphs())
     assert_close(found[1], found[0])
     return counts
 
@@ -152,8 +147,7 @@ def test_blocks_with_a_graph_break_or_recomputed_activations(strategy: str, kind
 
 def loop_weights(strategy: str, compile: Any) -> dict[str, Tensor]:
     """Train in windows of two micro-batches through a Fabric."""
-    torch._dynamo.reset()
-    GRAPHS.clear()
+    forget_compiled()
     fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, compile=compile, accumulate=2)
     original = small_gpt(2)
     names = list(original.state_dict())
@@ -174,9 +168,9 @@ def loop_weights(strategy: str, compile: Any) -> dict[str, Tensor]:
 
 def both_loops(strategy: str) -> int:
     expected = loop_weights(strategy, False)
-    assert not GRAPHS
+    assert num_graphs() == 0
     assert_close(loop_weights(strategy, {"backend": counting}), expected)
-    return len({id(graph) for graph in GRAPHS})
+    return num_graphs()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
