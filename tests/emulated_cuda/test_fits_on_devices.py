@@ -17,18 +17,7 @@ from phalanx import seed_everything
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.checkpoint import open_checkpoint
 
-STRATEGIES = [
-    "single",
-    "ddp",
-    "fsdp",
-    "hsdp",
-    "fsdp-offload",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero2-offload",
-    "zero3-offload",
-]
+STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "fsdp-offload", "zero1", "zero2", "zero3"]
 
 
 def on_devices(strategy: str) -> int:
