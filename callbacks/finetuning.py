@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..framework.api.callback import Callback
 from ..framework.core.errors import ConfigurationError, is_count
-from ..framework.core.optimizer_config import parameters_of
+from ..framework.core.optimizer_config import parameters_of, set_learning_rate
 from ..framework.parallel.parameter_names import canonical_names
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class BaseFinetuning(Callback):
         # Batch norms that were trained from the beginning: no reason for a warning.
         trained = {id(each) for each in BaseFinetuning.filter_params(modules)} & held
         BaseFinetuning.make_trainable(modules)
-        rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+        rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
         thawed = (each for each in BaseFinetuning.filter_params(modules, train_bn) if id(each) not in trained)
         if params := BaseFinetuning.filter_on_optimizer(optimizer, thawed):
             optimizer.add_param_group({"params": params, "lr": rate})
@@ -239,7 +239,7 @@ class BackboneFinetuning(BaseFinetuning):
     def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
         if epoch < self.unfreeze_backbone_at_epoch:
             return
-        rate: float = optimizer.param_groups[0]["lr"]
+        rate = float(optimizer.param_groups[0]["lr"])
         # Not only in this very epoch: a second fit may begin after it.
         if epoch == self.unfreeze_backbone_at_epoch or self.previous_backbone_lr is None:
             initial = self.backbone_initial_lr
@@ -253,7 +253,7 @@ class BackboneFinetuning(BaseFinetuning):
             backbone = {id(each) for each in _backbone(module).parameters()}
             for group in optimizer.param_groups[1:]:
                 if any(id(each) in backbone for each in group["params"]):
-                    group["lr"] = own
+                    set_learning_rate(group, own)
         self.previous_backbone_lr = own
         if self.verbose:
             self._note(

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError, is_count, unknown
+from ..framework.core.optimizer_config import set_learning_rate
 from ..framework.state.average_settings import AverageSettings
 from .absent import STOCHASTIC_WEIGHT_AVERAGING
 from .weight_averaging import Elementwise, WeightAveraging
@@ -152,11 +152,7 @@ class StochasticWeightAveraging(WeightAveraging):
         last = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         share = self._share(since)
         for group, begin, end in zip(groups, self._first_rates, last, strict=True):
-            rate = begin + (end - begin) * share
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_learning_rate(group, begin + (end - begin) * share)
 
     def _share(self, epochs: int) -> float:
         """Return the completed fraction of the annealing after a number of epochs, from 0 to 1."""

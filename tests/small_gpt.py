@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,6 +146,13 @@ def by_hand(windows: Sequence[int], clip: float | None, steps: int = STEPS) -> t
 def weights(gpt: nn.Module) -> dict[str, Tensor]:
     """Return copies of all parameters by name."""
     return {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare weights by name."""
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=partial("{} {}".format, name))
 
 
 def per_update(ranks: Sequence[Sequence[float]], windows: Sequence[int], steps: int = STEPS) -> Tensor:

@@ -73,6 +73,14 @@ def check_kind(optimizer: Optimizer) -> None:
         )
 
 
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group; a tensor stays the same one, which the update may have compiled."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
 def _resolved(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if returned is None:
         return [], []

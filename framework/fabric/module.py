@@ -42,6 +42,8 @@ class _Calls:
         """
         strategy, module = self.engine.strategy, self.engine.module
         evaluate = strategy.route(step, training=False)
+        if self._precision.replaces_layers:
+            evaluate = _without_inference_mode(evaluate)
         if strategy.world.size == 1 or next(module.buffers(), None) is None:
             return evaluate
 
@@ -69,6 +71,16 @@ class _Calls:
             return apply_to_collection(output, Tensor, at_least_fp32)
 
         return call
+
+
+def _without_inference_mode(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for calls without gradients. It leaves inference mode, which replaced layers do not support."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return evaluate(*args, **kwargs)
+
+    return call
 
 
 class _RoutedForward:

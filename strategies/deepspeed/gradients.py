@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Set
 
 from torch import Tensor
@@ -61,7 +60,7 @@ class EngineGradients(GradientOperations):
 
     def are_finite(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the gradient norm, which the next step needs anyway, is finite. Collective."""
-        return math.isfinite(self.update.norm().item())
+        return self.update.has_finite_norm()
 
     def norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients, regardless of ``parameters``; infinite if not finite. Collective.
@@ -77,7 +76,7 @@ class EngineGradients(GradientOperations):
         return self.update.norm()
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-        """Clip all gradients by their norm in the next step."""
+        """Clip all gradients by their norm: at once in stage 1 in bf16, else in the next step."""
         self.update.clip(max_norm)
 
     def clip_by_value(self, parameters: Iterable[Tensor], limit: float) -> None:

@@ -17,13 +17,16 @@ class Scaling(Protocol):
 
     zero: Any
 
+    def norm(self) -> Tensor:
+        """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""
+
     def known_norm(self) -> Tensor | None:
         """Return the norm including the loss scale if it was computed since the last backward pass, else None."""
 
     def scale_by_loss_scale(self, factor: float) -> None:
         """Multiply gradients through the loss scale that the next step divides by."""
 
-    def scale_norm(self, factor: float) -> None:
+    def scale_norm(self, factor: float | Tensor) -> None:
         """Scale the cached norm with gradients that were multiplied."""
 
 
@@ -79,7 +82,8 @@ class SplitGradients:
 
     def _norm_of_step(self, norm_type: float = 2) -> Any:
         known = self.update.known_norm()
-        return self._compute(norm_type) if known is None else known
+        # The step looks at it once to find an overflow, and again to clip: on the host only the copy waits.
+        return (self._compute(norm_type) if known is None else known).cpu()
 
     def raw_norm(self) -> Any:
         self.zero._wait_for_offload_copies()
@@ -87,6 +91,9 @@ class SplitGradients:
 
     def scale(self, factor: float) -> None:
         self.update.scale_by_loss_scale(factor)
+
+    def clip(self, max_norm: float) -> None:
+        self.zero.clip_grad = max_norm
 
     def clear_unused(self) -> None:
         """Zero stale gradients of the last update for parameters without a gradient in this one so far."""
@@ -163,6 +170,9 @@ class SplitParameters:
     def scale(self, factor: float) -> None:
         self.update.scale_by_loss_scale(factor)
 
+    def clip(self, max_norm: float) -> None:
+        self.zero.clip_grad = max_norm
+
     def clear_unused(self) -> None:
         """Zero stale gradients of the last update for parameters that have no gradient in this one so far."""
         used = self.zero._offload_boundary_param_ids
@@ -203,14 +213,20 @@ class WholeGradients:
         """Do nothing: only the engine refers to the gradients."""
 
     def raw_norm(self) -> Any:
-        from deepspeed.runtime.utils import get_global_norm_of_tensors
-
         gradients, _ = self.zero.get_grads_for_norm()
-        return get_global_norm_of_tensors(input_tensors=gradients, mpu=None, norm_type=self.zero.norm_type)
+        # DeepSpeed's own function waits for the device.
+        return torch.nn.utils.get_total_norm(gradients)
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | Tensor) -> None:
         torch._foreach_mul_(self.zero.fp32_groups_gradients_flat, factor)
         self.update.scale_norm(factor)
+
+    def clip(self, max_norm: float) -> None:
+        """Clip here, as the engine would wait for the device to decide whether to."""
+        norm = self.update.norm()
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        # The engine leaves out an update whose gradients are not finite.
+        self.scale(torch.where(norm.isfinite(), factor, torch.ones_like(norm)))
 
     def clear_unused(self) -> None:
         """Do nothing: gradients are zeroed after each update."""

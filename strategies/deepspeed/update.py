@@ -30,6 +30,7 @@ class EngineUpdate:
         self.ends_window = True
         """Whether the next backward pass, or the last one, ends its window."""
         self._raw: Tensor | None = None
+        self._host: Tensor | None = None
         self._factor = 1.0
         self._first = True
         self._stage = stage_of(self)
@@ -64,7 +65,7 @@ class EngineUpdate:
         # The engine leaves a pass once, but enters it once for each output of a forward pass.
         self.zero._backward_active_depth = 0
         self._running_outside = False
-        self._raw = None
+        self._forget_norm()
         if self._reduced:
             self._reduced = False
             self._stage.reopen()
@@ -96,20 +97,36 @@ class EngineUpdate:
         """Return the norm of all gradients, a 0-d tensor; infinite if it is not finite. Collective."""
         if self._raw is None:
             self._raw = torch.as_tensor(self._stage.raw_norm(), dtype=torch.float32)
-        norm = self._raw / self._scale()
-        return torch.where(norm < 0, torch.full_like(norm, math.inf), norm)
+        return self._without_scale(self._raw)
+
+    def has_finite_norm(self) -> bool:
+        """Whether the norm of all gradients is finite. The next step does not read it from the device again.
+        Collective."""
+        self.norm()
+        assert self._raw is not None
+        self._host = self._raw.cpu()
+        return math.isfinite(self._without_scale(self._host).item())
+
+    def _without_scale(self, raw: Tensor) -> Tensor:
+        norm = raw / self._scale()
+        # DeepSpeed writes -1 for one that is not finite.
+        return torch.where((norm >= 0) & norm.isfinite(), norm, torch.full_like(norm, math.inf))
 
     def known_norm(self) -> Tensor | None:
-        """Return the norm including the loss scale if it was computed since the last backward pass, else None."""
-        return self._raw
+        """Return the norm including the loss scale, on the host if it was read, else None if it was not computed."""
+        return self._raw if self._host is None else self._host
+
+    def _forget_norm(self) -> None:
+        self._raw = self._host = None
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor: at once in stage 1 in bf16, else with effect in the next step."""
         self._stage.scale(factor)
 
     def clip(self, max_norm: float) -> None:
-        """Scale gradients in the next step so that their norm is at most ``max_norm``."""
-        self.zero.clip_grad = max_norm
+        """Scale gradients so that their norm is at most ``max_norm``: at once in stage 1 in bf16, else in the next
+        step."""
+        self._stage.clip(max_norm)
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """Divide the loss scale out of a gradient."""
@@ -126,7 +143,7 @@ class EngineUpdate:
             self._factor = 1.0
             self.zero.custom_loss_scaler = False
         self.zero.clip_grad = 0.0
-        self._raw = None
+        self._forget_norm()
         self.holds_gradients = self._reduced = False
         self._first = True
         # False if the gradients have overflowed under the engine's own loss scale.
@@ -142,7 +159,7 @@ class EngineUpdate:
             self._factor = 1.0
             self.zero.custom_loss_scaler = False
         self.zero.clip_grad = 0.0
-        self._raw = None
+        self._forget_norm()
         self.holds_gradients = self._reduced = False
         self._first = True
 
@@ -153,10 +170,12 @@ class EngineUpdate:
         zero.custom_loss_scaler = True
         zero.external_loss_scale = zero.loss_scaler.cur_scale / self._factor if self._factor else math.inf
 
-    def scale_norm(self, factor: float) -> None:
+    def scale_norm(self, factor: float | Tensor) -> None:
         """Record that the gradients themselves were multiplied, and scale the cached norm with them."""
         if self._raw is not None:
             self._raw = self._raw * factor
+        if self._host is not None:
+            self._host = self._host * factor
 
     def _scale(self) -> float:
         return float(getattr(self.zero, "loss_scale", 1.0))

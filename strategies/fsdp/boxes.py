@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -29,14 +30,10 @@ def whole_of_parts(tensor: Tensor) -> Tensor:
 
 def like(parameter: DTensor, local: Tensor) -> DTensor:
     """Return a tensor with the full shape and sharding of a parameter, of which this rank holds ``local``."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    described = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=described)
+    # `DTensor.from_local` would move a shard that is kept on the CPU to the device of the mesh.
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def box_in(whole: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Tensor:

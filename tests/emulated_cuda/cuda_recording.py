@@ -23,13 +23,15 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 @dataclass(frozen=True)
 class Entry:
-    """One event: its kind, one of ``KINDS``; what it was; the index of the device; the thread's name; the stack."""
+    """One event: its kind, one of ``KINDS``; what it was; device; name of the thread; stack; current stream, 0 for the
+    default one."""
 
     kind: str
     what: str
     device: int
     thread: str
     stack: tuple[str, ...]
+    stream: int
 
     def __str__(self) -> str:
         lines = "".join(f"\n      {line}" for line in self.stack)
@@ -57,11 +59,13 @@ def recorded(*kinds: str) -> Iterator[Recording]:
     recording = Recording()
     wanted = frozenset(kinds or KINDS)
 
+    library = cuda_emulation.library()
+
     def note(number: int, what: bytes, device: int) -> None:
         if KINDS[number] in wanted:
-            recording.entries.append(Entry(KINDS[number], what.decode(), device, _thread(), _stack()))
+            stream = library.emulated_stream(device)
+            recording.entries.append(Entry(KINDS[number], what.decode(), device, _thread(), _stack(), stream))
 
-    library = cuda_emulation.library()
     listener = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)(note)
     library.emulated_listen(listener)
     try:

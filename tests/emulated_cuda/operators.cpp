@@ -83,12 +83,24 @@ struct DrawFromDevice {
 
 void release(void* context) { delete static_cast<Storage*>(context); }
 
-Tensor with_storage(Storage storage, DispatchKey key, const Tensor& like) {
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), DispatchKeySet(key), like.dtype());
+Tensor shaped(Tensor tensor, const Tensor& like) {
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   if (like.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
   return tensor;
+}
+
+Tensor with_storage(Storage storage, DispatchKey key, const Tensor& like) {
+  return shaped(
+      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), DispatchKeySet(key), like.dtype()), like);
+}
+
+// A view counts versions if its base does, also in inference mode.
+Tensor as_view(const Tensor& base, const Tensor& like) {
+  return shaped(
+      at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, Storage(base.storage()), base.key_set(), like.dtype()),
+      like);
 }
 
 Tensor as_host(const Tensor& tensor) {
@@ -143,7 +155,7 @@ struct Call {
     if (!tensor.defined()) return tensor;
     for (auto& [own, host] : seen) {
       if (host.is_same(tensor)) return own;
-      if (host.storage().is_alias_of(tensor.storage())) return with_storage(own.storage(), DispatchKey::CUDA, tensor);
+      if (host.storage().is_alias_of(tensor.storage())) return as_view(own, tensor);
     }
     const Storage& storage = tensor.storage();
     Storage adopted(

@@ -184,6 +184,19 @@ def test_tensors_of_several_devices_do_not_mix() -> None:
     assert on_device(fails, across)
 
 
+def views_in_inference_mode() -> list[float]:
+    weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0]], device="cuda"))
+    with torch.inference_mode():
+        seen = weight.t()[1:].detach()
+        found = [seen.item(), (weight * 2).view(2)[0].item()]
+    weight.square().sum().backward()
+    return found
+
+
+def test_views_of_parameters_work_in_inference_mode() -> None:
+    assert on_device(views_in_inference_mode) == [2.0, 2.0]
+
+
 def reduced() -> tuple[float, str]:
     mean = torch.full((2,), float(torch.distributed.get_rank()), device=f"cuda:{torch.distributed.get_rank()}")
     torch.distributed.all_reduce(mean, torch.distributed.ReduceOp.AVG)

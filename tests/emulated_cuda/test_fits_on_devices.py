@@ -17,7 +17,7 @@ from phalanx import seed_everything
 from phalanx.callbacks import ModelCheckpoint
 from phalanx.checkpoint import open_checkpoint
 
-STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
+STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "fsdp-offload", "zero1", "zero2", "zero3"]
 
 
 def on_devices(strategy: str) -> int:
@@ -98,7 +98,7 @@ def whole_and_resumed(strategy: str, devices: int, root: str) -> tuple[dict[str,
     return whole, trained(strategy, devices, f"{root}/second", 6, f"{root}/first/step=3.ckpt")
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp-offload", "zero2"])
 def test_a_resumed_run_is_the_run_that_never_stopped(strategy: str, tmp_path: Path) -> None:
     devices = on_devices(strategy)
     results = run_on_ranks(devices, whole_and_resumed, strategy, devices, str(tmp_path), device="cuda")

@@ -2,130 +2,121 @@
 
 from __future__ import annotations
 
-import itertools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from cuda_recording import NATIVE, Entry, Recording, recorded
-from emulated_fits import BATCH_SIZE, Classifier, batches, emulated_trainer
+from emulated_fits import Classifier
+from emulated_steps import BARE, FIRST, LAST, STRATEGIES, Waits, check, check_each, on_devices, waits_of_fit
 from ranks import run_on_ranks
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
 
-from phalanx import Fabric, seed_everything
-from phalanx.callbacks import ModelCheckpoint
+from phalanx.callbacks import (
+    DeviceStatsMonitor,
+    EMAWeightAveraging,
+    GradientNormMonitor,
+    LearningRateMonitor,
+    Timer,
+    WeightAveraging,
+)
+from phalanx.strategies import FSDPStrategy
 
-# The first steps allocate state and arrange buckets.
-FIRST, LAST = 5, 13
-# Of these threads the step is made; those of a save may wait as long as they like.
-_STEPPING = ("MainThread", NATIVE)
 CASES: dict[str, dict[str, Any]] = {
     "bare": {},
-    "clipped": {"gradient_clip_val": 1.0},
+    "clipped": {"gradient_clip_val": 0.1},
     "accumulated": {"accumulate_grad_batches": 2},
     "bf16": {"precision": "bf16-mixed"},
+    "clipped bf16": {"precision": "bf16-true", "gradient_clip_val": 0.1},
+    "fp16": {"precision": "16-mixed"},
+    "skip": {"nonfinite": "skip"},
 }
-EVERYDAY: dict[str, Any] = {
+# Where a case differs from the bare step. The check for non-finite gradients reads one number, which ZeRO's engine
+# reads in any case; so does its check for overflow in stages 2 and 3, in fp16 and in stage 2 also in bf16.
+OTHERWISE: dict[tuple[str, str], int] = {
+    **{(strategy, case): 1 for strategy in ("single", "ddp", "fsdp", "hsdp") for case in ("fp16", "skip")},
+    # Stage 3 waits for its reductions in each micro-batch.
+    ("zero3", "accumulated"): 5,
+    ("zero2", "bf16"): 3,
+    ("zero2", "clipped bf16"): 3,
+    ("zero1", "fp16"): 3,
+    ("zero2", "fp16"): 3,
+    ("zero3", "fp16"): 5,
+}
+
+
+def waits_of_cases(strategy: str, devices: int) -> dict[str, Waits]:
+    return {name: waits_of_fit(strategy, devices, arguments) for name, arguments in CASES.items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_waits_as_often_as_its_strategy_and_precision_require(strategy: str) -> None:
+    devices = on_devices(strategy)
+    for found in run_on_ranks(devices, waits_of_cases, strategy, devices, device="cuda"):
+        for name, waits in found.items():
+            check_each(f"{strategy}, {name}", waits, OTHERWISE.get((strategy, name), BARE.get(strategy, 0)))
+
+
+def test_offloaded_gradients_are_waited_for_once_each() -> None:
+    num_parameters = len(list(Classifier().parameters()))
+    for found in run_on_ranks(2, waits_of_fit, "fsdp-offload", 2, {"gradient_clip_val": 0.1}, device="cuda"):
+        check_each("fsdp-offload", found, num_parameters)
+
+
+# ---- the everyday step -----------------------------------------------------------------------------------------------
+
+LOGGED_EVERY, VALIDATED_EVERY = 5, 3
+LOGGING: dict[str, Any] = {
     "logger": "csv",
     "enable_progress_bar": True,
     "enable_checkpointing": True,
-    "log_every_n_steps": 5,
+    "log_every_n_steps": LOGGED_EVERY,
 }
 
 
-class Steps:
-    """Divides the entries of a recording by the step they belong to."""
+class Validated(Classifier):
+    """Logs a metric in validation."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._begins: list[int] = []
-
-    def mark(self, module: Any = None, batch_idx: int = 0) -> None:
-        """Note that a micro-batch begins."""
-        self._begins.append(len(self._recording.entries))
-
-    def of_each(self, size: int = 1) -> list[list[str]]:
-        """Return what made the host wait in each of the later steps, which are of ``size`` micro-batches."""
-        begins = self._begins[::size]
-        parts = [self._recording.entries[a:b] for a, b in itertools.pairwise(begins)]
-        return [_waits(part) for part in parts[FIRST:LAST]]
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss."""
+        self.log("validated", nn.functional.cross_entropy(self.head(self.blocks(batch[0])), batch[1]))
 
 
-def _waits(entries: list[Entry]) -> list[str]:
-    found: list[Entry] = []
-    for entry in entries:
-        # A blocking copy is a wait already, whatever memory it is from.
-        is_noted = entry.kind == "pageable" and found and (found[-1].kind, found[-1].stack) == ("sync", entry.stack)
-        if entry.thread in _STEPPING and not is_noted:
-            found.append(entry)
-    return [str(entry) for entry in found]
+def everyday(strategy: str, devices: int) -> dict[str, Waits]:
+    callbacks = [
+        EMAWeightAveraging(decay=0.5),
+        WeightAveraging(evaluate=False, average_at_end=False),
+        LearningRateMonitor(logging_interval="step"),
+        GradientNormMonitor(),
+        DeviceStatsMonitor(),
+        Timer(duration="01:00:00:00"),
+    ]
+    validation = {"val_check_interval": VALIDATED_EVERY}
+    return {
+        "logged": waits_of_fit(strategy, devices, LOGGING, logs=True),
+        "with callbacks": waits_of_fit(strategy, devices, {**LOGGING, "callbacks": callbacks}, logs=True),
+        "validated": waits_of_fit(strategy, devices, validation, Validated, validates=True),
+    }
 
 
-def waits_of(strategy: str, devices: int, cases: dict[str, dict[str, Any]], logs: bool) -> dict[str, list[list[str]]]:
-    """Return what made the host wait in the steps of a fit of each case."""
-    found = {}
-    for name, arguments in cases.items():
-        size = arguments.get("accumulate_grad_batches", 1)
-        with recorded("sync", "event", "pageable") as recording, tempfile.TemporaryDirectory() as root:
-            steps = Steps(recording)
-            given = {"default_root_dir": root, "max_steps": LAST + 3, **arguments}
-            if logs:
-                given["callbacks"] = [ModelCheckpoint(dirpath=Path(root) / "saved")]
-            trainer = emulated_trainer(devices, strategy=strategy, **given)
-            trainer.fit(Classifier(logs=logs, at_step=steps.mark), batches((LAST + 4) * size * devices, pins=True))
-            found[name] = steps.of_each(size)
-    return found
+def due(every: int) -> list[int]:
+    """Return 1 for each of the later steps that ends a period of so many steps, else 0."""
+    return [int((step + 1) % every == 0) for step in range(FIRST, LAST)]
 
 
-def check(found: dict[str, list[list[str]]], most: int) -> None:
-    for name, steps in found.items():
-        assert len(steps) == LAST - FIRST, name
-        for step, waits in enumerate(steps, FIRST):
-            stacks = "\n".join(waits)
-            assert len(waits) <= most, (
-                f"{name}, step {step}: the host waited {len(waits)} times, at most {most}:\n{stacks}"
-            )
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_logging_callbacks_and_validation_wait_only_where_values_are_due(strategy: str) -> None:
+    devices, bare = on_devices(strategy), BARE.get(strategy, 0)
+    logged = [bare + is_due for is_due in due(LOGGED_EVERY)]
+    for found in run_on_ranks(devices, everyday, strategy, devices, device="cuda"):
+        for name in ("logged", "with callbacks"):
+            # The progress bar reads its metrics by the clock, not by the step.
+            waits = [[each for each in step if "progress_bar" not in each] for step in found[name]]
+            check(f"{strategy}, {name}", waits, logged)
+        # A validation follows the step that makes it due, and reads its metric.
+        validated = [bare + is_due for is_due in due(VALIDATED_EVERY)]
+        check(f"{strategy}, validated", found["validated"], validated)
 
 
-def on_devices(strategy: str) -> int:
-    return 1 if strategy == "single" else 2
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "hsdp"])
-def test_no_step_waits_for_the_device(strategy: str) -> None:
-    devices = on_devices(strategy)
-    for found in run_on_ranks(devices, waits_of, strategy, devices, CASES, False, device="cuda"):
-        check(found, 0)
-
-
-# What is left is in DeepSpeed's own code: its check of gradients for overflow and, in stage 3, of its streams.
-@pytest.mark.parametrize(("strategy", "most"), [("zero1", 2), ("zero2", 3), ("zero3", 4)])
-def test_deepspeed_waits_no_more_often_than_its_own_code_requires(strategy: str, most: int) -> None:
-    for found in run_on_ranks(2, waits_of, strategy, 2, {"bare": {}}, False, device="cuda"):
-        check(found, most)
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_logging_and_checkpoints_wait_only_where_metrics_are_published(strategy: str) -> None:
-    devices = on_devices(strategy)
-    for found in run_on_ranks(devices, waits_of, strategy, devices, {"everyday": EVERYDAY}, True, device="cuda"):
-        # The progress bar reads its metrics by the clock, not by the step.
-        waits = [[each for each in step if "progress_bar" not in each] for step in found["everyday"]]
-        stacks = "\n".join(each for step in waits for each in step)
-        published = (LAST - FIRST) // EVERYDAY["log_every_n_steps"] + 1
-        assert max(map(len, waits)) <= 1, stacks
-        assert sum(map(len, waits)) <= published, stacks
-
-
-def test_fp16_waits_once_for_its_check_of_gradients() -> None:
-    cases = {"fp16": {"precision": "16-mixed"}}
-    for strategy in ("single", "ddp", "fsdp"):
-        devices = on_devices(strategy)
-        for found in run_on_ranks(devices, waits_of, strategy, devices, cases, False, device="cuda"):
-            check(found, 1)
+# ---- manual optimization, and activation checkpointing ---------------------------------------------------------------
 
 
 class Manual(Classifier):
@@ -142,65 +133,37 @@ class Manual(Classifier):
         optimizer.step()
 
 
-def manual_waits(strategy: str, devices: int) -> dict[str, list[list[str]]]:
-    with recorded("sync", "event", "pageable") as recording:
-        steps = Steps(recording)
-        trainer = emulated_trainer(devices, strategy=strategy, max_steps=LAST + 3)
-        trainer.fit(Manual(at_step=steps.mark), batches((LAST + 4) * devices, pins=True))
-        return {"manual": steps.of_each()}
-
-
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_manual_optimization_waits_no_more_than_automatic(strategy: str) -> None:
     devices = on_devices(strategy)
-    for found in run_on_ranks(devices, manual_waits, strategy, devices, device="cuda"):
-        check(found, 0)
+    for found in run_on_ranks(devices, waits_of_fit, strategy, devices, {}, Manual, device="cuda"):
+        check_each(strategy, found, 0)
 
 
-def copies_of_batches(strategy: str, devices: int) -> list[list[str]]:
-    rows = TensorDataset(*(torch.cat(parts) for parts in zip(*batches((LAST + 4) * devices), strict=True)))
-    with recorded("sync", "pageable", "upload", "race") as recording:
-        begins: list[int] = []
-        trainer = emulated_trainer(devices, strategy=strategy, max_steps=LAST + 3)
-        module = Classifier(at_step=lambda module, batch_idx: begins.append(len(recording.entries)))
-        trainer.fit(module, DataLoader(rows, BATCH_SIZE, shuffle=True))
-        kinds = [entry.kind for entry in recording.entries]
-    return [kinds[a:b] for a, b in itertools.pairwise(begins)][FIRST:LAST]
+class Recomputing(Classifier):
+    """Computes the activations of its blocks again in the backward pass, with dropout, whose random state is kept."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss."""
+        from torch.utils.checkpoint import checkpoint
+
+        self.at_step(self, batch_idx)
+        hidden = batch[0]
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(hidden), batch[1])
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_batches_of_a_data_loader_are_copied_from_pinned_memory(strategy: str) -> None:
-    devices = on_devices(strategy)
-    for copies in run_on_ranks(devices, copies_of_batches, strategy, devices, device="cuda"):
-        assert copies == [["upload", "upload"]] * (LAST - FIRST)
-
-
-def fabric_waits(strategy: str, devices: int) -> dict[str, list[list[str]]]:
-    found = {}
-    for name in ("bare", "clipped"):
-        fabric = Fabric(accelerator="cuda", devices=devices, strategy=strategy)
-        fabric.launch()
-        seed_everything(1)
-        model = Classifier()
-        network, optimizer = fabric.setup(
-            nn.Sequential(model.blocks, model.head), torch.optim.AdamW(model.parameters(), lr=1e-2)
-        )
-        loader = fabric.setup_dataloaders(batches((LAST + 4) * devices, pins=True))
-        with recorded("sync", "event", "pageable") as recording:
-            steps = Steps(recording)
-            for x, y in loader:
-                steps.mark()
-                fabric.backward(nn.functional.cross_entropy(network(x), y))
-                if name == "clipped":
-                    fabric.clip_gradients(network, optimizer, max_norm=1.0, error_if_nonfinite=False)
-                optimizer.step()
-                optimizer.zero_grad()
-            found[name] = steps.of_each()
+def recomputing(strategy: str, devices: int) -> list[Waits]:
+    found = [waits_of_fit(strategy, devices, {}, Recomputing)]
+    if strategy == "fsdp":
+        found.append(waits_of_fit(FSDPStrategy(activation_checkpointing=True), devices, {}))
     return found
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_a_loop_of_the_users_own_waits_only_where_it_says_so(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2"])
+def test_recomputed_activations_add_no_waiting(strategy: str) -> None:
     devices = on_devices(strategy)
-    for found in run_on_ranks(devices, fabric_waits, strategy, devices, device="cuda"):
-        check(found, 0)
+    for found in run_on_ranks(devices, recomputing, strategy, devices, device="cuda"):
+        for waits in found:
+            check_each(strategy, waits, BARE.get(strategy, 0))

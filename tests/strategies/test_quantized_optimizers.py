@@ -12,60 +12,21 @@ from typing import Any
 import pytest
 import torch
 from models import silent_trainer, weights_of
+from quantized_model import KINDS, ROWS, STEPS, QuantizedModel, data
 from ranks import run_on_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import Fabric, TrainModule
+from phalanx import Fabric
 from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.memory.measure import optimizer_state
 from phalanx.precisions import Float32True
-from phalanx.precisions.float8 import quiet_import
 from phalanx.strategies import FSDPStrategy
-
-KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
-STEPS, ROWS = 4, 8
-# One element of 64 x 128 or 128 x 64 in two shards of 4096, which torchao quantizes, and small vectors, which it does
-# not. The third does not split into full blocks of elements: its state is quantized on one rank, and not on two.
-WIDE = 4224
-
-
-class Model(TrainModule):
-    """Three layers, trained by one of torchao's optimizers, with a schedule that changes the rate in place."""
-
-    def __init__(self, kind: str, out: int = 2) -> None:
-        super().__init__()
-        self.kind = kind
-        self.losses: list[float] = []
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            self.net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 1))
-            self.wide = nn.Linear(WIDE, out)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        repeated = x.repeat(1, WIDE // 64)
-        loss = nn.functional.mse_loss(self.net(x) + 0.01 * self.wide(repeated).sum(1, keepdim=True), y)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        with quiet_import():
-            import torchao.optim as quantized
-        optimizer = getattr(quantized, self.kind)(self.parameters(), lr=1e-2)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
-
-
-def data(batch_size: int) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(STEPS * ROWS, 64, generator=generator)
-    return DataLoader(TensorDataset(x, torch.sin(x.sum(1, keepdim=True))), batch_size=batch_size)
 
 
 def trained(ranks: int, strategy: str, kind: str, folder: str, stop: int, ckpt: str | None) -> Any:
     """Train until ``stop``; return the losses, and on rank 0 the weights. Saves ``<folder>/<stop>.ckpt``."""
-    module = Model(kind)
+    module = QuantizedModel(kind)
     trainer = silent_trainer(devices=ranks, strategy=strategy, max_steps=stop, default_root_dir=folder)
     with torch.compiler.set_stance("force_eager"):
         trainer.fit(module, data(ROWS // ranks), ckpt_path=ckpt)
@@ -124,7 +85,7 @@ def test_a_checkpoint_holds_plain_tensors_by_the_names_of_their_parts(place: str
 
 
 def refused(ranks: int, strategy: Any, out: int = 2) -> str:
-    module = Model("AdamW8bit", out)
+    module = QuantizedModel("AdamW8bit", out)
     try:
         silent_trainer(devices=ranks, strategy=strategy, max_steps=1).fit(module, data(ROWS // ranks))
     except ConfigurationError as error:
@@ -146,7 +107,7 @@ def test_fsdp_refuses_a_parameter_that_only_some_ranks_would_quantize() -> None:
         )
 
 
-class Parallel(Model):
+class Parallel(QuantizedModel):
     """Splits a layer over ranks."""
 
     def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
@@ -171,7 +132,7 @@ class CPUOffloadOptimizer(torch.optim.SGD):
     """Has the name of torchao's, which can only be constructed beside a GPU."""
 
 
-class Offloaded(Model):
+class Offloaded(QuantizedModel):
     def configure_optimizers(self) -> Any:
         return CPUOffloadOptimizer(self.parameters())
 
@@ -188,6 +149,6 @@ def test_an_optimizer_that_steps_copies_of_the_parameters_is_refused() -> None:
 def test_the_memory_of_quantized_state_is_planned() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, plain, _ = optimizer_state(Model("_AdamW"), Float32True())
-        _, eighth, _ = optimizer_state(Model("AdamW8bit"), Float32True())
+        _, plain, _ = optimizer_state(QuantizedModel("_AdamW"), Float32True())
+        _, eighth, _ = optimizer_state(QuantizedModel("AdamW8bit"), Float32True())
     assert eighth < plain / 3

@@ -7,16 +7,26 @@ import importlib.util
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from compiled_graphs import GRAPHS, counting, forget_compiled, num_graphs
 from models import Regressor, loader, silent_trainer
 from ranks import run_on_ranks
-from small_gpt import Language, SmallGPT, loss_of, optimizer_of, small_gpt, token_data, token_loader, weights
+from small_gpt import (
+    Language,
+    SmallGPT,
+    assert_close,
+    loss_of,
+    optimizer_of,
+    small_gpt,
+    token_data,
+    token_loader,
+    weights,
+)
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, Subset
@@ -27,21 +37,6 @@ from phalanx.framework.checkpoint.reader import open_checkpoint
 from phalanx.framework.parallel.compilation import CompiledForward, compilation
 from phalanx.framework.parallel.strategy import Strategy
 from phalanx.strategies import FSDPStrategy
-
-GRAPHS: list[Any] = []
-
-
-def counting(graph: Any, inputs: Any) -> Any:
-    """Compile like the backend ``eager``, and note the graph."""
-    GRAPHS.append(graph)
-    return graph.forward
-
-
-def forget_compiled() -> None:
-    """Drop all compiled code and the counters of the compiler."""
-    torch._dynamo.reset()
-    counters.clear()
-    GRAPHS.clear()
 
 
 def no_progress_thread() -> AbstractContextManager[Any]:
@@ -84,13 +79,6 @@ def trained(strategy: Any, ranks: int, compile: Any, **settings: Any) -> tuple[d
     return weights(module) if trainer.is_global_zero else {}, module, trainer
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare weights by name."""
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=partial("{} {}".format, name))
-
-
 def both(make: Callable[[], Any], ranks: int, compile: Any) -> list[str]:
     """Train eager and compiled; return the names of the compiled parts."""
     expected, _, _ = trained(make(), ranks, False)
@@ -121,7 +109,7 @@ def test_compiled_blocks_train_the_same_model_on_ranks(name: str) -> None:
 def test_compiled_blocks_train_the_same_model_on_one_device() -> None:
     assert both(lambda: "single", 1, {"backend": counting}) == BLOCKS
     # One for each length of the batch's first dim, the second of which is for any, in training and evaluation.
-    assert len({id(graph) for graph in GRAPHS}) <= 4
+    assert num_graphs() <= 4
 
 
 # torch compiles its own headers first.
@@ -297,7 +285,7 @@ def test_a_set_up_module_compiled_whole_is_called_through_the_fabric_by_both_nam
     tokens = token_data(4).tensors[0]
     assert model(tokens).dtype == model.forward(tokens).dtype == torch.float32
     assert original(tokens).dtype == torch.float32
-    assert len({id(graph) for graph in GRAPHS}) == len(GRAPHS) > 0
+    assert num_graphs() == len(GRAPHS) > 0
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
