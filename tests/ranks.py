@@ -315,13 +315,12 @@ def _end_groups() -> None:
         dist.destroy_process_group()
         return
     dist.barrier()
+    if engine := sys.modules.get("phalanx.strategies.deepspeed.engine"):
+        # An engine that was not stopped has replaced functions of torch, and keeps clones of the world's group.
+        engine.release_globals()
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    if deepspeed_groups := sys.modules.get("deepspeed.utils.groups"):
-        # DeepSpeed keeps its clones of the world's group for the next engine, unless the last one was stopped.
-        for name in ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"):
-            setattr(deepspeed_groups, name, None)
     if "torch.distributed.tensor" in sys.modules:
         # Meshes of the next function equal those of this one, and would find what was kept of their groups.
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()

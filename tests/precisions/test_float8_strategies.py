@@ -76,7 +76,10 @@ def test_fp8_trains_as_bf16_does_and_resumes_bit_for_bit(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", sorted(set(STRATEGIES) - set(RANKS)))
-def test_every_other_strategy_refuses_fp8_before_anything_starts(name: str) -> None:
+def test_every_other_strategy_refuses_fp8_before_anything_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_NVME_PATH", str(tmp_path))
     makes: list[Any] = [silent_trainer, lambda **arguments: Fabric(accelerator="cpu", **arguments)]
     for make in makes:
         with pytest.raises(ConfigurationError, match="precision='fp8-mixed' changes how layers compute") as raised:
