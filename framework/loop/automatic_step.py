@@ -9,7 +9,7 @@ A step is a window of micro-batches, always in these phases:
 
     start the control reduction: the weight of the window over all ranks, and signals
     for each micro-batch:
-        on_train_batch_start, transfer, training_step
+        fetch, unless the window was counted by reading it; transfer, on_train_batch_start, training_step
         (after the first: read the control reduction, zero the gradients of the previous step)
         (before the last: start the reduction of two flags: any rank had a loss, any loss was not finite)
         backward
@@ -25,14 +25,13 @@ through the model contain collectives, its window is filled up with filler batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..data.accumulation_window import Windows
+from ..data.accumulation_window import MicroBatches, Windows
 from ..parallel.step_flags import LocalFlags, MessageFlags, StepFlags
 from ..parallel.strategy import StepFunction
 from ..run.overrides import backward_of, is_overridden
@@ -84,7 +83,7 @@ class AutomaticStep(TrainingStep):
         self.has_loss = False
         self.last_batch: Any = None
 
-    def __call__(self, batches: list[Any], consumed: int) -> bool:
+    def __call__(self, batches: MicroBatches, consumed: int) -> bool:
         """Run a window of micro-batches. Collective.
 
         Args:
@@ -102,43 +101,49 @@ class AutomaticStep(TrainingStep):
         self.epoch_skipped = False
         if self.unweighted_single_rank and len(batches) == 1:
             # The common case of small models: without weights and reductions a step costs several microseconds less.
-            self._run_single(batches[0])
+            (batch,) = batches
+            self._run_single(batch)
             return True
-        index = self.progress.batch_in_epoch
-        weights = self._weights(batches)
-        early = [self._start(batches[0], index)] if batches and self.starts_early else []
-        window = self.totals.open(batches, weights, consumed)
-        if window is None:
+        index, count = self.progress.batch_in_epoch, len(batches)
+        batches, weights = self._weighted(batches)
+        coming = self._coming(batches)
+        fetched = next(coming, FILLER)
+        batch = self._start(fetched, index) if self.starts_early else FILLER
+        passes = self.totals.open(fetched, weights, consumed)
+        if passes == 0:
             return False
         # Saves are refused until the update: a checkpoint in between would lose the accumulated gradients.
         self.run.begin_window()
         self.has_loss = False
-        final, ended = len(window) - 1, None
-        for position, (batch, weight) in enumerate(
-            zip_longest([*early, *window[len(early) :]], weights, fillvalue=0.0)
-        ):
+        final, ended = passes - 1, None
+        for position in range(passes):
+            if position > 0:
+                # A device may still compute the previous backward pass. Fillers follow the rank's own batches.
+                fetched = next(coming, FILLER)
+            # After the fetch: a rank that waits for its data is behind the others.
             self.phase[0] = position
             # Reduced only in the last backward pass: a reduction per micro-batch costs more for the same sum.
             self.strategy.sync_gradients(position == final)
-            if position >= len(early):
-                batch = self._start(batch, index + position)
+            if position > 0 or not self.starts_early:
+                batch = self._start(fetched, index + position)
             output, loss = self._forward(batch, index + position)
             if position == 0:
                 # Not earlier: the forward pass overlaps with the reduction, which costs a round trip otherwise. Not
                 # later: the result scales the losses of the backward pass.
                 self.totals.wait()
                 self._begin_backward()
-            self._backward(loss, weight, position == final)
+            self._backward(loss, weights[position] if position < count else 0.0, position == final)
+            if fetched is not FILLER:
+                self.last_batch = fetched
             if batch is not FILLER:
                 ended = output, batch, index + position
-                if position < len(batches) - 1:
+                if position < count - 1:
                     self._end_batch(*ended)
         self.totals.close()
-        last = index + max(len(batches) - 1, 0)
+        last = index + max(count - 1, 0)
         self._update(*self.flags.read(self.guard.sees_losses), consumed, last)
         self.run.end_window()
         # Callbacks may call collectives after an update, for example to save, so ranks without a loss call them too.
-        self.last_batch = batches[-1] if batches else self.last_batch
         if ended is not None and not self.epoch_skipped:
             self._end_batch(*ended)
         elif self.is_distributed:
@@ -166,10 +171,17 @@ class AutomaticStep(TrainingStep):
 
     # ---- the phases of a micro-batch -------------------------------------------------------------------------------
 
-    def _weights(self, batches: list[Any]) -> Sequence[float]:
+    def _weighted(self, batches: MicroBatches) -> tuple[MicroBatches, Sequence[float]]:
+        """Return the micro-batches and their weights. Weights of the user's own are read from the batches."""
         if self.batch_weight is None:
-            return (1.0,) * len(batches)
-        return [float(self.batch_weight(batch)) for batch in batches]
+            return batches, (1.0,) * len(batches)
+        read = list(batches)
+        return read, [float(self.batch_weight(batch)) for batch in read]
+
+    def _coming(self, batches: MicroBatches) -> Iterator[Any]:
+        """Return an iterator over this rank's micro-batches, which fetches those that were not fetched before."""
+        each = self.pace.timed(batches) if self.is_distributed and len(batches) > 1 else iter(batches)
+        return each if self.filler is None else self.filler.noted(each)
 
     def _start(self, batch: Any, index: int) -> Any:
         """Start a batch and return it, or a filler if a hook has skipped this or an earlier batch of the epoch."""
