@@ -192,8 +192,8 @@ class Source:
 
 
 def loaders(kind: str, count: int) -> Any:
-    long = DataLoader(range(count), batch_size=2)  # type: ignore[arg-type]
-    short = DataLoader(range(100, 105), batch_size=1)  # type: ignore[arg-type]
+    long: DataLoader[Any] = DataLoader(range(count), batch_size=2)  # type: ignore[arg-type]
+    short: DataLoader[Any] = DataLoader(range(100, 105), batch_size=1)  # type: ignore[arg-type]
     return {"one": long, "two": {"a": long, "b": short}, "list": [torch.tensor(i) for i in range(count)]}[kind]
 
 
@@ -211,7 +211,7 @@ def test_windows_hold_the_batches_of_their_source(kind: str, size: int) -> None:
 def test_a_source_assures_the_batches_that_it_has(drop_last: bool) -> None:
     for count, size, start in itertools.product(range(9, 16), (1, 2, 3), (0, 4)):
         for rank in range(size):
-            loader = DataLoader(range(count), batch_size=2, drop_last=drop_last)  # type: ignore[arg-type]
+            loader: DataLoader[Any] = DataLoader(range(count), batch_size=2, drop_last=drop_last)  # type: ignore[arg-type]
             source = prepare_training(loader, rank=rank, size=size, seed=1)
             position = {"samples": start}
             own = [batch for batch in source.start(0, position) if batch is not NO_BATCH]
