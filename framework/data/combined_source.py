@@ -186,7 +186,7 @@ class CombinedTraining(TrainingSource):
             yield NO_BATCH if any(item is NO_BATCH for item in row) else tree_unflatten(row, self._spec)
 
     def assured_batches(self) -> int:
-        # Up to the end of the present cycle of the shortest part. How the rows go on after it depends on the mode.
+        # Up to the end of the present cycle of the shortest part. The rows after it depend on the mode.
         ends = []
         for number, (begins, part) in enumerate(zip(self._begins, self._parts, strict=True)):
             _, _, before = self._in_part(number, self._began_at, begins[-1])

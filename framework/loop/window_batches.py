@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ..data.accumulation_window import MicroBatches
 from ..distributed.straggler import Pace
 from .filler_batches import FILLER, LockstepFiller
 
 
 def with_weights(
-    batches: MicroBatches, batch_weight: Callable[[Any], float] | None
+    batches: MicroBatches, batch_weight: Callable[[Any], int | float | Tensor] | None
 ) -> tuple[MicroBatches, Sequence[float]]:
     """Return the micro-batches and their weights. To compute weights of the user's own, all batches are fetched."""
     if batch_weight is None:
