@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core.errors import NonFiniteError, StorageError
 from ..system.atomic_files import storage_error
 from .finite_check import is_finite
+from .host_pieces import HostPieces
 from .manifest import MODEL
 from .safetensors_header import FileRecord, Segment
 from .safetensors_io import StreamedFile, size_of, write_tensor_file
@@ -76,6 +77,7 @@ class PartWriter:
         self._needed_bytes = needed_bytes
         self._finite = finite
         self._given_up = given_up
+        self._on_host = HostPieces(needed_bytes)
 
     def write(self, directory: Path) -> None:
         """Write and sync this rank's files.
@@ -125,7 +127,9 @@ class PartWriter:
 
         path = directory / file_name(section, self._rank)
         try:
-            record, segments = write_tensor_file(path, own, lambda name: shards[name].tensor, check, files)
+            record, segments = write_tensor_file(
+                path, own, lambda name: shards[name].tensor, check, files, self._on_host
+            )
         except OSError as error:
             raise self._not_written(path, error) from error
         self.written.files[path.name] = record

@@ -18,9 +18,10 @@ from torch import Tensor
 from ..core.errors import ConfigurationError, did_you_mean
 from ..system.atomic_directories import remove_tree, replace_directory
 from ..system.atomic_files import hidden_sibling, make_directory, new_file, storage_error, write_synced
+from .host_pieces import dense
 from .manifest import MANIFEST
 from .safetensors_header import header_of
-from .safetensors_io import CODES, DTYPES, bytes_of, code_of, dense, size_of
+from .safetensors_io import CODES, DTYPES, bytes_of, code_of, size_of
 from .stored_tensor import StoredTensor
 
 SLICE_BYTES = 8 << 20

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from ..core.errors import ConfigurationError
 from ..core.torch_versions import existing_dtypes
 from ..system.atomic_files import begin_sync, reserve
+from .host_pieces import HostPieces
 from .safetensors_header import CHUNK_BYTES, FileRecord, Segment, header_of
 
 # Small enough that little is left for the final sync, large enough for long writes to the disk.
@@ -114,23 +117,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(memory)
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor as contiguous CPU memory, without a copy if it already is."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
 def write_tensor_file(
     path: Path,
     specs: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     fetch: Callable[[str], Tensor],
     look: Callable[[str, Tensor], None] | None = None,
     unsynced: list[StreamedFile] | None = None,
+    on_host: HostPieces | None = None,
 ) -> tuple[FileRecord, dict[str, Segment]]:
     """Create a file of the tensors in ``specs`` (name, dtype, shape) and sync it.
 
     ``fetch`` is called once for each name, in the file's order, so that only one tensor has to be in memory at a time.
     ``look`` is called with each 1-d piece of a tensor before it is written; if it raises, writing ends. Where
-    ``unsynced`` is given, the file is left there, open, for the caller to sync and close.
+    ``unsynced`` is given, the file is left there, open, for the caller to sync and close. ``on_host`` copies tensors to
+    the host; the same one may be used for several files.
     """
     from xxhash import xxh3_64
 
@@ -138,25 +138,31 @@ def write_tensor_file(
     header, starts = header_of([(name, code_of(dtype, name), shape) for name, dtype, shape in specs])
     whole = xxh3_64(header)
     segments: dict[str, Segment] = {}
+    total = sum(size_of(shape, dtype) for _, dtype, shape in specs)
+    on_host = on_host or HostPieces(total)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, dtype, shape in specs:
+            tensor = fetch(name)
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+            yield name, tensor
+
     with contextlib.ExitStack() as closing:
-        file = StreamedFile(path, len(header) + sum(size_of(shape, dtype) for _, dtype, shape in specs))
+        file = StreamedFile(path, len(header) + total)
         closing.callback(file.close)
         file.write(memoryview(header))
-        for name, dtype, shape in specs:
-            tensor = dense(fetch(name))
-            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
-            memory, digest = bytes_of(tensor), xxh3_64()
-            flat, per_chunk = tensor.reshape(-1), CHUNK_BYTES // dtype.itemsize
-            for start in range(0, len(memory), CHUNK_BYTES):
-                chunk = memory[start : start + CHUNK_BYTES]
-                if look is not None:
-                    # All passes over a chunk find it in the processor's cache.
-                    first = start // dtype.itemsize
-                    look(name, flat[first : first + per_chunk])
-                digest.update(chunk)
-                whole.update(chunk)
-                file.write(chunk)
-            segments[name] = Segment(starts[name], len(memory), digest.hexdigest())
+        for name, pieces in groupby(on_host(tensors()), itemgetter(0)):
+            begin, digest = file.size, xxh3_64()
+            for _, flat in pieces:
+                for piece in flat.split(CHUNK_BYTES // flat.element_size()):
+                    chunk = bytes_of(piece)
+                    if look is not None:
+                        # All passes over a chunk find it in the processor's cache.
+                        look(name, piece)
+                    digest.update(chunk)
+                    whole.update(chunk)
+                    file.write(chunk)
+            segments[name] = Segment(starts[name], file.size - begin, digest.hexdigest())
         if unsynced is None:
             file.sync()
         else:

@@ -1,22 +1,48 @@
-"""The accumulation window: the micro-batches of one optimizer step, fetched together before its first forward pass.
+"""The accumulation window: the micro-batches of one optimizer step.
 
-Because the window is known before the first backward pass, so is the total weight by which its losses are divided.
+The losses of a window are divided by its total weight over all ranks, which is reduced before the first backward pass.
+So the number of a rank's micro-batches must be known before its first forward pass. Where the length of the data
+assures it, each micro-batch is fetched just before its own forward pass, while a device still computes the previous
+one. Otherwise all are fetched first, and counted.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from itertools import chain, islice
-from typing import Any
+from typing import Any, Protocol
 
 from ..core.accumulation import AccumulationSchedule
+from ..core.errors import DataError
 from ..core.progress import Progress
 from ..distributed.world import World
 from .common_stream import compare_streams
 from .training_source import NO_BATCH, TrainingSource
 
 _END = object()
+
+
+class MicroBatches(Protocol):
+    """The micro-batches of a window on this rank, such as a list. They are iterated over once."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class FetchedInTurn:
+    """A number of micro-batches that are fetched while they are iterated over."""
+
+    def __init__(self, fetch: Callable[[], Any], count: int) -> None:
+        self._fetch = fetch
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._count):
+            yield self._fetch()
 
 
 class Windows:
@@ -42,6 +68,10 @@ class Windows:
         self._progress = progress
         self._several_ranks = world_size > 1
         self._iterator: Iterator[Any] = iter(())
+        self._ahead: deque[Any] = deque()
+        """Batches that were read from the iterator, but not consumed."""
+        self._assured = 0
+        """The number of batches of the epoch of which this rank certainly has one each."""
         self._epoch: int | None = None
         self.resumed_at: dict[str, Any] | None = None
         """The position from a checkpoint at which the next epoch begins; None for its start."""
@@ -60,48 +90,76 @@ class Windows:
         if self.resumed_at is None:
             self.end = self.full
         self._epoch = self._progress.epoch
+        self._ahead.clear()
         self._iterator = iter(self.source.start(self._progress.epoch, self.resumed_at))
+        self._assured = self.source.assured_batches()
         self.resumed_at = None
 
-    def take(self) -> tuple[list[Any], int] | None:
+    def take(self) -> tuple[MicroBatches, int] | None:
         """Return this rank's micro-batches of the next window and the window's size; None at the end of the epoch.
 
-        With several ranks the list may be shorter than the size, or empty, if this rank has run out of data.
+        With several ranks there may be fewer than the size, or none, if this rank has run out of data. The first one is
+        in memory.
         """
-        progress = self._progress
+        progress, ahead = self._progress, self._ahead
         size = self._constant or self.schedule(progress.epoch, progress.global_step)
         if self.end is not None and size > self.end - progress.batch_in_epoch:
             size = self.end - progress.batch_in_epoch
             if size <= 0:
                 return None
         if size == 1:
-            item = next(self._iterator, _END)
-            if item is not _END and not self._several_ranks:
-                return [item], 1
-            batches = [] if item is _END else [item]
-        else:
-            batches = list(islice(self._iterator, size))
+            item = ahead.popleft() if ahead else next(self._iterator, _END)
+            if self._several_ranks:
+                return ([] if item is _END or item is NO_BATCH else [item]), 1
+            return None if item is _END else ([item], 1)
+        if not ahead and progress.batch_in_epoch + size <= self._assured:
+            ahead.append(self._fetch())
+            return FetchedInTurn(self._fetch, size), size
+        count = self._read_ahead(size)
         if self._several_ranks:
-            return [batch for batch in batches if batch is not NO_BATCH], size
-        return (batches, len(batches)) if batches else None
+            return FetchedInTurn(self._fetch, count), size
+        return (FetchedInTurn(self._fetch, count), count) if count else None
+
+    def _fetch(self) -> Any:
+        """Return this rank's next batch.
+
+        Raises:
+            DataError: there is none, though the length of the data has assured it.
+        """
+        item = self._ahead.popleft() if self._ahead else next(self._iterator, _END)
+        if item is _END:
+            raise DataError(
+                f"{self.source.name} ended within an epoch, before the {self._assured} batches that its sampler gives "
+                "this rank: make sure that its dataset and collate_fn raise no StopIteration."
+            )
+        return item
+
+    def _read_ahead(self, size: int) -> int:
+        """Read the next ``size`` batches without consuming them; return how many of them this rank has."""
+        own = []
+        for _ in range(size):
+            item = self._ahead.popleft() if self._ahead else next(self._iterator, _END)
+            if item is _END:
+                break
+            if item is not NO_BATCH:
+                own.append(item)
+        self._ahead.extendleft(reversed(own))
+        # A loader that was read to its end may have been started again.
+        self._assured = self.source.assured_batches()
+        return len(own)
 
     def coming(self, index: int) -> Generator[tuple[Any, int], None, None]:
-        """Yield this rank's next batches, without consuming them, and their indices, starting at ``index``.
-
-        Once the generator is closed, ``take`` continues with the first of these batches.
-        """
-        seen: list[Any] = []
-        try:
-            while self.end is None or index < self.end:
+        """Yield this rank's next batches, without consuming them, and their indices, starting at ``index``."""
+        place = 0
+        while self.end is None or index < self.end:
+            if place == len(self._ahead):
                 item = next(self._iterator, _END)
                 if item is _END:
                     return
-                seen.append(item)
-                if item is not NO_BATCH:
-                    yield item, index
-                index += 1
-        finally:
-            self._iterator = chain(seen, self._iterator)
+                self._ahead.append(item)
+            if self._ahead[place] is not NO_BATCH:
+                yield self._ahead[place], index
+            index, place = index + 1, place + 1
 
     def compare_ranks(self, world: World, note: Callable[[str], None]) -> None:
         """Report a source from which the ranks read different batches. Reads this rank's first batch. Collective."""
@@ -130,3 +188,4 @@ class Windows:
     def close(self) -> None:
         """Release the iterator and its workers."""
         self._iterator = iter(())
+        self._ahead.clear()

@@ -185,6 +185,14 @@ class CombinedTraining(TrainingSource):
             self._rows_read += 1
             yield NO_BATCH if any(item is NO_BATCH for item in row) else tree_unflatten(row, self._spec)
 
+    def assured_batches(self) -> int:
+        # Up to the end of the present cycle of the shortest part. The rows after it depend on the mode.
+        ends = []
+        for number, (begins, part) in enumerate(zip(self._begins, self._parts, strict=True)):
+            _, _, before = self._in_part(number, self._began_at, begins[-1])
+            ends.append(begins[-1] + part.assured_batches() - before)
+        return min(ends)
+
     def announce_by(self, announce: Callable[[str], None]) -> None:
         super().announce_by(announce)
         for part in self._parts:

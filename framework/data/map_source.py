@@ -30,6 +30,8 @@ class MapSource(CountedSource):
         self._seed = seed
         self._shares = world // sampler.size
         self._loader = private_copy(loader, sampler, name)
+        # A DataLoader yields one batch for each item of its sampler. A class with an iteration of its own may not.
+        self._reads_all = type(loader).__iter__ is DataLoader.__iter__
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -48,6 +50,10 @@ class MapSource(CountedSource):
     def described(self) -> str | None:
         total = self.total_items()
         return None if total is None else f"{total} {self.unit}, {self._sampler.order.described()}"
+
+    def assured_batches(self) -> int:
+        own = self._sampler.own_batches
+        return 0 if own is None or not self._reads_all else self.batches_before(self._began_at) + own
 
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
         self._sampler.read_from(self.items_before(position) // self._shares, epoch)

@@ -92,6 +92,7 @@ class TrainingSampler(IndexSampler):
     Attributes:
         start: The number of items of the order that are already consumed.
         left_out: Whether the last global micro-batch of the last iteration contained no item for this rank.
+        own_batches: The number of batches of this rank in the last iteration; None if unknown.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class TrainingSampler(IndexSampler):
         self.drop_last = drop_last
         self.start = 0
         self.left_out = False
+        self.own_batches: int | None = None
 
     def read_from(self, start: int, epoch: int) -> None:
         """Read the order of an epoch after its first ``start`` items, from the next iteration on."""
@@ -141,7 +143,14 @@ class TrainingSampler(IndexSampler):
         self.begun = True
         self.left_out = False
         # The order is computed here, not at the first ``next``: another epoch may be set in between.
-        return self._batches(self.order.items(self.epoch), self.start, self.epoch)
+        items = self.order.items(self.epoch)
+        self.own_batches = None if isinstance(items, LazyItems) else self._count_own(len(items))
+        return self._batches(items, self.start, self.epoch)
+
+    def _count_own(self, total: int) -> int:
+        full, rest = divmod(max(total - self.start, 0), self.span)
+        begin, end = part_of(rest, self.rank, self.size)
+        return full + (end > begin and not self.drop_last)
 
     def _batches(self, items: Sequence[Any] | LazyItems, start: int, epoch: int) -> Iterator[Any]:
         for count, begin, own in _shares(items, start, self.span, self.rank, self.size):

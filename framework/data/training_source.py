@@ -66,6 +66,14 @@ class TrainingSource(ABC):
     def batches_before(self, position: Position | None) -> int:
         """Return the number of batches that ``position`` counts as consumed."""
 
+    def assured_batches(self) -> int:
+        """Return a number of batches of which this rank has each one, however short its data may be after them.
+
+        They are counted from the start of the epoch that was opened last, ``batches_before`` of its position included.
+        0 if that is not certain before they are read.
+        """
+        return 0
+
     @abstractmethod
     def open(self, epoch: int, position: Position | None) -> Iterator[Any]:
         """Return the batches of ``start``."""

@@ -1,9 +1,9 @@
 """Cross-process triggers, and the one control reduction of an optimizer step.
 
 Any rank may raise a named trigger at any moment; all ranks see it at the same step boundary. The numbers that ranks
-must agree on form one ``ControlVector``, which is summed over the ranks on a separate CPU group. Its reduction is
-launched when a window is fetched and read before the window's first backward pass, so it hides behind the forward pass.
-A second exchange, of the names, happens only if a rank has raised a trigger. In one process nothing is exchanged.
+must agree on form one ``ControlVector``, which is summed over the ranks on a separate CPU group. Its reduction starts
+with a window and is read before the window's first backward pass, so it hides behind the forward pass. A second
+exchange, of the names, happens only if a rank has raised a trigger. In one process nothing is exchanged.
 
 A rank without data reads the sums before its first forward pass, to decide which passes it runs. Passes may contain
 collectives, so the second exchange is a call of its own, which every rank makes after all passes of its window.

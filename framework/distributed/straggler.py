@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 LASTING = 20
 """Consecutive steps in which ranks must differ before they exchange their times."""
@@ -19,6 +20,8 @@ RATIO = 1.5
 _RATE = 0.1
 _LEAST_SECONDS = 0.001
 _LEAST_SHARE = 0.1
+
+T = TypeVar("T")
 
 
 class Pace:
@@ -30,7 +33,7 @@ class Pace:
         """Whether the forward pass, between launch and read, contains no collective."""
         self._step = 0.0
         self._updated = self._launched = 0.0
-        self._part = 0.0
+        self._part = self._fetched = 0.0
         self._lasting = 0
         self._pause = FIRST_PAUSE
         self._next = 0
@@ -46,10 +49,20 @@ class Pace:
             self._step += _RATE * (now - self._updated - self._step)
         self._updated = now
 
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a window; count the time of their fetches as computation."""
+        began = time.perf_counter()
+        for batch in batches:
+            self._fetched += time.perf_counter() - began
+            yield batch
+            began = time.perf_counter()
+
     def launched(self) -> None:
         """Record the launch of the next control reduction."""
         self._launched = now = time.perf_counter()
-        self._part = now - self._updated if self._updated else 0.0
+        # Fetches of the previous window's later batches ended before its update.
+        self._part = now - self._updated + self._fetched if self._updated else 0.0
+        self._fetched = 0.0
 
     def arrived(self) -> None:
         """Record that this rank begins to wait for the others."""

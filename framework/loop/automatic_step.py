@@ -9,7 +9,7 @@ A step is a window of micro-batches, always in these phases:
 
     start the control reduction: the weight of the window over all ranks, and signals
     for each micro-batch:
-        on_train_batch_start, transfer, training_step
+        fetch, unless all were fetched before; transfer, on_train_batch_start, training_step
         (after the first: read the control reduction, zero the gradients of the previous step)
         (before the last: start the reduction of two flags: any rank had a loss, any loss was not finite)
         backward
@@ -25,14 +25,13 @@ through the model contain collectives, its window is filled up with filler batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..data.accumulation_window import Windows
+from ..data.accumulation_window import MicroBatches, Windows
 from ..parallel.step_flags import LocalFlags, MessageFlags, StepFlags
 from ..parallel.strategy import StepFunction
 from ..run.overrides import backward_of, is_overridden
@@ -42,6 +41,7 @@ from .filler_batches import FILLER, lockstep_filler
 from .step_base import TrainingStep
 from .step_output import loss_of, outputs_for_hooks
 from .user_update import UserUpdate
+from .window_batches import with_fillers, with_weights
 from .window_totals import LocalTotals, ReducedTotals
 
 
@@ -84,7 +84,7 @@ class AutomaticStep(TrainingStep):
         self.has_loss = False
         self.last_batch: Any = None
 
-    def __call__(self, batches: list[Any], consumed: int) -> bool:
+    def __call__(self, batches: MicroBatches, consumed: int) -> bool:
         """Run a window of micro-batches. Collective.
 
         Args:
@@ -102,26 +102,30 @@ class AutomaticStep(TrainingStep):
         self.epoch_skipped = False
         if self.unweighted_single_rank and len(batches) == 1:
             # The common case of small models: without weights and reductions a step costs several microseconds less.
-            self._run_single(batches[0])
+            self._run_single(*batches)
             return True
-        index = self.progress.batch_in_epoch
-        weights = self._weights(batches)
-        early = [self._start(batches[0], index)] if batches and self.starts_early else []
-        window = self.totals.open(batches, weights, consumed)
-        if window is None:
+        index, count = self.progress.batch_in_epoch, len(batches)
+        batches, weights = with_weights(batches, self.batch_weight)
+        coming = with_fillers(batches, weights, self.pace if self.is_distributed else None, self.filler)
+        fetched, weight = next(coming)
+        batch = self._start(fetched, index) if self.starts_early else FILLER
+        passes = self.totals.open(fetched, weights, consumed)
+        if passes == 0:
             return False
         # Saves are refused until the update: a checkpoint in between would lose the accumulated gradients.
         self.run.begin_window()
         self.has_loss = False
-        final, ended = len(window) - 1, None
-        for position, (batch, weight) in enumerate(
-            zip_longest([*early, *window[len(early) :]], weights, fillvalue=0.0)
-        ):
+        final, ended = passes - 1, None
+        for position in range(passes):
+            if position > 0:
+                # A device may still compute the previous backward pass.
+                fetched, weight = next(coming)
+            # After the fetch: a rank that waits for its data is behind the others.
             self.phase[0] = position
             # Reduced only in the last backward pass: a reduction per micro-batch costs more for the same sum.
             self.strategy.sync_gradients(position == final)
-            if position >= len(early):
-                batch = self._start(batch, index + position)
+            if position > 0 or not self.starts_early:
+                batch = self._start(fetched, index + position)
             output, loss = self._forward(batch, index + position)
             if position == 0:
                 # Not earlier: the forward pass overlaps with the reduction, which costs a round trip otherwise. Not
@@ -131,19 +135,21 @@ class AutomaticStep(TrainingStep):
             self._backward(loss, weight, position == final)
             if batch is not FILLER:
                 ended = output, batch, index + position
-                if position < len(batches) - 1:
+                if position < count - 1:
                     self._end_batch(*ended)
         self.totals.close()
-        last = index + max(len(batches) - 1, 0)
-        self._update(*self.flags.read(self.guard.sees_losses), consumed, last)
+        self._end_window(ended, consumed, index + max(count - 1, 0))
+        return True
+
+    def _end_window(self, ended: tuple[Any, Any, int] | None, consumed: int, index: int) -> None:
+        """Update, and call the hooks of the last micro-batch: its output, itself and its index, None without one."""
+        self._update(*self.flags.read(self.guard.sees_losses), consumed, index)
         self.run.end_window()
         # Callbacks may call collectives after an update, for example to save, so ranks without a loss call them too.
-        self.last_batch = batches[-1] if batches else self.last_batch
         if ended is not None and not self.epoch_skipped:
             self._end_batch(*ended)
         elif self.is_distributed:
-            self._end_without_loss(self.last_batch, last)
-        return True
+            self._end_without_loss(index)
 
     def _run_single(self, batch: Any) -> None:
         """Run a window of one micro-batch on one rank: the same phases without weights, reductions and fillers."""
@@ -166,20 +172,15 @@ class AutomaticStep(TrainingStep):
 
     # ---- the phases of a micro-batch -------------------------------------------------------------------------------
 
-    def _weights(self, batches: list[Any]) -> Sequence[float]:
-        if self.batch_weight is None:
-            return (1.0,) * len(batches)
-        return [float(self.batch_weight(batch)) for batch in batches]
-
     def _start(self, batch: Any, index: int) -> Any:
         """Start a batch and return it, or a filler if a hook has skipped this or an earlier batch of the epoch."""
+        self.last_batch = self.last_batch if batch is FILLER else batch
         if batch is FILLER or self.epoch_skipped:
             return FILLER
         batch = self.start_batch(batch, index)
         if self.epoch_skipped:
             self._leave_out_of_log()
-            return FILLER
-        return batch
+        return FILLER if self.epoch_skipped else batch
 
     def _forward(self, batch: Any, index: int) -> tuple[Any, Tensor | None]:
         """Run the user's step on a batch; return its output, and its loss if it has one."""
@@ -242,12 +243,11 @@ class AutomaticStep(TrainingStep):
             for hook in self.batch_end:
                 hook(outputs, batch, index)
 
-    def _end_without_loss(self, batch: Any, index: int) -> None:
+    def _end_without_loss(self, index: int) -> None:
         """Call the callbacks, which may call collectives, after a step to which this rank contributed nothing."""
-        module = self.run.module
-        log = module.log_to(None)
+        module, log = self.run.module, self.run.module.log_to(None)
         for hook in self.callbacks_batch_end:
-            hook({"loss": torch.zeros(())}, batch, index)
+            hook({"loss": torch.zeros(())}, self.last_batch, index)
         module.log_to(log)
 
     # ---- the update ------------------------------------------------------------------------------------------------

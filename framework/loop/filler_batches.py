@@ -32,7 +32,8 @@ from .step_output import loss_of
 
 FILLER: Any = object()
 """A micro-batch of weight 0 without user data."""
-# The next batch may have no loss either. Batches read ahead stay in memory, so their number is limited.
+# The next batch may have no loss either. Batches read ahead stay in memory, so their number beyond the window in
+# progress is limited.
 _MAX_LOOKAHEAD = 16
 _OTHER_INDICES = 4
 Numbered = tuple[int, Any]
@@ -58,8 +59,9 @@ class LockstepFiller:
         self._watch = CallWatch(run.module) if forward_has_collectives else None
         self._step: StepFunction
         self._last_good: tuple[Any, int] | None = None
-        self._window: list[Any] = []
-        self._first = self._next = 0
+        self._own: Any = FILLER
+        """This rank's batch of the pass in progress, as it was fetched; a filler where it has none."""
+        self._next = 0
         self._filled = False
         self.began = False
         """Whether a window was run. After the first window every rank holds a batch to use as a filler."""
@@ -99,26 +101,37 @@ class LockstepFiller:
         with zero_gradients(loss) as zero:
             backward(zero)
 
-    def missing(self, batches: list[Any], agreement: Agreement, count: int) -> int:
-        """Return the number of fillers that make this rank's window as long as the longest one. Collective."""
+    def missing(self, first: Any, count: int, agreement: Agreement, window_size: int) -> int:
+        """Return the number of fillers that make this rank's window as long as the longest one. Collective.
+
+        ``first`` is the first of this rank's ``count`` batches.
+        """
         if not self.began:
-            self._share(batches, agreement)
+            self._share(first, agreement)
         # If all ranks have the same number, the window is short on all of them: the epoch ends with it.
-        return 0 if agreement.batches is not None else count - len(batches)
+        return 0 if agreement.batches is not None else window_size - count
 
-    def begin(self, batches: list[Any], first: int, consumed: int) -> None:
-        """Record the window in progress: this rank's batches, the index of the first, and the window's length."""
-        self._window, self._first, self._next = batches, first, first + consumed
+    def begin(self, next_index: int) -> None:
+        """Record the index of the first batch after the window in progress."""
+        self._next = next_index
 
-    def _share(self, batches: list[Any], agreement: Agreement) -> None:
+    def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield this rank's batches of a window; while a pass with one is in progress, it can become a filler."""
+        for batch in batches:
+            self._own = batch
+            yield batch
+        self._own = FILLER
+
+    def _share(self, first: Any, agreement: Agreement) -> None:
         """Send a batch of the lowest rank that has one to ranks without. Collective, once, at the first window."""
         self.began = True
         world = self._run.world
         if agreement.ranks_with_data == world.size:
             return
-        source = world.all_gather_object(bool(batches)).index(True)
-        batch = world.broadcast_object(batches[0] if world.rank == source else None, source)
-        if not batches:
+        has_data = first is not FILLER
+        source = world.all_gather_object(has_data).index(True)
+        batch = world.broadcast_object(first if world.rank == source else None, source)
+        if not has_data:
             self._last_good = (batch, self._run.progress.batch_in_epoch)
 
     def release(self) -> None:
@@ -133,7 +146,7 @@ class LockstepFiller:
         if self._filled:
             return self._fill(None, index)
         # Copied before the step, which may modify the batch's containers.
-        own = fresh(self._window[index - self._first])
+        own = fresh(self._own)
         output, loss, calls = self._run_step(batch, index)
         if loss is not None:
             self._last_good = (own, index)
@@ -183,14 +196,12 @@ class LockstepFiller:
         """
         known = [] if self._last_good is None else [self._last_good]
         yield from known
-        for place, batch in enumerate(self._window, self._first):
-            if place > index:
-                yield batch, place
         if self._windows is not None:
-            with closing(self._windows.coming(self._next)) as coming:
-                yield from islice(coming, _MAX_LOOKAHEAD)
-        if own is None and 0 <= index - self._first < len(self._window):
-            yield self._window[index - self._first], index
+            rest = max(self._next - index - 1, 0)
+            with closing(self._windows.coming(index + 1)) as coming:
+                yield from islice(coming, rest + _MAX_LOOKAHEAD)
+        if own is None and self._own is not FILLER:
+            yield self._own, index
         for batch, place in [*known, *([] if own is None else [(own, index)])]:
             yield from ((batch, place + further) for further in range(1, _OTHER_INDICES))
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import parameters_of
+from ..data.accumulation_window import MicroBatches
 from ..diagnostics.nonfinite_guard import NonFiniteGuard
 from ..parallel.closures import evaluate_once
 from ..parallel.strategy import Traits
@@ -174,12 +175,11 @@ class ManualStep(TrainingStep):
         for hook in self.after_backward:
             hook()
 
-    def __call__(self, batches: list[Any], consumed: int) -> bool:
+    def __call__(self, batches: MicroBatches, consumed: int) -> bool:
         """Run a batch; return False if no rank had one. Collective."""
         index = self.progress.batch_in_epoch
         self.epoch_skipped = False
-        if batches:
-            batches = [self.start_batch(batches[0], index)]
+        batches = [self.start_batch(batch, index) for batch in batches]
         if self.is_distributed:
             used = 0 if self.epoch_skipped else len(batches)
             self.triggers.launch(self.progress.attempts, float(used), used)

@@ -1,8 +1,8 @@
 """Totals of an accumulation window over all ranks, which determine the scale of its losses.
 
 Before the first backward pass every rank must know the weight of the window summed over the ranks, and whether any rank
-has data at all. A single rank knows both immediately. Several ranks launch one small reduction as soon as their windows
-are fetched, and read it after the first forward pass, which overlaps with it. The signals that it announces are
+has data at all. A single rank knows both immediately. Several ranks launch one small reduction as soon as they know
+their own weights, and read it after the first forward pass, which overlaps with it. The signals that it announces are
 exchanged and handled after the last backward pass.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..distributed.control import Agreement
 from ..run.run import Run
-from .filler_batches import FILLER, LockstepFiller
+from .filler_batches import LockstepFiller
 
 
 class LocalTotals:
@@ -23,16 +23,17 @@ class LocalTotals:
         self.mean_weight = 1.0
         """The window's weight, averaged over ranks. Each loss is multiplied by its own weight divided by this value."""
 
-    def open(self, batches: list[Any], weights: Sequence[float], window_size: int) -> list[Any] | None:
-        """Return the micro-batches to run, or None at the end of the epoch.
+    def open(self, first: Any, weights: Sequence[float], window_size: int) -> int:
+        """Return the number of passes to run, 0 at the end of the epoch.
 
         Args:
-            batches: this rank's micro-batches; fewer than ``window_size``, or none, where its data has run out.
-            weights: one for each of ``batches``.
+            first: this rank's first micro-batch, or a filler.
+            weights: one for each of this rank's micro-batches; fewer than ``window_size``, or none, where its data has
+                run out.
             window_size: micro-batches in the window, the same on every rank.
         """
         self.mean_weight = sum(weights)
-        return batches
+        return len(weights)
 
     def wait(self) -> None:
         """Do nothing: the totals of a single rank are known."""
@@ -52,26 +53,28 @@ class ReducedTotals(LocalTotals):
         self._filler = filler
         self._is_read = False
 
-    def open(self, batches: list[Any], weights: Sequence[float], window_size: int) -> list[Any] | None:
-        """Launch the reduction; return the micro-batches to run, or None if no rank has data. Collective.
+    def open(self, first: Any, weights: Sequence[float], window_size: int) -> int:
+        """Launch the reduction; return the number of passes to run, 0 if no rank has data. Collective.
 
         If the strategy or a layer requires lockstep, a rank with fewer batches than others gets a filler, a full pass
         of weight 0, for each missing one. Otherwise only a rank without any batch gets one filler, which only takes
-        part in the reduction of gradients.
+        part in the reduction of gradients. Fillers follow the rank's own batches.
 
         Args:
-            batches: this rank's micro-batches; fewer than ``window_size``, or none, where its data has run out.
-            weights: one for each of ``batches``.
+            first: this rank's first micro-batch, or a filler.
+            weights: one for each of this rank's micro-batches; fewer than ``window_size``, or none, where its data has
+                run out.
             window_size: micro-batches in the window, the same on every rank.
 
         Raises:
             DesyncError: on all ranks; they are at different optimizer steps.
         """
-        filler = self._filler
+        filler, count = self._filler, len(weights)
         progress = self._run.progress
-        self._triggers.launch(progress.attempts, sum(weights), len(batches))
+        self._triggers.launch(progress.attempts, sum(weights), count)
         self._is_read = False
-        if not batches or (filler is not None and (len(batches) < window_size or not filler.began)):
+        passes = count
+        if not count or (filler is not None and (count < window_size or not filler.began)):
             # The number of passes depends on the other ranks, so this wait cannot overlap with a forward pass. Only
             # some ranks read here, while others may be in a forward pass: no other collective may follow.
             agreement = self._read()
@@ -79,14 +82,11 @@ class ReducedTotals(LocalTotals):
                 # Every rank is here.
                 self.wait()
                 self.close()
-                return None
-            missing = 1 if filler is None else filler.missing(batches, agreement, window_size)
-            window = [*batches, *[FILLER] * missing]
-        else:
-            window = batches
+                return 0
+            passes += 1 if filler is None else filler.missing(first, count, agreement, window_size)
         if filler is not None:
-            filler.begin(batches, progress.batch_in_epoch, window_size)
-        return window
+            filler.begin(progress.batch_in_epoch + window_size)
+        return passes
 
     def wait(self) -> None:
         """Wait for the reduction if it was not read yet, and check that the ranks are in step. Collective.

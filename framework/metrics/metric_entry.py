@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+
+from .host_numbers import HostNumbers
 
 
 def partials_of(values: list[float]) -> list[float]:
@@ -96,7 +98,7 @@ class Entry:
         self.weights: list[float] = []
         self.extreme: float | None = None
         self._waiting: list[tuple[Any, Any]] = []
-        self._parked: list[_Parked] = []
+        self._parked: list[HostNumbers] = []
 
     def written(self, flags: Flags) -> Entry:
         """Set the arguments as they are written now, which those of the next call are compared with."""
@@ -179,15 +181,22 @@ class Entry:
         if len(self._waiting) >= _PARK_AT:
             while self._parked and self._parked[0].is_on_host():
                 self._absorb(self._parked.pop(0))
-            self._parked.append(_Parked(self._take()))
+            self._parked.append(HostNumbers(self._take()))
 
     def _take(self) -> list[tuple[Any, Any]]:
         waiting, self._waiting = self._waiting, []
         return waiting
 
-    def _absorb(self, parked: _Parked) -> None:
+    def _absorb(self, parked: HostNumbers) -> None:
         for value, weight in parked.read():
             self.add(value, weight)
+
+    def copied(self) -> Entry:
+        """Return a copy that later values do not change, without reading a device."""
+        twin = copy(self)
+        twin.values, twin.weights = [*self.values], [*self.weights]
+        twin._waiting, twin._parked = [*self._waiting], [*self._parked]
+        return twin
 
     def local(self) -> Part:
         """Return this rank's part. ``read_devices`` must have been called before."""
@@ -235,50 +244,12 @@ def read_devices(entries: Iterable[Entry]) -> None:
     """Copy all values that are on a device to the host, with one synchronization."""
     taken = [(entry, entry._take()) for entry in entries]
     pairs = [pair for _, waiting in taken for pair in waiting]
-    numbers = iter(_Parked(pairs).read() if pairs else ())
+    numbers = iter(HostNumbers(pairs).read() if pairs else ())
     for entry, waiting in taken:
         while entry._parked:
             entry._absorb(entry._parked.pop(0))
         for _ in waiting:
             entry.add(*next(numbers))
-
-
-class _Parked:
-    """Pairs of numbers, some of them tensors, that are being copied to the host.
-
-    Values are stacked, one tensor for each device and dtype; from CUDA they are copied to pinned memory asynchronously,
-    so that a later read need not wait.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        self._numbers: list[Any] = [number for pair in pairs for number in pair]
-        self._copies: list[tuple[list[int], Tensor, Any]] = []
-        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place, number in enumerate(self._numbers):
-            if isinstance(number, Tensor):
-                places.setdefault((number.device, number.dtype), []).append(place)
-        for (device, _), group in places.items():
-            stacked = torch.stack([self._numbers[place].reshape(()) for place in group])
-            event = None
-            if device.type == "cuda":
-                stacked = stacked.to("cpu", non_blocking=True)
-                event = torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
-            self._copies.append((group, stacked, event))
-            for place in group:
-                self._numbers[place] = None
-
-    def is_on_host(self) -> bool:
-        """Whether ``read`` returns without waiting."""
-        return all(event is not None and event.query() for _, _, event in self._copies)
-
-    def read(self) -> list[tuple[float, float]]:
-        """Return the pairs as numbers; waits for the device if needed."""
-        for group, stacked, event in self._copies:
-            if event is not None:
-                event.synchronize()
-            for place, number in zip(group, stacked.tolist(), strict=True):
-                self._numbers[place] = float(number)
-        return list(zip(self._numbers[::2], self._numbers[1::2], strict=True))
 
 
 def combine(parts: Sequence[Part]) -> float:

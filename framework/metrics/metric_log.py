@@ -21,7 +21,7 @@ from ..distributed.world import World
 from .epoch_reduction import exchange
 from .log_arguments import batch_items, kept_for, not_one_element, number_of, reduction_of
 from .metric_entry import Entry, Flags, Scope, read_devices
-from .metric_log_state import entries_state, load_entries
+from .metric_log_state import LogRecord, load_entries
 from .torchmetrics_state import is_metric
 
 # Takes the place of the entry of a name that was not logged yet: no arguments are the same as these.
@@ -283,17 +283,12 @@ class MetricLog:
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the values that this rank has recorded in the epoch so far, including the module's metrics."""
-        read_devices(self)
-        return {"batches": self.batches, **entries_state(self._scopes, self._module)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue an epoch from a ``state_dict``."""
-        self.load_state_dicts([state])
+    def record(self) -> LogRecord:
+        """Return a record of the values that this rank has logged in the epoch so far, without reading a device."""
+        return LogRecord(self._scopes, self._module, self.batches)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue an epoch from the ``state_dict`` of one rank or several, whose data this rank continues."""
+        """Continue an epoch from the records of one rank or several, whose data this rank continues."""
         self.batches = sum(state["batches"] for state in states)
         load_entries(self._scopes, self._module, states)
         self.mark = self._mark()

@@ -7,40 +7,56 @@ from typing import Any
 
 from torch import nn
 
-from .metric_entry import Entry, Flags, Scope
+from .host_numbers import read_numbers
+from .metric_entry import Entry, Flags, Scope, read_devices
 from .torchmetrics_state import load_metric_states, metric_states
 
 Scopes = Mapping[bool, Scope]
 """Under True the names logged in steps, under False those logged in hooks of the epoch."""
 
 
-def entries_state(scopes: Scopes, module: nn.Module | None) -> dict[str, Any]:
-    """Return the entries and the states of the module's metrics. ``read_devices`` must have been called before."""
-    logs_metrics = any(entry.metric is not None for scope in scopes.values() for entry in scope.entries.values())
-    places = {id(part): name for name, part in module.named_modules()} if module is not None and logs_metrics else {}
-    return {
-        "entries": [
-            {
-                "name": entry.name,
-                "flags": list(entry.flags._replace(reduce_fx=entry.fx)),
-                "when": [entry.on_step, entry.on_epoch],
-                # Copies: the entry appends to its lists.
-                "local": [[*numbers] for numbers in entry.local()[1:]],
-                "in_step": in_step,
-                "last": None if last is None else float(last),
-                "metric": None if entry.metric is None else places[id(entry.metric)],
-            }
+class LogRecord:
+    """The values of a ``MetricLog`` at one moment. Only ``state_dict`` waits for devices."""
+
+    def __init__(self, scopes: Scopes, module: nn.Module | None, batches: int) -> None:
+        self._batches = batches
+        self._entries = {
+            in_step: [*zip([entry.copied() for entry in scope.entries.values()], scope.latest, strict=True)]
             for in_step, scope in scopes.items()
-            for entry, last in zip(scope.entries.values(), scope.latest, strict=True)
-            # A metric outside the module has no name by which it could be found again.
-            if entry.metric is None or id(entry.metric) in places
-        ],
-        "metrics": metric_states(module) if module is not None else {},
-    }
+        }
+        self._module = module
+        self._metrics = metric_states(module) if module is not None else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of the entries, and the states of the module's metrics."""
+        pairs = [(in_step, *pair) for in_step, entries in self._entries.items() for pair in entries]
+        read_devices(entry for _, entry, _ in pairs)
+        latest = read_numbers([last for _, _, last in pairs])
+        logs_metrics = any(entry.metric is not None for _, entry, _ in pairs)
+        parts = self._module.named_modules() if self._module is not None and logs_metrics else ()
+        places = {id(part): name for name, part in parts}
+        return {
+            "batches": self._batches,
+            "entries": [
+                {
+                    "name": entry.name,
+                    "flags": list(entry.flags._replace(reduce_fx=entry.fx)),
+                    "when": [entry.on_step, entry.on_epoch],
+                    "local": list(entry.local()[1:]),
+                    "in_step": in_step,
+                    "last": last,
+                    "metric": None if entry.metric is None else places[id(entry.metric)],
+                }
+                for (in_step, entry, _), last in zip(pairs, latest, strict=True)
+                # A metric outside the module has no name by which it could be found again.
+                if entry.metric is None or id(entry.metric) in places
+            ],
+            "metrics": self._metrics,
+        }
 
 
 def load_entries(scopes: Scopes, module: nn.Module | None, states: Sequence[Mapping[str, Any]]) -> None:
-    """Add what ``entries_state`` returned on one rank or several to the entries and to the module's metrics."""
+    """Add what ``LogRecord.state_dict`` returned on one rank or several to the entries and to the module's metrics."""
     for item in (item for state in states for item in state["entries"]):
         flags = Flags(*item["flags"])
         scope = scopes[item.get("in_step", True)]

@@ -31,13 +31,19 @@ class RankState:
     def __init__(self, run: Run, windows: Windows | None) -> None:
         self._redone_from = run.redone_from
         if self._redone_from is None:
-            self._generators, self._values = Generators(), _values(run)
+            # The values that were logged stay on their devices: this may run after each step.
+            self._generators, self._log = Generators(), run.train_log.record()
+            self._evaluated = dict(run.evaluated_batches)
         # Encoded now, since the loader may change its state in place.
         self._data = None if windows is None else _data(windows)
 
     def document(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        state = self._redone_from or {"random": self._generators.state(), **self._values}
+        state = self._redone_from or {
+            "random": self._generators.state(),
+            "log": self._log.state_dict(),
+            "evaluated": self._evaluated,
+        }
         document: dict[str, Any] = encode_inline(state)
         return document if self._data is None else {**document, "data": self._data}
 
@@ -71,11 +77,7 @@ def redone(run: Run) -> Generator[dict[str, Any], None, None]:
 
 
 def _state(run: Run) -> dict[str, Any]:
-    return {"random": capture(), **_values(run)}
-
-
-def _values(run: Run) -> dict[str, Any]:
-    return {"log": run.train_log.state_dict(), "evaluated": dict(run.evaluated_batches)}
+    return {"random": capture(), "log": run.train_log.record().state_dict(), "evaluated": dict(run.evaluated_batches)}
 
 
 def rejoin(run: Run) -> None:

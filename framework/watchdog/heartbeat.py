@@ -150,7 +150,7 @@ class Heartbeat:
         pack(self._bytes, _POSITION_AT, step, epoch, batch)
 
     def step(self, pack: Any = _MARK.pack_into) -> None:
-        """Begin the recorded step, once its data has been fetched. Every rank must do so in the same order."""
+        """Begin the recorded step, once its first batch has been fetched. Every rank must do so in the same order."""
         self._section = _STEP
         self._number = number = self._number + 1
         pack(self._bytes, _MARK_AT, number, _STEP, 0)

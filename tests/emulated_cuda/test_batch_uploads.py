@@ -16,21 +16,21 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import Fabric
 
 
-def copies_of_batches(strategy: str, devices: int) -> list[list[str]]:
+def copies_of_batches(strategy: str, devices: int, window: int) -> list[list[str]]:
     rows = TensorDataset(*(torch.cat(parts) for parts in zip(*batches((STEPS + 1) * devices), strict=True)))
-    with recorded("sync", "pageable", "upload", "race") as recording:
+    with recorded("sync", "event", "pageable", "upload", "race") as recording:
         begins: list[int] = []
-        trainer = emulated_trainer(devices, strategy=strategy, max_steps=STEPS)
+        trainer = emulated_trainer(devices, strategy=strategy, max_epochs=1, accumulate_grad_batches=window)
         module = Classifier(at_step=lambda module, batch_idx: begins.append(len(recording.entries)))
         trainer.fit(module, DataLoader(rows, BATCH_SIZE, shuffle=True))
         kinds = [entry.kind for entry in recording.entries]
     return [kinds[a:b] for a, b in itertools.pairwise(begins)][FIRST:LAST]
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_batches_of_a_data_loader_are_copied_from_pinned_memory(strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "window"), [("single", 1), ("ddp", 1), ("single", 3), ("ddp", 3)])
+def test_batches_of_a_data_loader_are_copied_before_the_host_waits(strategy: str, window: int) -> None:
     devices = on_devices(strategy)
-    for copies in run_on_ranks(devices, copies_of_batches, strategy, devices, device="cuda"):
+    for copies in run_on_ranks(devices, copies_of_batches, strategy, devices, window, device="cuda"):
         assert copies == [["upload", "upload"]] * (LAST - FIRST)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -109,6 +110,32 @@ def test_ranks_exchange_their_times_only_where_they_differ_for_long(times: list[
     # Rarely: pauses double.
     assert asked == ([LASTING - 1, LASTING + 199, LASTING + 599] if slow else [])
     assert (pace.straggler(times) is not None) == slow
+
+
+def test_the_time_of_fetches_within_a_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("phalanx.framework.distributed.straggler.time.perf_counter", lambda: now)
+
+    def slow(count: int) -> Iterator[int]:
+        nonlocal now
+        for number in range(count):
+            now += 0.25
+            yield number
+
+    pace = Pace()
+    pace.updated()
+    for _ in pace.timed(slow(3)):
+        # The rest of the pass may wait for other ranks.
+        now += 8.0
+    pace.updated()
+    for seconds in (0.75, 0.0):
+        now += 2.0
+        pace.launched()
+        now += 1.0
+        pace.own = 0.0
+        pace.arrived()
+        assert pace.own == 3.0 + seconds
+        pace.updated()
 
 
 # ---- losses that jump -----------------------------------------------------------------------------------------------

@@ -244,14 +244,18 @@ def epoch_values(log: MetricLog) -> dict[str, float]:
 EPOCH: dict[str, Any] = {"on_step": False, "on_epoch": True}
 
 
-def test_a_state_dict_does_not_change_with_later_values() -> None:
+def test_a_record_does_not_change_with_later_values() -> None:
     module, log = log_of()
     module.log("loss", 1.0, **EPOCH)
-    state = log.state_dict()
+    module.log("top", 5.0, reduce_fx="max", **EPOCH)
+    record = log.record()
     module.log("loss", 3.0, **EPOCH)
-    _, again = log_of()
-    again.load_state_dict(state)
-    assert epoch_values(again) == {"loss": 1.0}
+    module.log("top", 9.0, reduce_fx="max", **EPOCH)
+    for _ in range(2):
+        _, again = log_of()
+        again.load_state_dicts([record.state_dict()])
+        assert epoch_values(again) == {"loss": 1.0, "top": 5.0}
+    assert epoch_values(log) == {"loss": 2.0, "top": 9.0}
 
 
 @pytest.mark.parametrize(
