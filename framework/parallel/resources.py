@@ -51,7 +51,7 @@ class Resources:
     @property
     def libraries(self) -> tuple[str, ...]:
         """Modules that every rank imports: ranks are forked from a process that has imported them."""
-        return (*self.strategy.libraries, *self.precision.libraries)
+        return (*self.strategy.libraries_for(self.device_type), *self.precision.libraries)
 
     @property
     def must_launch(self) -> bool:

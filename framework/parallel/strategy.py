@@ -81,7 +81,8 @@ class Strategy(NamesArguments, ABC):
     traits: Traits = Traits()
     libraries: tuple[str, ...] = ("torch._dynamo",)
     """Modules that every rank imports before its first step; importing them must not initialize an accelerator. The
-    ranks of a script are forked from a process that has imported them. Any optimizer of torch imports the first."""
+    ranks of a script are forked from a process that has imported them, unless one of them does initialize one. Any
+    optimizer of torch imports the first."""
 
     world: World
     precision: Precision
@@ -101,6 +102,10 @@ class Strategy(NamesArguments, ABC):
     """The state that checkpoints save and load. A strategy whose ranks hold parts of it replaces it likewise."""
 
     # ---- checks and connection ------------------------------------------------------------------------------------
+
+    def libraries_for(self, device_type: str) -> tuple[str, ...]:
+        """Return the ``libraries`` of ranks on this type of device."""
+        return self.libraries
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a configuration that this strategy does not support. Called before any process starts.

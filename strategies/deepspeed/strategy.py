@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -55,9 +54,6 @@ class DeepSpeedStrategy(Strategy):
     name = "deepspeed"
     # The engine flattens the parameters of the optimizer into one tensor.
     fixes_parameters = True
-    # With CUDA, importing DeepSpeed queries the devices, and no forked process could use them afterwards.
-    if not torch.backends.cuda.is_built():
-        libraries = (*Strategy.libraries, "phalanx.strategies.deepspeed.library")
 
     def __init__(self, **arguments: Unpack[ZeroArguments]) -> None:
         self.options = resolve_options(**arguments)
@@ -89,6 +85,10 @@ class DeepSpeedStrategy(Strategy):
         self.state: CanonicalState = PartitionedState()
 
     # ---- before the process group exists --------------------------------------------------------------------------
+
+    def libraries_for(self, device_type: str) -> tuple[str, ...]:
+        """Return the libraries with DeepSpeed, which chooses the type of device when it is imported."""
+        return (*self.libraries, f"phalanx.strategies.deepspeed.library_on_{device_type}")
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a precision that the engine does not support, and a machine on which DeepSpeed cannot start."""
