@@ -38,9 +38,9 @@ def this_node() -> tuple[str, ...]:
 
 
 def share_board(group: dist.ProcessGroup, name: tuple[str, ...] | None = None) -> Board | None:
-    """Return the board of a group's ranks, on one node or on several; None if gloo alone has to reduce. Collective.
+    """Return the board of a group's ranks, on one node or on several; ``None`` leaves sums to gloo. Collective.
 
-    Ranks with the same ``name``, by default ``this_node()``, are on one node. The board is None if a rank cannot open
+    Ranks with the same ``name``, by default ``this_node()``, are on one node. There is no board if a rank cannot open
     the memory of its node, and if a node has a single rank while there are others: the one column would be the whole
     group.
     """

@@ -103,7 +103,7 @@ def _computes(part: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerSizes:
-    """What the optimizers of a module hold."""
+    """Memory of the optimizers of a module."""
 
     slots: float
     """Elements of state for each trainable element."""

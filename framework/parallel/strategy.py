@@ -82,7 +82,7 @@ class Strategy(NamesArguments, ABC):
     libraries: tuple[str, ...] = ("torch._dynamo",)
     """Modules that every rank imports before its first step; importing them must not initialize an accelerator. The
     ranks of a script are forked from a process that has imported them, unless one of them does initialize one. Any
-    optimizer of torch imports the first."""
+    optimizer of torch imports the first. ``{device_type}`` in a name is replaced by the type of device of the ranks."""
 
     world: World
     precision: Precision
@@ -102,10 +102,6 @@ class Strategy(NamesArguments, ABC):
     """The state that checkpoints save and load. A strategy whose ranks hold parts of it replaces it likewise."""
 
     # ---- checks and connection ------------------------------------------------------------------------------------
-
-    def libraries_for(self, device_type: str) -> tuple[str, ...]:
-        """Return the ``libraries`` of ranks on this type of device."""
-        return self.libraries
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a configuration that this strategy does not support. Called before any process starts.

@@ -54,6 +54,8 @@ class DeepSpeedStrategy(Strategy):
     name = "deepspeed"
     # The engine flattens the parameters of the optimizer into one tensor.
     fixes_parameters = True
+    # DeepSpeed chooses the type of device when it is imported.
+    libraries = (*Strategy.libraries, "phalanx.strategies.deepspeed.library_on_{device_type}")
 
     def __init__(self, **arguments: Unpack[ZeroArguments]) -> None:
         self.options = resolve_options(**arguments)
@@ -85,10 +87,6 @@ class DeepSpeedStrategy(Strategy):
         self.state: CanonicalState = PartitionedState()
 
     # ---- before the process group exists --------------------------------------------------------------------------
-
-    def libraries_for(self, device_type: str) -> tuple[str, ...]:
-        """Return the libraries with DeepSpeed, which chooses the type of device when it is imported."""
-        return (*self.libraries, f"phalanx.strategies.deepspeed.library_on_{device_type}")
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a precision that the engine does not support, and a machine on which DeepSpeed cannot start."""
