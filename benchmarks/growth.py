@@ -46,6 +46,8 @@ def measured(counts: tuple[int, ...], quick: bool) -> None:
     rows = [
         _row("reduction through shared memory, µs of CPU time", found, "board computed", MICRO),
         _row("the same, µs elapsed", found, "board seconds", MICRO),
+        _row("reduction on two nodes, µs of CPU time", found, "nodes computed", MICRO),
+        _row("the same, µs elapsed", found, "nodes seconds", MICRO),
         _row("reduction through gloo, µs of CPU time", found, "gloo computed", MICRO),
         _row("the same, µs elapsed", found, "gloo seconds", MICRO),
         _row("all-gather of a small object, µs of CPU time", found, "object computed", MICRO),

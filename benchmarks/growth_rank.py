@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import Fabric
+from phalanx.framework.distributed.node_board import share_board
 from phalanx.framework.distributed.world import World
 
 from .gpt import GPT, batches, next_token_loss
@@ -131,9 +132,15 @@ def groups(world: World, found: Found) -> None:
 
 
 def messages(world: World, found: Found, count: int) -> None:
-    """Measure a control reduction through shared memory and through gloo, and an all-gather of a small object."""
+    """Measure a control reduction on one node, on two, and in one ring, and an all-gather of a small object."""
     vector = torch.ones(NUMBERS, dtype=torch.float64)
     found["board seconds"], found["board computed"] = cost(world, lambda: world.control_reduce(vector).wait(), count)
+    board = share_board(world.control, (str(2 * world.rank // world.size),))
+    on_nodes = world.control.allreduce if board is None else lambda vectors: board.post(*vectors)
+    found["nodes seconds"], found["nodes computed"] = cost(world, lambda: on_nodes([vector]).wait(), count)
+    world.barrier()
+    if board is not None:
+        board.close()
     reduce = world.control.allreduce
     found["gloo seconds"], found["gloo computed"] = cost(world, lambda: reduce([vector]).wait(), count)
     exchange = max(1, count // 5)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..framework.core.errors import ConfigurationError
-from ..framework.parallel.gradient_operations import GradientOperations
+from ..framework.parallel.gradient_operations import FullGradients, GradientOperations
 
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 Wrapper = Callable[[Hook], Hook]
@@ -114,7 +114,7 @@ def _plain(hook: Hook) -> Hook:
     return average
 
 
-class HookedGradients(GradientOperations):
+class HookedGradients(FullGradients):
     """The operations on gradients that a hook with a memory of earlier steps averages."""
 
     def __init__(self, state: Any) -> None:

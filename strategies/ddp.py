@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..framework.core.arguments import check_names
 from ..framework.core.errors import ConfigurationError
-from ..framework.parallel.gradient_operations import GradientOperations
+from ..framework.parallel.gradient_operations import FullGradients
 from ..framework.parallel.meta_device import share_buffers
 from ..framework.parallel.parameter_names import state_tensors
 from ..framework.parallel.strategy import Routed, StepAdapter, StepFunction, Strategy
@@ -215,7 +215,7 @@ class DDPStrategy(Strategy):
         if self._hook is not None and self._ddp is not None:
             self._hook.release(self._ddp.module.module)
         self._ddp = self.flags = None
-        self.gradients = GradientOperations()
+        self.gradients = FullGradients()
         self._syncs, self._awaits_backward, self._reduces_next = True, False, False
 
 

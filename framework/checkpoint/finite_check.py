@@ -59,6 +59,28 @@ def all_finite(tensors: list[Tensor]) -> bool:
     return all(is_finite((tensor.coalesce().values() if tensor.is_sparse else tensor).detach()) for tensor in tensors)
 
 
+def scale_and_check(tensors: list[Tensor], factor: float) -> bool:
+    """Multiply tensors in place by a factor, and return whether no element is NaN or infinite; reads one number.
+
+    One pass where the kernel of loss scaling multiplies as ``torch._foreach_mul_`` does: for dense fp32 on one device.
+    """
+    device = tensors[0].device if tensors else None
+    for tensor in tensors:
+        if (
+            tensor.dtype is not torch.float32
+            or tensor.device != device
+            or tensor.layout is not torch.strided
+            or tensor.requires_grad
+        ):
+            torch._foreach_mul_(tensors, factor)
+            return all_finite(tensors)
+    if device is None:
+        return True
+    found = torch.zeros((), device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((), factor, device=device))
+    return found.item() == 0.0
+
+
 @cache
 def _found_and_one(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a 0 for the result and a 1 to multiply by; cached, because creating them takes longer than the check."""

@@ -46,11 +46,6 @@ class LossScaler:
         self.growth_interval = growth_interval
         self._good_updates = 0
 
-    def unscale_(self, gradients: list[Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
-        if gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.scale)
-
     def update(self, finite: bool) -> None:
         """Adapt the scale after an update; ``finite``: whether its gradients were finite on all ranks."""
         if not finite:

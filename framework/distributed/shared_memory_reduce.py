@@ -4,6 +4,9 @@ A reduction on gloo wakes a thread in every rank, which takes the core from the 
 ms, where there are as many ranks as cores. Here each rank writes its numbers into its own slot, and reads the slots of
 the others when it needs the sum: without a thread, and without a system call unless a rank is late.
 
+With several nodes, what a rank writes is the sum over its column, which is a group of ranks of all nodes: see
+``node_board.py``. gloo computes that sum in the background, and its thread writes the slot.
+
 Reductions are numbered, identically on all ranks. A rank has at most ``_DEPTH / 4`` of them open at a time, so every
 rank has read a slot before it is reused. A slot that was reused too early is detected by its number and never summed.
 """
@@ -17,14 +20,14 @@ import struct
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..core.errors import DesyncError, RankError
 from ..system.processes import is_running
-from .object_frames import all_gather_object, broadcast_object
 
 CAPACITY = 32
 """The largest number of elements in a reduction."""
@@ -69,14 +72,32 @@ class SharedMemory:
         self.bytes.close()
 
 
-class Board:
-    """Reduction slots of the ranks of one node; ``pids`` are their processes, in rank order."""
+@dataclass(frozen=True)
+class Node:
+    """The ranks of one node in ascending order, and their processes."""
 
-    def __init__(self, memory: SharedMemory, rank: int, pids: Sequence[int]) -> None:
+    ranks: Sequence[int]
+    pids: Sequence[int]
+    columns: int
+    """The first so many of them write the numbers that are summed."""
+
+
+class Board:
+    """Reduction slots of the ranks of one node.
+
+    Args:
+        memory: at least ``Board.size(len(node.ranks))`` bytes.
+        index: the position of this rank in ``node.ranks``.
+        node: the ranks of this node.
+        column: the gloo group of this rank's column, None if there is one node.
+    """
+
+    def __init__(self, memory: SharedMemory, index: int, node: Node, column: Any = None) -> None:
         self._memory = memory
         self._bytes = memory.bytes
-        self._rank = rank
-        self._pids = list(pids)
+        self._index = index
+        self._node = node
+        self._column = column
         self._number = 0
 
     @staticmethod
@@ -90,132 +111,168 @@ class Board:
     def post(self, vector: Tensor) -> Posted:
         """Start summing a 1-d float64 CPU tensor of at most ``CAPACITY`` elements over all ranks, in place."""
         self._number += 1
+        if self._column is not None:
+            return PostedInColumn(self, self._number, vector, self._column.allreduce([vector]))
+        self.write(self._number, vector)
+        return Posted(self, self._number, vector)
+
+    def write(self, number: int, vector: Tensor) -> None:
+        """Write this rank's numbers for a reduction, if it is one of those that write."""
+        if self._index >= self._node.columns:
+            return
         numbers = vector.tolist()
         payload = struct.pack(f"<{len(numbers)}d", *numbers)
-        head = _HEAD.pack(self._number, len(numbers), _checksum(self._number, payload))
-        start = self._start(self._rank, self._number)
+        head = _HEAD.pack(number, len(numbers), _checksum(number, payload))
+        start = self._start(self._index, number)
         # The checksum shows a reader whether all bytes have arrived, in whatever order this processor writes.
         self._bytes[start + _HEAD.size : start + _HEAD.size + len(payload)] = payload
         self._bytes[start : start + _HEAD.size] = head
-        return Posted(self, self._number, vector, numbers)
 
-    def look(self, rank: int, number: int, count: int) -> tuple[float, ...] | None:
-        """Return the numbers that a rank wrote for a reduction, or None if it has not written yet.
+    def look(self, index: int, number: int, count: int) -> tuple[float, ...] | None:
+        """Return the numbers in a slot for a reduction, or None if they have not been written yet.
 
         Raises:
             DesyncError: the rank is past this reduction, or has a different number of elements.
         """
-        start = self._start(rank, number)
+        start = self._start(index, number)
         found, length, checksum = _HEAD.unpack_from(self._bytes, start)
         if found < number:
             return None
+        rank = self._node.ranks[index]
         if found > number:
             raise DesyncError(
-                f"rank {rank} is at control reduction {found}, this rank {self._rank} at {number}: every rank must run "
-                "the same loop. Look for a condition on the rank around a step or a fit."
+                f"rank {rank} is at control reduction {found}, this rank {self._own_rank} at {number}: every rank "
+                "must run the same loop. Look for a condition on the rank around a step or a fit."
             )
         payload = self._bytes[start + _HEAD.size : start + _HEAD.size + 8 * min(length, CAPACITY)]
         if checksum != _checksum(number, payload):
             return None
         if length != count:
             raise DesyncError(
-                f"rank {rank} reduces {length} numbers where this rank {self._rank} reduces {count}: every rank must "
-                "run the same loop. Look for a condition on the rank around a step or a fit."
+                f"rank {rank} reduces {length} numbers where this rank {self._own_rank} reduces {count}: every rank "
+                "must run the same loop. Look for a condition on the rank around a step or a fit."
             )
         return struct.unpack(f"<{length}d", payload)
 
-    def wait(self, rank: int, number: int, count: int) -> tuple[float, ...]:
-        """Wait for the numbers that a rank writes for a reduction, and return them.
+    def wait(self, index: int, number: int, count: int) -> tuple[float, ...]:
+        """Wait for the numbers in a slot for a reduction, and return them.
 
         Raises:
             RankError: the rank has left, its process is gone, or it has not written for half an hour.
         """
         looks, since, asked = 0, 0.0, 0.0
-        while (found := self.look(rank, number, count)) is None:
+        while (found := self.look(index, number, count)) is None:
             looks += 1
             if looks < _EAGER_LOOKS:
                 os.sched_yield()
                 continue
             # The rank may have written after the last poll, before it left.
-            if self._bytes[self._left_at(rank)] and self.look(rank, number, count) is None:
-                raise RankError(f"rank {rank} (pid {self._pids[rank]}) has left, and rank {self._rank} waits for it.")
+            if self._bytes[self._left_at(index)] and self.look(index, number, count) is None:
+                raise RankError(
+                    f"{self._title(index)} has left, and rank {self._node.ranks[self._index]} waits for it."
+                )
             now = time.monotonic()
             since, asked = since or now, asked or now
             if now - asked > _ASK_SECONDS:
                 asked = now
-                self._check_alive(rank, now - since)
+                self._check_alive(index, now - since)
             time.sleep(min(_LONGEST_SLEEP, 2e-5 * (looks - _EAGER_LOOKS + 1)))
         return found
 
-    def _check_alive(self, rank: int, waited: float) -> None:
-        if not is_running(self._pids[rank]):
-            raise RankError(f"rank {rank} (pid {self._pids[rank]}) is gone, and rank {self._rank} waits for it.")
+    def _check_alive(self, index: int, waited: float) -> None:
+        pid = self._node.pids[index]
+        if not is_running(pid):
+            raise RankError(f"{self._title(index)} is gone, and rank {self._own_rank} waits for it.")
         if waited > _LIMIT_SECONDS:
+            beyond = ", or a rank of another node has kept both" if self._column is not None else ""
             raise RankError(
-                f"rank {rank} (pid {self._pids[rank]}) has kept rank {self._rank} waiting for "
-                f"{waited:.0f} s: look at what it does with py-spy dump --pid {self._pids[rank]}."
+                f"{self._title(index)} has kept rank {self._own_rank} waiting for {waited:.0f} s{beyond}: look at "
+                f"what it does with py-spy dump --pid {pid}."
             )
 
-    def __len__(self) -> int:
-        return len(self._pids)
+    def _title(self, index: int) -> str:
+        return f"rank {self._node.ranks[index]} (pid {self._node.pids[index]})"
+
+    @property
+    def _own_rank(self) -> int:
+        return self._node.ranks[self._index]
+
+    @property
+    def columns(self) -> int:
+        """The number of slots that hold a part of a sum."""
+        return self._node.columns
 
     @staticmethod
-    def _start(rank: int, number: int) -> int:
-        return (rank * _DEPTH + number % _DEPTH) * _SLOT_BYTES
+    def _start(index: int, number: int) -> int:
+        return (index * _DEPTH + number % _DEPTH) * _SLOT_BYTES
 
-    def _left_at(self, rank: int) -> int:
-        return len(self) * _DEPTH * _SLOT_BYTES + rank
+    def _left_at(self, index: int) -> int:
+        return len(self._node.ranks) * _DEPTH * _SLOT_BYTES + index
 
     def close(self) -> None:
-        """Mark this rank as having left, and release the memory."""
-        self._bytes[self._left_at(self._rank)] = 1
+        """Mark this rank as having left, leave its column, and release the memory."""
+        self._bytes[self._left_at(self._index)] = 1
+        # Waits for gloo's threads, which write to the memory.
+        self._column = None
         self._memory.close()
-
-
-def share_board(group: dist.ProcessGroup) -> Board | None:
-    """Return the board of a group whose ranks are on one node; None if a rank cannot open it. Collective."""
-    token, memory = os.urandom(TOKEN_BYTES), None
-    size = Board.size(group.size())
-    with contextlib.suppress(OSError):
-        memory = SharedMemory(size) if group.rank() == 0 else None
-    offer = broadcast_object(None if memory is None else (memory.place, token), 0, group)
-    if offer is not None and memory is None:
-        with contextlib.suppress(OSError, ValueError):
-            memory = SharedMemory(size, offer[0])
-    elif memory is not None:
-        memory.bytes[-TOKEN_BYTES:] = token
-    group.barrier().wait()
-    # In another container the same pid may belong to another process, with other memory.
-    known = memory is not None and offer is not None and memory.bytes[-TOKEN_BYTES:] == offer[1]
-    answers = all_gather_object((known, os.getpid()), group)
-    if memory is not None:
-        memory.release_name()
-    if all(good for good, _ in answers) and memory is not None:
-        return Board(memory, group.rank(), [pid for _, pid in answers])
-    if memory is not None:
-        memory.close()
-    return None
 
 
 class Posted:
     """A reduction in progress."""
 
-    __slots__ = ("_board", "_number", "_numbers", "_vector")
+    __slots__ = ("_board", "_number", "_vector")
 
-    def __init__(self, board: Board, number: int, vector: Tensor, numbers: list[float]) -> None:
-        self._board, self._number, self._vector, self._numbers = board, number, vector, numbers
+    def __init__(self, board: Board, number: int, vector: Tensor) -> None:
+        self._board, self._number, self._vector = board, number, vector
 
     def wait(self) -> bool:
-        """Wait until all ranks have written; store the sum, added in rank order, in the vector. Collective."""
-        board, count = self._board, len(self._numbers)
-        rows = [board.wait(rank, self._number, count) for rank in range(len(board))]
+        """Wait until all slots are written; store the sum, added in the order of slots, in the vector. Collective."""
+        board, count = self._board, self._vector.numel()
+        rows = [board.wait(index, self._number, count) for index in range(board.columns)]
         self._vector.copy_(torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.float64))
         return True
 
     def is_completed(self) -> bool:
-        """Whether all ranks have written."""
-        board, count = self._board, len(self._numbers)
-        return all(board.look(rank, self._number, count) is not None for rank in range(len(board)))
+        """Whether all slots are written."""
+        board, count = self._board, self._vector.numel()
+        return all(board.look(index, self._number, count) is not None for index in range(board.columns))
+
+
+class PostedInColumn(Posted):
+    """A reduction in progress on several nodes, which gloo sums over this rank's column first, into the vector."""
+
+    __slots__ = ("_unwritten", "_work")
+
+    def __init__(self, board: Board, number: int, vector: Tensor, work: Any) -> None:
+        super().__init__(board, number, vector)
+        self._work = work
+        self._unwritten = [vector]
+        work.get_future().then(self._write_if_summed)
+
+    def wait(self) -> bool:
+        """Wait for the column, then as on one node. Collective.
+
+        Raises:
+            RuntimeError: gloo lost the connection to a rank of the column.
+        """
+        self._work.wait()
+        self._write()
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """Whether the column is summed and all slots are written."""
+        return bool(self._work.is_completed()) and super().is_completed()
+
+    def _write_if_summed(self, future: Any) -> None:
+        """Write the sum of the column, in the thread of gloo that has computed it; ``wait`` raises its error."""
+        with contextlib.suppress(RuntimeError):
+            future.value()
+            self._write()
+
+    def _write(self) -> None:
+        """Write the slot, unless the other thread has done so or is about to: removing an item is atomic."""
+        with contextlib.suppress(IndexError):
+            self._board.write(self._number, self._unwritten.pop())
 
 
 def _checksum(number: int, payload: bytes) -> int:

@@ -27,10 +27,11 @@ from ..system.environment import (
 )
 from ..system.launcher_env import Placement
 from .devices import take_device
+from .node_board import share_board
 from .object_frames import FrameSize, all_gather_object, broadcast_object, gather_object
 from .rank_zero import set_rank_zero_functions
 from .rendezvous import destroy_group, is_initialized, meet
-from .shared_memory_reduce import CAPACITY, Board, share_board
+from .shared_memory_reduce import CAPACITY, Board
 
 T = TypeVar("T")
 ReduceName = Literal["sum", "mean", "min", "max"]
@@ -163,7 +164,7 @@ class World:
             if self.size == 1:
                 raise ConfigurationError("A world of one process has no control group: its collectives are identities.")
             self._control.append(dist.new_group(backend="gloo"))
-            if self.local_size == self.size and (board := share_board(self._control[0])) is not None:
+            if (board := share_board(self._control[0])) is not None:
                 self._board.append(board)
         return self._control[0]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..system.entry_script import Script
 from ..system.processes import ForkedProcess, die_with_parent
 from . import fork_server_main
-from .fork_server_main import NO_RANK, READY, SIGNALS, Preparation, RankRequest
+from .fork_server_main import NO_RANK, READY, SIGNALS, SPOILED, Preparation, RankRequest
 
 # Packages whose modules the server imports if this process has imported them. None of them reads the rank when it is
 # imported, as torchmetrics does: in the server there is no rank yet.
@@ -66,10 +66,12 @@ class ForkServer:
         mask = [int(signum) for signum in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
         run = script.target, script.is_module, [*script.arguments], script.command
         self._is_ready = False
+        self.is_spoiled = False
+        """Whether a library has initialized an accelerator, so that no rank can be forked."""
         # If the server has ended already, the pipe is closed. ``fork`` then raises ``ServerGone``, and
         # the caller starts ranks as new interpreters.
         with contextlib.suppress(OSError):
-            self._connection.send(tuple(Preparation(os.getpid(), sys.path[:], [*modules, *libraries], *run, mask)))
+            self._connection.send(tuple(Preparation(os.getpid(), sys.path[:], modules, *run, mask, (*libraries,))))
 
     @property
     def pid(self) -> int:
@@ -85,7 +87,9 @@ class ForkServer:
         """Whether the server has imported everything, or has ended."""
         if not self._is_ready:
             with contextlib.suppress(EOFError, OSError):
-                self._is_ready = self._connection.poll() and self._connection.recv() == READY
+                answer = self._connection.recv() if self._connection.poll() else None
+                self.is_spoiled = answer == SPOILED
+                self._is_ready = answer == READY or self.is_spoiled
         return self._is_ready or not self.is_alive()
 
     def fork(

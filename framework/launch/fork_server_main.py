@@ -37,6 +37,8 @@ NAME = b"phalanx-forks"
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 """Signals that may be sent to a rank as soon as it exists; they are blocked until it can handle them."""
 READY = "ready"
+SPOILED = "spoiled"
+"""Sent in place of ``READY`` if the imported libraries have initialized an accelerator."""
 NUM_STANDARD = 3
 """The descriptors of standard input, output and error."""
 NO_RANK = 0
@@ -45,6 +47,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_GET_NAME = 16
 _LOOK_SECONDS = 0.0005
+_CUDA_DRIVER = "libcuda.so.1"
+_NOT_INITIALIZED = 3
 # Whether a script can import modules from its own folder; before Python 3.11 only -I prevents it.
 _SEARCHES_OWN_FOLDER = not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
 
@@ -62,6 +66,8 @@ class Preparation(NamedTuple):
     command: list[str]
     mask: list[int]
     """The signals that are blocked when a rank starts."""
+    libraries: tuple[str, ...] = ()
+    """Further modules to import, which may turn out to prevent forking."""
 
 
 class RankRequest(NamedTuple):
@@ -121,14 +127,39 @@ def _fork_rank(connection: Connection) -> int | OSError | None:
 
 def _fork_again() -> int | None:
     """Fork the rank in the intermediate process; return its pid, ``NO_RANK`` or a negative errno; None in the rank."""
-    for name in ("torch.cuda", "torch.xpu"):
-        is_in_bad_fork: Callable[[], bool] | None = getattr(sys.modules.get(name), "_is_in_bad_fork", None)
-        if is_in_bad_fork is not None and is_in_bad_fork():
-            return NO_RANK
+    if _is_bad_fork():
+        return NO_RANK
     try:
         return _fork() or None
     except OSError as error:
         return -(error.errno or 1)
+
+
+def _is_bad_fork() -> bool:
+    """Whether torch has recorded that this process was forked from one that had initialized an accelerator."""
+    for name in ("torch.cuda", "torch.xpu"):
+        is_in_bad_fork: Callable[[], bool] | None = getattr(sys.modules.get(name), "_is_in_bad_fork", None)
+        if is_in_bad_fork is not None and is_in_bad_fork():
+            return True
+    return False
+
+
+def _has_initialized_cuda() -> bool:
+    """Whether this process has initialized the driver of CUDA, which torch does not record if other code did it."""
+    try:
+        driver = ctypes.CDLL(_CUDA_DRIVER, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
+
+
+def _prevents_forks() -> bool:
+    """Whether an imported module has initialized an accelerator, which a forked process could not use."""
+    if _has_initialized_cuda():
+        return True
+    if (probe := _fork()) == 0:
+        os._exit(_is_bad_fork())
+    return os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) != 0
 
 
 def _fork() -> int:
@@ -159,7 +190,7 @@ def _import(preparation: Preparation) -> None:
     """Import the modules of the ranks. The error of a module that cannot be imported is left to the ranks to report."""
     before = sys.path[:]
     sys.path[:] = preparation.path
-    for module in preparation.modules:
+    for module in [*preparation.modules, *preparation.libraries]:
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     sys.path[:] = before
@@ -238,7 +269,7 @@ def main() -> NoReturn:
     if os.getppid() != given.parent:
         os._exit(0)
     _import(given)
-    connection.send(READY)
+    connection.send(SPOILED if given.libraries and _prevents_forks() else READY)
     request, descriptors = serve(connection, name)
     _become_rank(request, descriptors, given.command)
     signal.signal(signal.SIGCHLD, on_child)

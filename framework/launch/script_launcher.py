@@ -135,7 +135,12 @@ class _ScriptLauncher:
             self.close()
             self._server = ForkServer(self._script, context.environment(0), self._libraries)
             self._supervisor.spare(self._server.pid)
-        return self._supervisor.pause(until=self._server.is_ready_or_ended)
+        ended = self._supervisor.pause(until=self._server.is_ready_or_ended)
+        if ended is None and self._server.is_spoiled and self._libraries:
+            self.close()
+            self._libraries = ()
+            return self._prepare_server(context)
+        return ended
 
     def _start(self, context: LaunchContext, rank: int, output: RankOutput) -> Process:
         environment, inherited = context.environment(rank), context.inherited(rank)

@@ -50,6 +50,8 @@ class ModelSize:
     """Elements of optimizer state for each trainable element: 2 for Adam, 1 for SGD with momentum, 0 without."""
     state_bytes: int | None = None
     """Bytes of optimizer state under torch's optimizers; None: ``state_slots`` in the parameters' dtype."""
+    update_bytes: int = 0
+    """Bytes of temporary memory of an update by torch's optimizers."""
     largest_block: int = 0
     """Elements of the largest block that ``fsdp`` gathers at once; 0: the entire model."""
     outside_blocks: int = 0
@@ -112,7 +114,7 @@ class Bytes:
     master_copies: int = 0
     """fp32 copies of parameters that updates are applied to, where these are not the parameters themselves."""
     buckets: int = 0
-    """Buffers for communication and casting: reduction buckets, gathered blocks, swap buffers."""
+    """Buffers for communication, casting and updates: reduction buckets, gathered blocks, swap buffers."""
     activations: int = 0
     """Tensors that the forward pass saves for the backward pass."""
 
@@ -140,6 +142,9 @@ class Footprint:
     device: Bytes = field(default_factory=Bytes)
     host: Bytes = field(default_factory=Bytes)
     disk: Bytes = field(default_factory=Bytes)
+
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(self.device + other.device, self.host + other.host, self.disk + other.disk)
 
     @property
     def everywhere(self) -> Bytes:
@@ -175,6 +180,9 @@ def footprint(
         held = _engine(layout, size, ranks, precision, accumulates)
     else:
         held = _torch(layout, size, ranks, precision, casts, accumulates)
+        # Updates take the memory that activations have left, and only what they need beyond it is added.
+        update = _part(size.update_bytes, shard_of(layout, ranks) if layout.splits_state else 1)
+        held += Footprint(Bytes(buckets=max(0, update - activations)))
     return Footprint(held.device + Bytes(activations=activations), held.host, held.disk)
 
 

@@ -29,6 +29,7 @@ from ..core.position_rng import RandomStream
 from ..core.precision import DefaultDtype, Precision
 from ..core.quantized_state import is_quantized, parts_of
 from .formulas import ModelSize
+from .update_memory import update_bytes
 
 # The number of views between a parameter and its cast that are followed.
 _STEPS_TO_A_CAST = 4
@@ -100,22 +101,35 @@ def _computes(part: nn.Module) -> bool:
     return type(part).forward is not nn.Module.forward and any(True for _ in part.parameters())
 
 
-def optimizer_state(module: TrainModule, precision: Precision) -> tuple[float, int, int]:
+@dataclass(frozen=True)
+class OptimizerSizes:
+    """Memory of the optimizers of a module."""
+
+    slots: float
+    """Elements of state for each trainable element."""
+    state_bytes: int
+    """Bytes of state under torch's optimizers."""
+    update_bytes: int
+    """Bytes of temporary memory of an update by torch's optimizers."""
+    count: int
+
+
+def optimizer_state(module: TrainModule, precision: Precision, device_type: str) -> OptimizerSizes:
     """Measure the state of a module's optimizers, by a step on parameters and gradients without data.
 
     Args:
         module: a copy from ``without_data``, which is modified.
-
-    Returns:
-        The elements of state for each trainable element, the bytes of state under torch's optimizers, and the number of
-        optimizers.
+        device_type: the type of device on which the updates will be made.
     """
     precision.convert_module(module)
     optimizers, _ = resolve_optimizers(module.configure_optimizers())
     trainable = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     slots = [slot for optimizer in optimizers for slot in _slots(optimizer)]
     state_bytes = sum(slot.numel() * slot.element_size() for slot in slots)
-    return sum(slot.numel() for slot in slots) / max(1, trainable), state_bytes, len(optimizers)
+    in_updates = update_bytes(optimizers, device_type)
+    return OptimizerSizes(
+        sum(slot.numel() for slot in slots) / max(1, trainable), state_bytes, in_updates, len(optimizers)
+    )
 
 
 def _slots(optimizer: Optimizer) -> Iterator[Tensor]:

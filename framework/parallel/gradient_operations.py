@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.finite_check import all_finite
+from ..checkpoint.finite_check import all_finite, scale_and_check
 from ..core.arguments import NoArguments
 from ..core.errors import ConfigurationError
 
@@ -42,6 +42,15 @@ class GradientOperations(NoArguments):
         """
         return all_finite(gradients_of(parameters))
 
+    def scale_and_check(self, parameters: Iterable[Tensor], factor: float) -> bool:
+        """Multiply gradients in place, and return whether they are finite, as ``scale`` and ``are_finite``. Collective.
+
+        Override it where both can be one pass over the gradients.
+        """
+        kept = list(parameters)
+        self.scale(kept, factor)
+        return self.are_finite(kept)
+
     def discard(self) -> None:
         """Drop what is kept of gradients that are not finite, besides ``parameter.grad``. Called on all ranks."""
 
@@ -63,6 +72,14 @@ class GradientOperations(NoArguments):
         if present:
             # Without any gradient, torch's function raises an error.
             nn.utils.clip_grad_value_(present, limit)
+
+
+class FullGradients(GradientOperations):
+    """Operations on gradients that every rank holds in full, in ``parameter.grad``."""
+
+    def scale_and_check(self, parameters: Iterable[Tensor], factor: float) -> bool:
+        """Multiply and check gradients, in one pass where possible. Collective."""
+        return scale_and_check(gradients_of(parameters), factor)
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from ..core.errors import ConfigurationError, unknown
 from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
-from .gradient_operations import gradients_of
 from .strategy import Strategy
 
 CLIP_ALGORITHMS = ("norm", "value")
@@ -52,8 +51,16 @@ class Updater:
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, once for each update."""
         if self.scaler is not None and id(optimizer) not in self._unscaled:
-            self.scaler.unscale_(gradients_of(parameters_of(optimizer)))
+            self.strategy.gradients.scale(parameters_of(optimizer), 1.0 / self.scaler.scale)
             self._unscaled.add(id(optimizer))
+
+    def _unscale_and_check(self, optimizer: Optimizer) -> bool:
+        """Unscale gradients unless that has been done; return whether they are finite. Collective."""
+        parameters, gradients = parameters_of(optimizer), self.strategy.gradients
+        if self.scaler is None or id(optimizer) in self._unscaled:
+            return gradients.are_finite(parameters)
+        self._unscaled.add(id(optimizer))
+        return gradients.scale_and_check(parameters, 1.0 / self.scaler.scale)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Record that the gradients of an optimizer were dropped."""
@@ -122,13 +129,10 @@ class Updater:
         """
         strategy = self.strategy
         looks = self.guarded or (self.on_nonfinite_gradients is not None and not blind)
-        if looks:
-            if self.scaler is not None:
-                self.unscale(optimizer)
-            # Before clipping, which would hide an infinity by clamping it.
-            if not strategy.gradients.are_finite(parameters_of(optimizer)):
-                self._leave_out(optimizer)
-                return False
+        # Before clipping, which would hide an infinity by clamping it.
+        if looks and not self._unscale_and_check(optimizer):
+            self._leave_out(optimizer)
+            return False
         if before is not None:
             before()
         applied = strategy.step(optimizer) if step is None else step()

@@ -51,7 +51,8 @@ class Resources:
     @property
     def libraries(self) -> tuple[str, ...]:
         """Modules that every rank imports: ranks are forked from a process that has imported them."""
-        return (*self.strategy.libraries, *self.precision.libraries)
+        names = (*self.strategy.libraries, *self.precision.libraries)
+        return tuple(name.format(device_type=self.device_type) for name in names)
 
     @property
     def must_launch(self) -> bool:

@@ -25,7 +25,7 @@ from ..core.arguments import NamesArguments
 from ..core.precision import Precision
 from ..distributed.world import World
 from .canonical_state import CanonicalState
-from .gradient_operations import GradientOperations, no_clipping_by_value
+from .gradient_operations import FullGradients, GradientOperations, no_clipping_by_value
 from .meta_device import fill_from_rank_zero
 from .step_flags import StepFlags
 
@@ -81,7 +81,8 @@ class Strategy(NamesArguments, ABC):
     traits: Traits = Traits()
     libraries: tuple[str, ...] = ("torch._dynamo",)
     """Modules that every rank imports before its first step; importing them must not initialize an accelerator. The
-    ranks of a script are forked from a process that has imported them. Any optimizer of torch imports the first."""
+    ranks of a script are forked from a process that has imported them, unless one of them does initialize one. Any
+    optimizer of torch imports the first. ``{device_type}`` in a name is replaced by the type of device of the ranks."""
 
     world: World
     precision: Precision
@@ -94,7 +95,7 @@ class Strategy(NamesArguments, ABC):
     """The exchange of step flags, if ``setup`` made this strategy's gradient reduction carry them. None for a separate
     message, which works under every strategy."""
 
-    gradients: GradientOperations = GradientOperations()
+    gradients: GradientOperations = FullGradients()
     """The operations on gradients before an update. A strategy whose ranks do not hold full gradients in
     ``parameter.grad`` replaces it in ``connect`` or ``setup``."""
     state: CanonicalState = CanonicalState()

@@ -189,8 +189,9 @@ def _measure(session: Session, request: StageRequest, memory: Memory, activation
         notes.append(f"Layers that configure_model builds are not counted: {_summary(error)}")
     optimizers = 1
     try:
-        slots, state_bytes, optimizers = optimizer_state(built or module, resources.precision)
-        size = replace(size, state_slots=slots, state_bytes=state_bytes)
+        held = optimizer_state(built or module, resources.precision, resources.device_type)
+        size = replace(size, state_slots=held.slots, state_bytes=held.state_bytes, update_bytes=held.update_bytes)
+        optimizers = held.count
     except Exception as error:
         notes.append(f"Optimizer state is counted as Adam's: {_summary(error)}")
     activations = None

@@ -11,14 +11,18 @@ import importlib
 from ...framework.system.environment import library_environment
 from .engine import quiet_import
 
-# Ranks are forked from a process that imports DeepSpeed only where torch is a build for the CPU.
-with library_environment(DS_ACCELERATOR="cpu"), quiet_import():
-    # Imported by the engine of DeepSpeed 0.19.8. The last two import torch's compiler, which takes as long again.
-    for name in (
-        "deepspeed",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "deepspeed.module_inject.auto_ep_layer",
-    ):
-        # A module that a later version has moved costs time at the start of each rank, and nothing else.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+# Imported by the engine of DeepSpeed 0.19.8. The last two import torch's compiler, which takes as long again.
+_MODULES = (
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
+)
+
+
+def import_deepspeed(device_type: str) -> None:
+    """Import DeepSpeed for ranks on this type of device, without initializing one."""
+    with library_environment(DS_ACCELERATOR=device_type, PYTORCH_NVML_BASED_CUDA_CHECK="1"), quiet_import():
+        for name in _MODULES:
+            # A module that a later version has moved costs time at the start of each rank, and nothing else.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)

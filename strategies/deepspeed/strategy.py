@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -55,9 +54,8 @@ class DeepSpeedStrategy(Strategy):
     name = "deepspeed"
     # The engine flattens the parameters of the optimizer into one tensor.
     fixes_parameters = True
-    # With CUDA, importing DeepSpeed queries the devices, and no forked process could use them afterwards.
-    if not torch.backends.cuda.is_built():
-        libraries = (*Strategy.libraries, "phalanx.strategies.deepspeed.library")
+    # DeepSpeed chooses the type of device when it is imported.
+    libraries = (*Strategy.libraries, "phalanx.strategies.deepspeed.library_on_{device_type}")
 
     def __init__(self, **arguments: Unpack[ZeroArguments]) -> None:
         self.options = resolve_options(**arguments)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...framework.checkpoint.finite_check import all_finite
+from ...framework.checkpoint.finite_check import all_finite, scale_and_check
 from ...framework.distributed.world import World
 from ...framework.parallel.gradient_operations import GradientOperations
 from .boxes import local_of
@@ -38,7 +38,14 @@ class ShardedGradients(GradientOperations):
 
     def are_finite(self, parameters: Iterable[Tensor]) -> bool:
         """Whether this rank's and all other ranks' shards are finite, in one small reduction. Collective."""
-        others = torch.tensor([float(not all_finite(local_gradients(parameters)))], dtype=torch.float64)
+        return self._everywhere(all_finite(local_gradients(parameters)))
+
+    def scale_and_check(self, parameters: Iterable[Tensor], factor: float) -> bool:
+        """Multiply and check this rank's shards in one pass; return whether all ranks' are finite. Collective."""
+        return self._everywhere(scale_and_check(local_gradients(parameters), factor))
+
+    def _everywhere(self, is_finite: bool) -> bool:
+        others = torch.tensor([float(not is_finite)], dtype=torch.float64)
         self._world.control_reduce(others).wait()
         return others.item() == 0.0
 

@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 
 from phalanx.framework.core.errors import DesyncError, RankError
 from phalanx.framework.distributed import shared_memory_reduce as board_module
-from phalanx.framework.distributed.shared_memory_reduce import CAPACITY, Board, SharedMemory
+from phalanx.framework.distributed.shared_memory_reduce import CAPACITY, Board, Node, SharedMemory
 from phalanx.framework.distributed.world import World
 
 
@@ -86,9 +86,13 @@ def test_long_vectors_and_ranks_without_shared_memory_go_through_gloo(what: str)
 # ---- one process that plays all ranks --------------------------------------------------------------------------------
 
 
+def node_of(pids: list[int]) -> Node:
+    return Node(range(len(pids)), pids, len(pids))
+
+
 def boards(pids: list[int]) -> list[Board]:
     memory = SharedMemory(Board.size(len(pids)))
-    made = [Board(memory, rank, pids) for rank in range(len(pids))]
+    made = [Board(memory, rank, node_of(pids)) for rank in range(len(pids))]
     memory.release_name()
     return made
 
@@ -124,7 +128,8 @@ def test_a_rank_that_has_left_is_named_at_once_but_what_it_wrote_counts() -> Non
     theirs = SharedMemory(Board.size(2), memory.place)
     memory.release_name()
     theirs.release_name()
-    first, second = Board(memory, 0, [os.getpid()] * 2), Board(theirs, 1, [os.getpid()] * 2)
+    node = node_of([os.getpid()] * 2)
+    first, second = Board(memory, 0, node), Board(theirs, 1, node)
     pending = first.post(vector(0, 0))
     second.post(vector(1, 0))
     second.close()

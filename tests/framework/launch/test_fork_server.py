@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import py_compile
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -147,6 +149,54 @@ def test_a_signal_during_the_imports_of_the_server_ends_all(tmp_path: Path, sign
         wait_until(lambda: not session_pids(process.pid))
 
 
+# Has the name of CUDA's driver, and answers as it does before and after its initialization.
+DRIVER = """
+static int is_initialized;
+int cuInit(unsigned flags) { is_initialized = 1; return 0; }
+int cuDeviceGetCount(int *count) { return is_initialized ? 0 : 3; }
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a library that other libraries take for CUDA's driver."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    library = folder / "driver.so"
+    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(folder / "driver.c")]
+    subprocess.run(command, check=True)
+    return library
+
+
+@pytest.mark.parametrize(
+    ("initializes", "is_kept"),
+    [
+        ("import torch; torch.cuda._is_in_bad_fork = lambda: True", False),
+        ("driver.cuInit(0)", False),
+        ("pass", True),
+    ],
+)
+def test_ranks_are_forked_without_libraries_that_initialize_an_accelerator(
+    tmp_path: Path, driver: Path, initializes: str, is_kept: bool
+) -> None:
+    (tmp_path / "special.py").write_text(f"import ctypes\ndriver = ctypes.CDLL({str(driver)!r})\n{initializes}\n")
+    script = tmp_path / "script.py"
+    # Only in a forked rank are there objects that are excluded from garbage collection.
+    script.write_text(
+        HEAD + "launch(restarts=1, libraries=['special'])\nimport gc\n"
+        "from phalanx.framework.system.environment import attempt\n"
+        "print('forked', gc.get_freeze_count() > 0, 'special' in sys.modules, attempt(), flush=True)\n"
+        "if not attempt(): os._exit(1)\n"
+    )
+    done = run_command([sys.executable, str(script)], tmp_path)
+    for line in (f"forked True {is_kept} {number}" for number in (0, 1)):
+        assert line in done.stdout
+        assert f"[rank 1] {line}" in done.stdout
+    assert done.returncode == 0
+
+
 def test_a_server_that_cannot_fork_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Like a build with CUDA, which records in a forked process that a device was initialized.
     (tmp_path / "looks.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True")
@@ -155,6 +205,7 @@ def test_a_server_that_cannot_fork_reports_it(tmp_path: Path, monkeypatch: pytes
     server = ForkServer(script, dict(os.environ), ["looks"])
     try:
         wait_until(server.is_ready_or_ended)
+        assert server.is_spoiled
         for _ in range(2):
             with pytest.raises(ServerGone):
                 server.fork({}, (0, 1, 2), {})

@@ -124,6 +124,25 @@ def test_other_optimizers_frozen_parameters_and_one_rank() -> None:
     assert second.held - second.parameters == (4 + 4 + 4) * 1_000_000 / 4
 
 
+def test_updates_take_the_memory_of_activations_first() -> None:
+    size = ModelSize(1_000_000, update_bytes=4_000_000)
+
+    def buckets(name: str, activations: int, update: ModelSize = size) -> int:
+        return footprint(LAYOUTS[name], update, Ranks(4), FP32, activations).device.buckets
+
+    none = ModelSize(1_000_000)
+    for name, needed in (("ddp", 4_000_000), ("fsdp", 1_000_000), ("hsdp", 2_000_000), ("zero2", 0)):
+        assert buckets(name, 0) - buckets(name, 0, none) == needed
+        assert buckets(name, 300_000) - buckets(name, 300_000, none) == max(0, needed - 300_000)
+        assert buckets(name, 5_000_000) == buckets(name, 5_000_000, none)
+
+
+@pytest.mark.parametrize(("device_type", "counted"), [("cuda", 4 * 129), ("cpu", 0)])
+def test_the_default_of_torchs_optimizers_is_counted_where_it_is_foreach(device_type: str, counted: int) -> None:
+    sizes = optimizer_state(without_data(Regressor()), FP32, device_type)
+    assert (sizes.update_bytes, sizes.count) == (counted, 1)
+
+
 def held_by_a_rank(name: str, precision: str, window: int) -> tuple[int, int, int]:
     """Train on this rank; return its peak of tensor bytes, and the formulas' result without and with buckets."""
 
@@ -191,14 +210,15 @@ def test_a_models_size_counts_tied_parameters_once_and_frozen_ones_apart() -> No
 )
 def test_optimizer_state_is_what_a_real_step_leaves(name: str, options: dict[str, Any]) -> None:
     module = Net(16, name, **options)
-    slots, state_bytes, count = optimizer_state(without_data(module), FP32)
+    sizes = optimizer_state(without_data(module), FP32, "cpu")
     optimizer = module.configure_optimizers()
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = [slot for state in optimizer.state.values() for slot in state.values() if isinstance(slot, Tensor)]
     elements = sum(slot.numel() for slot in kept if slot.dim())
-    assert (round(slots * size_of(module).trainable), state_bytes, count) == (elements, 4 * elements, 1)
+    assert round(sizes.slots * size_of(module).trainable) == elements
+    assert (sizes.state_bytes, sizes.count) == (4 * elements, 1)
 
 
 def test_activations_are_the_tensors_saved_for_backward() -> None:
