@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,7 +46,8 @@ class Size:
     @property
     def temporary_bytes(self) -> float:
         """An estimate of the memory that a step needs besides the state."""
-        return self.tokens * (_BYTES_OF_LAYER * self.width * self.layers + _BYTES_OF_LOGIT * self.vocabulary)
+        # Half as much again for what the allocator cannot use.
+        return 1.5 * self.tokens * (_BYTES_OF_LAYER * self.width * self.layers + _BYTES_OF_LOGIT * self.vocabulary)
 
     @property
     def resident_bytes(self) -> float:
@@ -62,9 +63,10 @@ SIZES = {
 _TINY = Size(2, 32, 2, 128, 32, 2, (1, 16), 3e-3, rounds=2, steps=2)
 
 
-def size_of(name: str, tiny: bool) -> Size:
-    """Return a size, or in its place one that a CPU trains at once."""
-    return _TINY if tiny else SIZES[name]
+def size_of(name: str, tiny: bool, quick: bool = False) -> Size:
+    """Return a size, or in its place one that a CPU trains at once; ``quick`` measures one short round."""
+    size = _TINY if tiny else SIZES[name]
+    return replace(size, rounds=1, steps=min(size.steps, 5)) if quick else size
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Cell:
     compiled: bool
     device: str
     tiny: bool
+    quick: bool
     folder: str
     """For temporary files."""
 
@@ -145,8 +148,8 @@ class Phase:
 def phases(size: Size, compiled: bool) -> list[Phase]:
     """Return the phases of a fit, in order.
 
-    The profiler is last, as its library slows launches down for the rest of the process. Compiled code has no phase with
-    short batches, for which it would have to be generated again.
+    The profiler is last, as its library slows launches down for the rest of the process. Compiled code has no phase
+    with short batches, for which it would have to be generated again.
     """
     found = [Phase("losses", 6), *[Phase("round", size.steps)] * size.rounds, Phase("waits", 5)]
     return [*found, *([] if compiled else [Phase("host", 12)]), Phase("profile", 3)]

@@ -9,12 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .cells import Cell, Size, phases
+from .cells import Cell, phases, size_of
 from .channel import Child, ChildError
 
 TOLERANCE = 0.01
 """The relative difference that losses may have: sides round to bf16 at different places."""
 _START_SECONDS, _PHASE_SECONDS = 90.0, 120.0
+# Several processes compile at once, so each does so in few processes of its own.
+_VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
 _OUT_OF_TIME = "no time was left"
 
 Note = Callable[[str], None]
@@ -67,23 +69,11 @@ class Setting:
 
     device: str
     tiny: bool
+    quick: bool
     folder: Path
     """For temporary files and the output of processes."""
     budget: Budget
     note: Note
-    device_bytes: float
-    """The free memory of the device."""
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment of the processes."""
-        # Each compiles in few processes, as several do so at once.
-        return {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def room(size: Size, device_bytes: float) -> int:
-    """Return how many processes can hold the state of a model while one of them trains."""
-    return int((device_bytes - 1.5 * size.temporary_bytes) // size.resident_bytes)
 
 
 class Cohort:
@@ -92,7 +82,8 @@ class Cohort:
     Args:
         number: its number in results.
         names: the sides, ``raw`` first: the losses of all others are compared with its.
-        size_name: the name of the size in results.
+        title: the name of the size in results.
+        size_name: its name among the sizes.
         abreast: how many processes may run their first steps at once.
     """
 
@@ -100,16 +91,16 @@ class Cohort:
         self,
         number: int,
         names: Sequence[str],
+        title: str,
         size_name: str,
-        size: Size,
         compiled: bool,
         setting: Setting,
         abreast: int,
     ) -> None:
-        self._size, self._setting, self._abreast = size, setting, max(abreast, 1)
-        self.records = {name: Record(name, size_name, compiled, number) for name in names}
+        self._size_name, self._setting, self._abreast = size_name, setting, max(abreast, 1)
+        self.records = {name: Record(name, title, compiled, number) for name in names}
         self._children: dict[str, Child] = {}
-        self._phases = phases(size, compiled)
+        self._phases = phases(size_of(size_name, setting.tiny, setting.quick), compiled)
 
     def run(self) -> list[Record]:
         """Measure all phases; a side that fails is reported, and the others are measured."""
@@ -134,9 +125,10 @@ class Cohort:
         for index, (name, record) in enumerate(self.records.items()):
             folder = setting.folder / f"cohort-{record.cohort}" / f"side-{index}"
             (folder / "files").mkdir(parents=True)
-            cell = Cell(name, record.size, record.compiled, setting.device, setting.tiny, str(folder / "files"))
+            files = str(folder / "files")
+            cell = Cell(name, self._size_name, record.compiled, setting.device, setting.tiny, setting.quick, files)
             module = f"{__package__}.side"
-            self._children[name] = Child(module, asdict(cell), folder / "log.txt", setting.variables)
+            self._children[name] = Child(module, asdict(cell), folder / "log.txt", _VARIABLES)
         for name in list(self._children):
             self._collect(name, _START_SECONDS)
 

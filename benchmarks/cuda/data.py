@@ -145,7 +145,7 @@ def main() -> None:
     # Workers hand batches over in shared memory, which containers often limit.
     workers = 4 if not tiny and shutil.disk_usage("/dev/shm").free > _SHARED_BYTES else 0
     feeding = Feeding(device, TINY_IMAGES if tiny else IMAGES, workers)
-    steps, rounds = (_WINDOW, 1) if tiny else (3 * _WINDOW, 3)
+    steps, rounds = (_WINDOW, 1) if tiny or given["quick"] else (3 * _WINDOW, 3)
     # A batch takes as long to load as to compute, so that a loop that does not overlap both takes twice as long.
     resident = next(feeding.cases(0.0))
     for _ in range(2):
@@ -156,9 +156,8 @@ def main() -> None:
         for case in cases:
             if not case.problem:
                 measure(case, device, steps)
-    for case in cases:
-        found = {name: getattr(case, name) for name in ("group", "title", "seconds", "problem")}
-        parent.send({"data": found | {"workers": workers, "delay": delay}})
+                found = {name: getattr(case, name) for name in ("group", "title", "seconds", "problem")}
+                parent.send({"data": found | {"workers": workers, "delay": delay}})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The device of a side: its timer, its memory, and how often the host waits for it; on a CPU the host's counterparts."""
+"""The device of a side: its timer, its memory, its traces, and how often the host waits for it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Device:
         self.torch = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
         if self.is_cuda:
             torch.cuda.set_device(self.torch)
+        else:
+            torch.set_num_threads(1)
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""
@@ -89,7 +91,8 @@ class Timer:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._events: list[Any] = []
-        if device.is_cuda:
+        # Emulated devices have no time, and a torch without CUDA.
+        if device.is_cuda and torch.version.cuda is not None:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._began = 0.0
 
@@ -106,5 +109,4 @@ class Timer:
             self._events[1].record()
         self._device.synchronize()
         wall = time.perf_counter() - self._began
-        # Emulated devices have no time.
-        return (self._events[0].elapsed_time(self._events[1]) / 1000 if self._events else 0.0) or wall
+        return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events else wall

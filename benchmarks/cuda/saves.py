@@ -8,7 +8,8 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def stall(marks: list[float]) -> dict[str, float]:
     Args:
         marks: the seconds at the start of each step, and those at the end of the fit.
     """
-    lengths = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    lengths = [after - before for before, after in pairwise(marks)]
     usual = statistics.median(lengths[_WARM : _SAVED_AT - 1])
     # The save is within the step that it follows. What comes after the last step is no part of training.
     later = lengths[_SAVED_AT - 1 : _STEPS - 1]
@@ -131,7 +132,8 @@ def main() -> None:
     parent = Parent()
     given = json.loads(sys.argv[1])
     device, folder = Device(given["device"]), Path(given["folder"])
-    for way, gigabytes, save in _cases(given["tiny"]):
+    sizes = _TINY_GIGABYTES if given["tiny"] else _GIGABYTES[:1] if given["quick"] else _GIGABYTES
+    for way, gigabytes, save in _cases(sizes):
         memory = available_bytes(Path("/proc/meminfo").read_text())
         problem = affordable(gigabytes, shutil.disk_usage(folder).free, memory)
         result: dict[str, Any] = {"way": way, "gigabytes": gigabytes, "problem": problem}
@@ -151,9 +153,8 @@ def main() -> None:
         parent.send({"save": result})
 
 
-def _cases(tiny: bool) -> Iterator[tuple[str, float, Callable[[Layers, Path], None]]]:
+def _cases(sizes: Sequence[float]) -> Iterator[tuple[str, float, Callable[[Layers, Path], None]]]:
     """Yield the ways to save, the asynchronous one in all sizes first."""
-    sizes = _TINY_GIGABYTES if tiny else _GIGABYTES
     for size in sizes:
         yield "phalanx, asynchronous", size, lambda module, folder: with_trainer(True, module, folder)
     for size in sizes:

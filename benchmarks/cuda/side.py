@@ -20,11 +20,9 @@ from .model import Batches
 def main() -> None:
     parent = Parent()
     cell = Cell(**json.loads(sys.argv[1]))
-    side, size, folder = ALL_SIDES[cell.side], size_of(cell.size, cell.tiny), Path(cell.folder)
+    side, size, folder = ALL_SIDES[cell.side], size_of(cell.size, cell.tiny, cell.quick), Path(cell.folder)
     # Libraries are imported by all sides at once. The device is used by one after the other.
     fit = import_module(f"{__package__}.side_{side.module}").fit
-    if cell.device == "cpu":
-        torch.set_num_threads(1)
     parent.send({"torch": torch.__version__})
     parent.wait()
     device, planned = Device(cell.device), phases(size, cell.compiled)

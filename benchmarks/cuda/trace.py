@@ -10,7 +10,11 @@ from typing import Any
 
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _ON_HOST = {"cuda_runtime", "cuda_driver"}
-_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync")
+_WAITS = (
+    *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
+    *("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"),
+)
 
 Event = Mapping[str, Any]
 
@@ -24,20 +28,29 @@ def read(path: Path) -> list[Event]:
 def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
     """Return what a trace of some steps contains, counts for each step.
 
-    The wait that ends the trace itself is not counted.
+    Waits before the first launch and after the last one are left out: they are those of the profiler.
     """
     on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
+    on_host = [event for event in events if event.get("cat") in _ON_HOST]
+    launches = [event["ts"] for event in on_host if event["name"].startswith(_LAUNCHES)]
     waits = Counter(
-        event["name"] for event in events if event.get("cat") in _ON_HOST and str(event["name"]).startswith(_WAITS)
+        event["name"]
+        for event in on_host
+        if is_wait(event["name"]) and min(launches, default=0) < event["ts"] < max(launches, default=0)
     )
-    waits["cudaDeviceSynchronize"] -= 1
     return {
         "idle_share": idle_share((event["ts"], event["ts"] + event["dur"]) for event in on_device),
         "kernels": sum(event["cat"] == "kernel" for event in on_device) / steps,
-        "waits": {name: count / steps for name, count in waits.items() if count > 0},
+        "waits": {name: count / steps for name, count in waits.items()},
         "pageable_copies": sum("Pageable" in event["name"] for event in on_device) / steps,
         "longest_kernels": longest(on_device, steps),
     }
+
+
+def is_wait(call: str) -> bool:
+    """Whether a call of CUDA's runtime or driver returns only when the device has reached a point."""
+    # The version of a call is in the end of its name: cudaMemcpy_v3020.
+    return call.split("_v")[0] in _WAITS
 
 
 def idle_share(intervals: Iterable[tuple[float, float]]) -> float | None:
