@@ -91,11 +91,11 @@ class Feeding:
     def trainer(self, library: str, loader: Callable[[int], Any], window: int, span: Span, count: int) -> None:
         """Run the fit of a Trainer."""
         source: Any = import_module("phalanx" if library == "phalanx" else "lightning.pytorch")
-        base = source.TrainModule if library == "phalanx" else source.LightningModule
+        base: Any = source.TrainModule if library == "phalanx" else source.LightningModule
         own = {"stall_timeout": False} if library == "phalanx" else {}
         images = self._images
 
-        class Task(base):  # type: ignore[misc]
+        class Task(base):  # type: ignore[misc, valid-type]
             def __init__(self) -> None:
                 super().__init__()
                 self.network = Network(images)

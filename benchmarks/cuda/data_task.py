@@ -49,7 +49,8 @@ class Network(nn.Module):
         x = self.patches(batch.float() / 255).flatten(2).transpose(1, 2)
         for layer in self.layers:
             x = x + layer(x)
-        return -self.head(x.mean(1)).float().log_softmax(-1)[:, 0].mean()
+        loss: Tensor = -self.head(x.mean(1)).float().log_softmax(-1)[:, 0].mean()
+        return loss
 
 
 class Prepared(Dataset[Tensor]):

@@ -24,8 +24,6 @@ class Device:
         self.torch = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
         if self.is_cuda:
             torch.cuda.set_device(self.torch)
-        else:
-            torch.set_num_threads(1)
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""

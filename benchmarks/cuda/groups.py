@@ -95,7 +95,8 @@ class Run:
         folder = setting.folder / module
         folder.mkdir()
         given = {"device": setting.device, "tiny": setting.tiny, "quick": setting.quick, "folder": str(folder)}
-        return Child(f"{__package__}.{module}", given, setting.folder / f"{module}.txt")
+        threads = {"OMP_NUM_THREADS": "1"} if setting.device == "cpu" else {}
+        return Child(f"{__package__}.{module}", given, setting.folder / f"{module}.txt", threads)
 
     def _receive(self, title: str, child: Child, seconds: float, take: Callable[[dict[str, Any]], object]) -> None:
         """Take all results of a process, and report why some are missing."""
@@ -139,7 +140,7 @@ GROUPS: dict[str, Callable[[Run], None]] = {
     "350m": sizes("350m", "350m", False),
     "350m-compiled": sizes("350m", "350m", True),
     "saves": Run.saves,
-    "settings": lambda run: run.sizes("settings", "350m", False, ["phalanx zero2", "phalanx zero3", *SETTINGS]),
+    "settings": lambda run: run.sizes("settings", "350m", False, list(SETTINGS)),
     "1.3b": sizes("1.3b", "1.3b", False),
     "1.3b-compiled": sizes("1.3b", "1.3b", True),
 }

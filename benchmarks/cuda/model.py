@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ def compile_blocks(model: LanguageModel) -> None:
     blocks = model.gpt.blocks
     for index, block in enumerate(blocks):
         # The result has the hooks of DDP and FSDP outside of the compiled code.
-        blocks[index] = torch.compile(block)
+        compiled: Any = torch.compile(block)
+        blocks[index] = compiled
 
 
 class Batches:

@@ -48,4 +48,5 @@ def _wrapped(model: LanguageModel, job: Job) -> nn.Module:
 def join_alone(device: torch.device) -> None:
     """Start a process group with this process as its one rank, without a port."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
