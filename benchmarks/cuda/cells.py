@@ -1,4 +1,4 @@
-"""What is measured: the sizes of the model, the sides that train it, and one cell for each side of a size."""
+"""The sizes of the model, the sides that train it, and a cell for each side of a size that is measured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Measures a side from within: every side calls ``step`` at the start of each of its steps.
 
-Between two phases the side stands still inside that call until the parent lets it go on. So sides take turns on the
+Between two phases the side waits inside that call until the parent lets it continue. So sides take turns on the
 device, whatever loop they have, and none of them needs a callback.
 """
 

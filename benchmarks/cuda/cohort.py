@@ -65,7 +65,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where cells are measured."""
+    """The place of all measurements, and their limits."""
 
     device: str
     tiny: bool

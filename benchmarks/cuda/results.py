@@ -56,7 +56,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Bar:
-    """A value that phalanx promises to keep to; ``value`` is None where it was not measured."""
+    """A value that phalanx promises to keep to; None as ``value`` if it was not measured."""
 
     title: str
     value: float | None

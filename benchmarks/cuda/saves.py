@@ -1,4 +1,4 @@
-"""The process that measures saves: how long training stands still, for checkpoints of several sizes."""
+"""The process that measures saves: how long training waits, for checkpoints of several sizes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def stall(marks: list[float]) -> dict[str, float]:
     """
     lengths = [after - before for before, after in pairwise(marks)]
     usual = statistics.median(lengths[_WARM : _SAVED_AT - 1])
-    # The save is within the step that it follows. What comes after the last step is no part of training.
+    # The save is within the step that it follows. The time after the last step is not training.
     later = lengths[_SAVED_AT - 1 : _STEPS - 1]
     return {
         "step_ms": usual * 1e3,

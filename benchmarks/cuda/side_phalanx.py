@@ -52,7 +52,7 @@ def fit(job: Job) -> None:
         max_epochs=1,
         barebones=True,
         default_root_dir=job.folder,
-        # The side stands still while other sides are measured.
+        # The side waits while other sides are measured.
         stall_timeout=False,
     )
     trainer.fit(Task(job), job.batches)

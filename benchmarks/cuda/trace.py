@@ -26,7 +26,7 @@ def read(path: Path) -> list[Event]:
 
 
 def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Return what a trace of some steps contains, counts for each step.
+    """Return the contents of a trace of some steps, counts for each step.
 
     Waits before the first launch and after the last one are left out: they are those of the profiler.
     """
