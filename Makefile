@@ -13,7 +13,7 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test test-versions tools audit lock lint types ops parity matrix bench kill chaos deadlocks faults soak format clean
+.PHONY: help demo test test-versions tools audit lock lint types ops parity matrix bench bench-cuda kill chaos deadlocks faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
@@ -23,6 +23,7 @@ help:
 	@echo "make lock     write requirements.lock anew, from pyproject.toml and constraints.txt"
 	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
+	@echo "make bench-cuda  measure on one GPU beside plain torch, Lightning, Accelerate and DeepSpeed: 8 minutes, no network"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy and number of ranks)"
@@ -102,6 +103,19 @@ ops: $(DEV)
 
 bench: $(BENCH)
 	$(PY) -m benchmarks $(ARGS)
+
+# With the machine's own python and packages, as its torch fits its driver; with those of the environment where `make` has
+# built one. phalanx is found through its link. Missing packages come from the wheels in `wheels/`, if there are any.
+# ARGS='--only 350m --seconds 120', or ARGS='--device cpu --tiny' to try the code without a GPU
+CUDA_PYTHON := $(if $(wildcard $(DEV)),$(PY),$(PYTHON))
+OFFERED := $(sort $(foreach wheel,$(notdir $(wildcard wheels/*.whl)),$(firstword $(subst -, ,$(wheel)))))
+OFFLINE := -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --upgrade
+bench-cuda:
+	@$(LINKED)
+	@test -z "$(OFFERED)" || $(CUDA_PYTHON) $(OFFLINE) --find-links wheels --target $(VENV)/wheels $(OFFERED) || \
+	    echo "The wheels do not fit this Python: sides that need them are left out."
+	PYTHONPATH="$(CURDIR)/$(VENV)/types:$(CURDIR)/$(VENV)/wheels$${PYTHONPATH:+:$$PYTHONPATH}" \
+	    $(CUDA_PYTHON) -m benchmarks.cuda $(ARGS)
 
 parity: $(DEV)
 	$(PY) tests/parity_table.py --write docs/choosing-a-strategy.md

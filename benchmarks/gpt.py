@@ -33,10 +33,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens [batch, length] to logits [batch, length, vocabulary]."""
 
-    def __init__(self, layers: int = 4, width: int = 128, heads: int = 4, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self, layers: int = 4, width: int = 128, heads: int = 4, vocabulary: int = VOCABULARY, length: int = LENGTH
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(LENGTH, width)
+        self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
