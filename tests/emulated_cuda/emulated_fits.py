@@ -1,4 +1,4 @@
-"""A small model, its data and its fits, for tests that run on emulated CUDA devices."""
+"""A small model, its data and its fits, for tests that run on CUDA devices, emulated or real."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def batches(count: int, pins: bool = False) -> list[tuple[Tensor, Tensor]]:
 
 
 def emulated_trainer(devices: Any, **arguments: Any) -> Any:
-    """Return a silent Trainer on emulated devices."""
+    """Return a silent Trainer on CUDA devices."""
     return silent_trainer(**{"accelerator": "cuda", "devices": devices, "stall_timeout": False, **arguments})
 
 

@@ -1,4 +1,7 @@
-"""Fits on emulated devices: the numbers of the CPU, resumed runs, saves, random states, and which devices are used."""
+"""Fits on devices: the numbers of the CPU, resumed runs, saves, random states, and which devices are used.
+
+The devices are emulated ones; ``make cuda`` runs these tests on those of the machine.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_machine import EMULATED, needs_devices, needs_emulation, shares_device
 from cuda_recording import recorded
 from emulated_fits import Classifier, batches, emulated_trainer, whole_weights
 from models import silent_trainer
@@ -20,7 +24,13 @@ from phalanx.checkpoint import open_checkpoint
 STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 
 
+# Relative; other kernels than those of the CPU sum in another order.
+TOLERANCE = 1e-6 if EMULATED else 1e-4
+
+
 def on_devices(strategy: str) -> int:
+    if strategy.startswith("zero") and shares_device(2):
+        pytest.skip("DeepSpeed needs NCCL, which refuses two ranks on one device")
     return 1 if strategy == "single" else 2
 
 
@@ -28,8 +38,8 @@ def on_devices(strategy: str) -> int:
 
 
 def numbers(strategy: str, devices: int, accelerator: str) -> tuple[list[float], dict[str, Tensor]]:
-    # Of Adam, DeepSpeed has kernels of its own for the CPU.
-    module = Classifier(optimizer="sgd" if strategy.startswith("zero") else "adamw")
+    # Of Adam, DeepSpeed has kernels of its own for the CPU. It also magnifies the rounding of a very small gradient.
+    module = Classifier(optimizer="adamw" if EMULATED and not strategy.startswith("zero") else "sgd")
     trainer = silent_trainer(accelerator=accelerator, devices=devices, strategy=strategy, max_steps=4)
     trainer.fit(module, batches(12))
     return module.losses(), whole_weights(module)
@@ -43,10 +53,10 @@ def test_the_numbers_are_those_of_the_cpu(strategy: str) -> None:
         for accelerator in ("cpu", "cuda")
     )
     for (expected, expected_weights), (losses, weights) in zip(on_cpu, on_cuda, strict=True):
-        assert losses == pytest.approx(expected, rel=1e-6)
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
         assert weights.keys() == expected_weights.keys()
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected_weights[name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(weight, expected_weights[name], rtol=TOLERANCE, atol=TOLERANCE / 10)
 
 
 # ---- random states and resumed runs ----------------------------------------------------------------------------------
@@ -117,6 +127,7 @@ def resumed_on_another(root: str) -> tuple[dict[str, Tensor], dict[str, Tensor],
     return whole, resumed, torch.equal(foreign, torch.cuda.get_rng_state(0))
 
 
+@needs_devices(2)
 def test_a_run_resumed_on_another_device_gets_the_random_state_of_the_first(tmp_path: Path) -> None:
     ((whole, resumed, is_untouched),) = run_on_ranks(1, resumed_on_another, str(tmp_path), device="cuda")
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
@@ -170,6 +181,8 @@ def devices_used(asks_for_plan: bool, root: str) -> list[tuple[str, int, tuple[s
     return [(entry.thread, entry.device, entry.stack) for entry in recording.entries]
 
 
+@needs_devices(2)
+@needs_emulation("report which device a thread uses")
 @pytest.mark.parametrize("asks_for_plan", [False, True])
 def test_only_the_chosen_device_is_used_by_any_thread(asks_for_plan: bool, tmp_path: Path) -> None:
     (used,) = run_on_ranks(1, devices_used, asks_for_plan, str(tmp_path), device="cuda")
@@ -192,5 +205,6 @@ def device_of_deepspeed() -> str:
     return names[0]
 
 
+@pytest.mark.skipif(shares_device(2), reason="DeepSpeed needs NCCL, which refuses two ranks on one device")
 def test_deepspeed_uses_the_type_of_device_of_the_run() -> None:
     assert run_on_ranks(2, device_of_deepspeed, device="cuda") == ["cuda", "cuda"]
