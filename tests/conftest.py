@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from cuda_machine import EMULATED
 from ranks import changed_variables, close_pools, lasting_threads, pool_pids, seed_alike, variables_for
@@ -27,7 +26,7 @@ _IGNORED_FILES = ("pymp-", "torchinductor_")
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the tests that only ``make cuda`` runs."""
-    return collection_path == _CUDA_TESTS and not _is_cuda_run(config) or None
+    return (collection_path == _CUDA_TESTS and not _is_cuda_run(config)) or None
 
 
 def _is_cuda_run(config: pytest.Config) -> bool:

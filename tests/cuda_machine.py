@@ -16,7 +16,7 @@ EMULATED = torch.version.cuda is None and torch.version.hip is None
 
 
 def num_devices() -> int:
-    """Return the number of devices that processes of tests see, whether this one sees them or not. CUDA is not started."""
+    """Return the number of devices that processes of tests see, even if this one does not. CUDA is not started."""
     if not EMULATED:
         return torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -42,7 +42,7 @@ class StagedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name under which torch registered the group; it asks the backends for it, of which there are none here."""
+        """The name under which torch registered the group, which it keeps in backends otherwise."""
         # torch forgets it before it asks for the last time.
         self._known_as = dist.distributed_c10d._world.pg_names.get(self, self._known_as)
         return self._known_as
