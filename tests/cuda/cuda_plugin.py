@@ -1,6 +1,6 @@
 """The pytest plugin of ``make cuda``: records each outcome and each measured value as it comes.
 
-Both are lines of JSON in the folder that ``PHALANX_CUDA_RESULTS`` names, so that a run that was stopped leaves a record.
+Both are lines of JSON in the folder that ``PHALANX_CUDA_RESULTS`` names: a run that was stopped leaves a record.
 """
 
 from __future__ import annotations

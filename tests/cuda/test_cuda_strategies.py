@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from cuda_machine import EMULATED, needs_gpu
-from emulated_fits import Classifier, batches, emulated_trainer, whole_weights
+from emulated_fits import Classifier, SaveAt, batches, emulated_trainer, whole_weights
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
 from phalanx import seed_everything
-from phalanx.callbacks import ModelCheckpoint
 from phalanx.strategies import DeepSpeedStrategy
 
 PLAIN = ["single", "ddp", "fsdp", "hsdp"]
@@ -39,17 +38,17 @@ def strategy_of(name: str, root: str) -> Any:
     return DeepSpeedStrategy(stage=3, offload_optimizer="nvme", nvme_path=root) if name == "zero3-nvme" else name
 
 
-def trainer_for(name: str, precision: str, root: str, steps: int, **arguments: Any) -> Any:
-    callback = ModelCheckpoint(dirpath=f"{root}/saved", filename="{step}", every_n_train_steps=3, save_top_k=-1)
+def trainer_for(name: str, precision: str, root: str) -> Any:
     return emulated_trainer(
         1,
         strategy=strategy_of(name, root),
         precision=precision,
-        max_steps=steps,
-        callbacks=[callback],
+        max_steps=STEPS,
+        callbacks=[SaveAt(f"{root}/saved")],
         enable_checkpointing=None,
         default_root_dir=root,
-        **arguments,
+        # Of emulated devices, layers cannot be run in this mode.
+        inference_mode=not EMULATED,
     )
 
 
@@ -57,13 +56,13 @@ def fitted(name: str, precision: str, root: str) -> dict[str, Any]:
     """Fit, resume from the middle, and evaluate; return the losses, the metric, and both runs' weights."""
     seed_everything(5)
     whole = Evaluated(dropout=0.1)
-    trainer = trainer_for(name, precision, f"{root}/whole", STEPS)
+    trainer = trainer_for(name, precision, f"{root}/whole")
     trainer.fit(whole, batches(STEPS), batches(3))
     (metrics,) = trainer.validate(whole, batches(3), verbose=False)
     weights = whole_weights(whole)
     seed_everything(6)
     resumed = Evaluated(dropout=0.1)
-    again = trainer_for(name, precision, f"{root}/again", STEPS)
+    again = trainer_for(name, precision, f"{root}/again")
     again.fit(resumed, batches(STEPS), batches(3), ckpt_path=f"{root}/whole/saved/step=3.ckpt")
     return {
         "steps": (trainer.global_step, again.global_step),
@@ -129,16 +128,9 @@ def test_the_losses_are_those_of_the_cpu(name: str, precision: str, tmp_path: Pa
 def fused_weights() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights after a fit with the fused and with the default form of AdamW."""
 
-    class Chosen(Classifier):
-        is_fused = False
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=self.is_fused)
-
     found = []
-    for is_fused in (True, False):
-        module = Chosen()
-        module.is_fused = is_fused
+    for name in ("fused", "adamw"):
+        module = Classifier(optimizer=name)
         emulated_trainer(1, max_steps=STEPS).fit(module, batches(STEPS))
         found.append(whole_weights(module))
     return found[0], found[1]
@@ -147,4 +139,4 @@ def fused_weights() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_the_fused_form_of_adamw_computes_the_same() -> None:
     ((fused, default),) = run_on_ranks(1, fused_weights, device="cuda")
     for name, weight in fused.items():
-        torch.testing.assert_close(weight, default[name], rtol=1e-4, atol=1e-5 if EMULATED else 1e-4)
+        torch.testing.assert_close(weight, default[name], rtol=1e-3, atol=1e-4)

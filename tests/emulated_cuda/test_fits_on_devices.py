@@ -6,20 +6,26 @@ The devices are emulated ones; ``make cuda`` runs these tests on those of the ma
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cuda_machine import EMULATED, needs_devices, needs_emulation, shares_device
 from cuda_recording import recorded
-from emulated_fits import Classifier, batches, emulated_trainer, whole_weights
+from emulated_fits import (
+    Classifier,
+    SaveAt,
+    assert_same_checkpoints,
+    batches,
+    emulated_trainer,
+    trained,
+    whole_and_resumed,
+    whole_weights,
+)
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
 
 from phalanx import seed_everything
-from phalanx.callbacks import ModelCheckpoint
-from phalanx.checkpoint import open_checkpoint
 
 STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 
@@ -78,40 +84,10 @@ def test_the_ranks_draw_different_dropout_masks() -> None:
     assert first != second
 
 
-class SaveAt(ModelCheckpoint):
-    """Saves each third step, on a thread."""
-
-    def __init__(self, folder: str, asynchronous: bool = True) -> None:
-        super().__init__(
-            dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, asynchronous=asynchronous
-        )
-
-
-def trained(strategy: str, devices: Any, folder: str, steps: int, ckpt_path: str | None) -> dict[str, Tensor]:
-    seed_everything(5)
-    module = Classifier(dropout=0.2)
-    trainer = emulated_trainer(
-        devices,
-        strategy=strategy,
-        max_steps=steps,
-        callbacks=[SaveAt(folder)],
-        default_root_dir=folder,
-        enable_checkpointing=None,
-    )
-    trainer.fit(module, batches(20), ckpt_path=ckpt_path)
-    return whole_weights(module)
-
-
-def whole_and_resumed(strategy: str, devices: int, root: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    whole = trained(strategy, devices, f"{root}/whole", 6, None)
-    trained(strategy, devices, f"{root}/first", 3, None)
-    return whole, trained(strategy, devices, f"{root}/second", 6, f"{root}/first/step=3.ckpt")
-
-
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2"])
 def test_a_resumed_run_is_the_run_that_never_stopped(strategy: str, tmp_path: Path) -> None:
     devices = on_devices(strategy)
-    results = run_on_ranks(devices, whole_and_resumed, strategy, devices, str(tmp_path), device="cuda")
+    results = run_on_ranks(devices, whole_and_resumed, strategy, devices, str(tmp_path), {}, device="cuda")
     whole, resumed = results[0]
     assert whole
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
@@ -155,10 +131,7 @@ def test_a_save_on_a_thread_holds_what_a_save_at_once_holds(strategy: str, tmp_p
     races = run_on_ranks(devices, saved_both_ways, strategy, devices, str(tmp_path), device="cuda")
     assert races == [[]] * devices
     for step in (3, 6, 9):
-        late, early = (open_checkpoint(tmp_path / way / f"step={step}.ckpt") for way in ("asynchronous", "at_once"))
-        assert late.sections == early.sections
-        for section in late.sections:
-            torch.testing.assert_close(late.read_section(section), early.read_section(section), rtol=0, atol=0)
+        assert_same_checkpoints(*(tmp_path / way / f"step={step}.ckpt" for way in ("asynchronous", "at_once")))
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 from cuda_recording import NATIVE, Entry, Recording, recorded
-from emulated_fits import BATCH_SIZE, Classifier, batches, emulated_trainer
+from emulated_fits import (
+    BATCH_SIZE,
+    CASES,
+    DEEPSPEED_WAITS,
+    EVERYDAY,
+    FIRST,
+    LAST,
+    Classifier,
+    Manual,
+    batches,
+    emulated_trainer,
+)
 from ranks import run_on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,22 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import Fabric, seed_everything
 from phalanx.callbacks import ModelCheckpoint
 
-# The first steps allocate state and arrange buckets.
-FIRST, LAST = 5, 13
 # Of these threads the step is made; those of a save may wait as long as they like.
 _STEPPING = ("MainThread", NATIVE)
-CASES: dict[str, dict[str, Any]] = {
-    "bare": {},
-    "clipped": {"gradient_clip_val": 1.0},
-    "accumulated": {"accumulate_grad_batches": 2},
-    "bf16": {"precision": "bf16-mixed"},
-}
-EVERYDAY: dict[str, Any] = {
-    "logger": "csv",
-    "enable_progress_bar": True,
-    "enable_checkpointing": True,
-    "log_every_n_steps": 5,
-}
 
 
 class Steps:
@@ -101,8 +98,7 @@ def test_no_step_waits_for_the_device(strategy: str) -> None:
         check(found, 0)
 
 
-# What is left is in DeepSpeed's own code: its check of gradients for overflow and, in stage 3, of its streams.
-@pytest.mark.parametrize(("strategy", "most"), [("zero1", 2), ("zero2", 3), ("zero3", 4)])
+@pytest.mark.parametrize(("strategy", "most"), DEEPSPEED_WAITS.items())
 def test_deepspeed_waits_no_more_often_than_its_own_code_requires(strategy: str, most: int) -> None:
     for found in run_on_ranks(2, waits_of, strategy, 2, {"bare": {}}, False, device="cuda"):
         check(found, most)
@@ -126,20 +122,6 @@ def test_fp16_waits_once_for_its_check_of_gradients() -> None:
         devices = on_devices(strategy)
         for found in run_on_ranks(devices, waits_of, strategy, devices, cases, False, device="cuda"):
             check(found, 1)
-
-
-class Manual(Classifier):
-    """The same model, with a loop of its own."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Make an optimizer step."""
-        self.at_step(self, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(nn.functional.cross_entropy(self.head(self.blocks(batch[0])), batch[1]))
-        optimizer.step()
 
 
 def manual_waits(strategy: str, devices: int) -> dict[str, list[list[str]]]:
