@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, others = parser.parse_known_args(arguments)
     until = time.monotonic() + given.seconds
     given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "pytest.log").unlink(missing_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="phalanx-cuda-"))
     try:
         with prepared(folder, given.wheels) as environment:
@@ -91,7 +92,7 @@ def run(given: Any, others: list[str], folder: Path, environment: dict[str, str]
         jobs = ["-n", str(given.jobs), "--dist", "load", "--maxschedchunk", "1"] if is_parallel else ["-p", "no:xdist"]
         files = [] if any("::" in each or each.endswith(".py") for each in others) else [*FILES, TESTS / "cuda"]
         options = ["-m", marks, *jobs, f"--junitxml={given.out / f'junit-{name}.xml'}", *others, *files]
-        groups.append({"name": name, **run_group(options, environment, limit, given.out / f"{name}.log")})
+        groups.append({"name": name, **run_group(options, environment, limit, given.out / "pytest.log")})
     for build in builds:
         build.kill()
         build.wait()
@@ -168,7 +169,7 @@ def run_group(options: Sequence[Any], environment: dict[str, str], limit: float,
     """Run pytest within a limit of time; return how it ended."""
     command = [sys.executable, "-m", "pytest", "-p", "cuda_plugin", "-p", "no:cacheprovider", "--timeout", "90", "-q"]
     began, stopped = time.monotonic(), False
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             [*command, *map(str, options)],
             cwd=ROOT,
