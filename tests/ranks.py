@@ -39,12 +39,13 @@ TESTS = Path(__file__).parent
 NOTICE_SECONDS = 2.0
 START_SECONDS = 60.0
 # pytest's own, those that torch sets when its profiler or compiler is first used or loads the code that it has
-# generated, and one that phalanx sets for good.
+# generated, and two that phalanx sets for good.
 _FOREIGN_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "CUBLAS_WORKSPACE_CONFIG",
 }
 
 

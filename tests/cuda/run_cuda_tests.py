@@ -27,11 +27,8 @@ import cuda_summary
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 MARK = "PHALANX_CUDA_RUN"
-# What CPU and CUDA share is tested by the first; the order is that of importance.
-FILES = [
-    TESTS / "emulated_cuda" / "test_fits_on_devices.py",
-    TESTS / "emulated_cuda" / "test_collectives_on_devices.py",
-]
+# The tests on emulated devices that need no recording come first; the order is that of importance.
+FILES = [TESTS / "emulated_cuda" / f"test_{name}_on_devices.py" for name in ("fits", "nonfinite", "collectives")]
 # Names, the tests of each group, processes, and the part of the time that is left which it may take at most.
 GROUPS = [
     ("parallel", "not alone and not deepspeed", True, 0.5),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,11 @@ def _done(tensors: Any) -> Any:
     return _c10d._create_work_from_future(future)
 
 
-class StagedGroup(dist.ProcessGroup):
+# Its annotations are those of one version, and declare methods that Python cannot override.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class StagedGroup(_ProcessGroup):  # type: ignore[misc]
     """The collectives that ``ddp``, ``fsdp`` and ``hsdp`` use, under their names in torch 2.11 and later."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -57,12 +62,12 @@ class StagedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduce each tensor over all ranks, in place."""
-        options = dist.AllreduceOptions() if opts is None else opts
+        options = _c10d.AllreduceOptions() if opts is None else opts
         mean = options.reduceOp == dist.ReduceOp.AVG
         for tensor in tensors:
-            given = dist.AllreduceOptions()
+            given = _c10d.AllreduceOptions()
             given.reduceOp = dist.ReduceOp.SUM if mean else options.reduceOp
-            self._staged([tensor], lambda hosts, given=given: self._gloo.allreduce(hosts, given))
+            self._staged([tensor], partial(self._gloo.allreduce, opts=given))
             if mean:
                 tensor.detach().div_(self._count)
         return _done(list(tensors))
@@ -71,7 +76,7 @@ class StagedGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         """Overwrite tensors with those of the root."""
-        self._staged(tensors, lambda hosts: self._gloo.broadcast(hosts, opts))
+        self._staged(tensors, partial(self._gloo.broadcast, opts=opts))
         return _done(list(tensors))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
@@ -98,7 +103,7 @@ class StagedGroup(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any) -> Any:
         whole = given.detach().clone()
-        options = dist.AllreduceOptions()
+        options = _c10d.AllreduceOptions()
         options.reduceOp = opts.reduceOp
         self.allreduce([whole], options)
         output.detach().copy_(whole.chunk(self._count)[self._number].view(output.shape))

@@ -53,18 +53,26 @@ def trainer_for(name: str, precision: str, root: str) -> Any:
     )
 
 
+def data_of(precision: str) -> list[tuple[Tensor, ...]]:
+    """Return micro-batches of 4 rows, or of 16: matrix products in fp8 need multiples of 16."""
+    if precision != "fp8":
+        return [*batches(STEPS)]
+    parts = batches(4 * STEPS)
+    return [tuple(map(torch.cat, zip(*parts[at : at + 4], strict=True))) for at in range(0, len(parts), 4)]
+
+
 def fitted(name: str, precision: str, root: str) -> dict[str, Any]:
     """Fit, resume from the middle, and evaluate; return the losses, the metric, and both runs' weights."""
     seed_everything(5)
     whole = Evaluated(dropout=0.1)
     trainer = trainer_for(name, precision, f"{root}/whole")
-    trainer.fit(whole, batches(STEPS), batches(3))
-    (metrics,) = trainer.validate(whole, batches(3), verbose=False)
+    trainer.fit(whole, data_of(precision), data_of(precision))
+    (metrics,) = trainer.validate(whole, data_of(precision), verbose=False)
     weights = whole_weights(whole)
     seed_everything(6)
     resumed = Evaluated(dropout=0.1)
     again = trainer_for(name, precision, f"{root}/again")
-    again.fit(resumed, batches(STEPS), batches(3), ckpt_path=f"{root}/whole/saved/step=3.ckpt")
+    again.fit(resumed, data_of(precision), data_of(precision), ckpt_path=f"{root}/whole/saved/step=3.ckpt")
     return {
         "steps": (trainer.global_step, again.global_step),
         "losses": whole.losses(),
@@ -76,16 +84,16 @@ def fitted(name: str, precision: str, root: str) -> dict[str, Any]:
     }
 
 
-def on_cpu() -> list[float]:
+def on_cpu(precision: str) -> list[float]:
     module = Classifier()
-    silent_trainer(devices=1, max_steps=STEPS).fit(module, batches(STEPS))
+    silent_trainer(devices=1, max_steps=STEPS).fit(module, data_of(precision))
     return module.losses()
 
 
 def on_device(name: str, precision: str, root: str) -> list[float]:
     module = Classifier()
     emulated_trainer(1, strategy=strategy_of(name, root), precision=precision, max_steps=STEPS).fit(
-        module, batches(STEPS)
+        module, data_of(precision)
     )
     return module.losses()
 
@@ -128,7 +136,7 @@ def test_a_fit_resumes_bit_for_bit_and_is_evaluated(name: str, precision: str, t
 @pytest.mark.timeout(240)
 def test_the_losses_are_those_of_the_cpu(name: str, precision: str, tmp_path: Path) -> None:
     skip_without_tools(name)
-    (expected,) = run_on_ranks(1, on_cpu)
+    (expected,) = run_on_ranks(1, on_cpu, precision)
     (losses,) = run_on_ranks(1, on_device, name, precision, str(tmp_path), device="cuda", timeout=220.0)
     assert losses == pytest.approx(expected, rel=TOLERANCES[precision])
 
