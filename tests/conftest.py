@@ -26,7 +26,7 @@ _IGNORED_FILES = ("pymp-", "torchinductor_")
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the tests that only ``make cuda`` runs."""
-    return (collection_path == _CUDA_TESTS and not _is_cuda_run(config)) or None
+    return (collection_path.is_relative_to(_CUDA_TESTS) and not _is_cuda_run(config)) or None
 
 
 def _is_cuda_run(config: pytest.Config) -> bool:
