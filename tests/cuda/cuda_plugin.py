@@ -5,6 +5,7 @@ Both are lines of JSON in the folder that ``PHALANX_CUDA_RESULTS`` names: a run 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -30,6 +31,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks."""
     config.addinivalue_line("markers", "alone: measures time or memory, so no other test runs beside it")
     config.addinivalue_line("markers", "deepspeed: uses DeepSpeed, whose ops are compiled while other tests run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests of libraries that are not installed."""
+    for item in items:
+        for library, is_needed in (
+            ("deepspeed", item.get_closest_marker("deepspeed")),
+            ("torchao", "fp8" in item.name),
+        ):
+            if is_needed and importlib.util.find_spec(library) is None:
+                item.add_marker(pytest.mark.skip(reason=f"{library} is not installed: see `make wheels`"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -29,6 +29,8 @@ TESTS = ROOT / "tests"
 MARK = "PHALANX_CUDA_RUN"
 # The tests on emulated devices that need no recording come first; the order is that of importance.
 FILES = [TESTS / "emulated_cuda" / f"test_{name}_on_devices.py" for name in ("fits", "nonfinite", "collectives")]
+# Others follow by their names.
+FIRST = ("strategies", "waits", "resume", "several", "processes", "ends")
 # Names, the tests of each group, processes, and the part of the time that is left which it may take at most.
 GROUPS = [
     ("parallel", "not alone and not deepspeed", True, 0.5),
@@ -46,10 +48,11 @@ print(f"{name} for {device_type}: lacks {missing}" if missing else "", flush=Tru
 missing or ensure_ops([name], lambda line: print(device_type, line, flush=True), device_type)
 """
 MACHINE = """
-import json, platform, sys
+import json, platform
 import torch
+import cuda_machine
 found = {"python": platform.python_version(), "torch": torch.__version__, "CUDA": torch.version.cuda}
-found["devices"] = torch.cuda.device_count()
+found |= {"devices": cuda_machine.num_devices(), "emulated": cuda_machine.EMULATED}
 print(json.dumps(found))
 """
 
@@ -75,19 +78,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(given: Any, others: list[str], folder: Path, environment: dict[str, str], until: float) -> int:
     """Run all groups in an environment; return the exit code."""
-    machine = json.loads(subprocess.check_output([sys.executable, "-c", MACHINE], env=environment, text=True))
+    output = subprocess.check_output([sys.executable, "-c", MACHINE], env=environment, text=True, timeout=120)
+    machine = json.loads(output.splitlines()[-1])
     if not machine["devices"]:
         print("This torch is built for CUDA, and sees no device: there is nothing to run.")
         return 1
-    if machine["CUDA"] is None:
+    if machine["emulated"]:
         print("This torch is built without CUDA: devices are emulated.", flush=True)
-    builds = [] if machine["CUDA"] is None else started_builds(environment, given.out / "ops.log")
+    builds = [] if machine["emulated"] else started_builds(environment, given.out / "ops.log")
     groups = []
     for name, marks, is_parallel, share in GROUPS:
         print(f"--- {name}", flush=True)
         limit = share * (until - time.monotonic() - 10)
         jobs = ["-n", str(given.jobs), "--dist", "load", "--maxschedchunk", "1"] if is_parallel else ["-p", "no:xdist"]
-        files = [] if any("::" in each or each.endswith(".py") for each in others) else [*FILES, TESTS / "cuda"]
+        files = [] if any("::" in each or each.endswith(".py") for each in others) else files_of_tests()
         options = ["-m", marks, *jobs, f"--junitxml={given.out / f'junit-{name}.xml'}", *others, *files]
         groups.append({"name": name, **run_group(options, environment, limit, given.out / "pytest.log")})
     for build in builds:
@@ -99,6 +103,13 @@ def run(given: Any, others: list[str], folder: Path, environment: dict[str, str]
     (given.out / "summary.txt").write_text(text + "\n")
     print(text)
     return 0 if cuda_summary.is_good(results) else 1
+
+
+def files_of_tests() -> list[Path]:
+    """Return the files of tests, the most important ones first."""
+    first = [f"test_cuda_{name}.py" for name in FIRST]
+    others = [path for path in (TESTS / "cuda").glob("test_*.py") if path.name not in first]
+    return [*FILES, *(TESTS / "cuda" / name for name in first), *sorted(others)]
 
 
 @contextmanager
