@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, help=f"for all of it (default: {LIMIT:.0f}, without a device {PATIENT:.0f})"
     )
+    parser.add_argument("-m", dest="marks", default="", help="of these tests, those with such marks")
     parser.add_argument("--jobs", type=int, default=4, help="tests at a time (default: %(default)s)")
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="a folder of wheels")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cuda", help="a folder for the results")
@@ -97,7 +98,8 @@ def run(given: Any, others: list[str], folder: Path, environment: dict[str, str]
         limit = share * (until - time.monotonic() - 10)
         jobs = ["-n", str(given.jobs), "--dist", "load", "--maxschedchunk", "1"] if is_parallel else ["-p", "no:xdist"]
         files = [] if any("::" in each or each.endswith(".py") for each in others) else files_of_tests()
-        options = ["-m", marks, *jobs, f"--junitxml={given.out / f'junit-{name}.xml'}", *others, *files]
+        chosen = f"({marks}) and ({given.marks})" if given.marks else marks
+        options = ["-m", chosen, *jobs, f"--junitxml={given.out / f'junit-{name}.xml'}", *others, *files]
         groups.append({"name": name, **run_group(options, environment, limit, given.out / "pytest.log")})
     for build in builds:
         build.kill()
