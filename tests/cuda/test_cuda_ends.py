@@ -1,4 +1,4 @@
-"""How a run ends with kernels in progress: its exit code, its message, and the time that it takes."""
+"""Ends of runs with kernels in progress: the exit code, the message, and the time until the end."""
 
 from __future__ import annotations
 

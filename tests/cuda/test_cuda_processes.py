@@ -1,4 +1,4 @@
-"""Which processes use a device: forked ones of a notebook, of phalanx's server, and workers of loaders."""
+"""Processes that use a device: forked ones of a notebook and of the fork server, and workers of loaders."""
 
 from __future__ import annotations
 

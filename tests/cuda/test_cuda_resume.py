@@ -1,4 +1,4 @@
-"""Runs that stop and go on, bit for bit: deterministic or not, with the fused optimizer, and killed."""
+"""Runs that stop and continue, bit for bit: deterministic or not, with the fused optimizer, and killed."""
 
 from __future__ import annotations
 
