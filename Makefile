@@ -13,12 +13,14 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test test-versions tools audit lock lint types ops parity matrix bench bench-cuda kill chaos deadlocks faults soak format clean
+.PHONY: help demo test test-versions cuda wheels tools audit lock lint types ops parity matrix bench bench-cuda kill chaos deadlocks faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
 	@echo "make test     lint, format, types, tests (JOBS=2 at a time)"
 	@echo "make test-versions  run the core of the suite with the oldest and the newest torch (VERSIONS='2.11.0 2.15.0')"
+	@echo "make cuda     run the tests on the CUDA devices of this machine, emulated ones without; 10 minutes, no network"
+	@echo "make wheels   download what such a machine lacks (WHEELS='--python 3.12 deepspeed hjson')"
 	@echo "make audit    compare the environment with constraints.txt, and its files with their recorded hashes"
 	@echo "make lock     write requirements.lock anew, from pyproject.toml and constraints.txt"
 	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
@@ -70,6 +72,17 @@ test-versions: tools
 	    "$$python" -m pytest -n $(JOBS) --dist worksteal -k 'not ($(WITHOUT))' $(ARGS) \
 	        $(CORE:%=tests/framework/%) $(wildcard tests/strategies/test_fsdp*.py) || exit 1; \
 	done
+
+# With the machine's own python and packages, as its torch fits its driver; with those of the environment where `make` has
+# built one. Packages that are missing come from the folder of `make wheels`, if there is one.
+# ARGS='--seconds 300 -k memory'
+CUDA_PYTHON := $(if $(wildcard $(DEV)),$(PY),$(PYTHON))
+cuda:
+	$(CUDA_PYTHON) tests/cuda/run_cuda_tests.py $(ARGS)
+
+# Needs the network, and any Python.
+wheels:
+	$(PYTHON) .ci/wheels.py $(WHEELS)
 
 # What pip has installed; no network is needed.
 audit: $(DEV)

@@ -15,21 +15,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from cuda_machine import EMULATED
 from ranks import changed_variables, close_pools, lasting_threads, pool_pids, seed_alike, variables_for
 
 # The folder of multiprocessing goes when the process does; that of torch's compiler also comes with its profiler.
+_CUDA_TESTS = Path(__file__).parent / "cuda"
 _IGNORED_FILES = ("pymp-", "torchinductor_")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests that only ``make cuda`` runs."""
+    return (collection_path.is_relative_to(_CUDA_TESTS) and not _is_cuda_run(config)) or None
+
+
+def _is_cuda_run(config: pytest.Config) -> bool:
+    return config.pluginmanager.hasplugin("cuda_plugin")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests with a parameter that names NVMe, so that `-m "not nvme"` leaves them out as well.
 
-    CUDA cannot be emulated in a build of torch that has it.
+    CUDA cannot be emulated in a build of torch that has it; some of these tests ``make cuda`` runs on real devices.
     """
+    is_skipped = not EMULATED and not _is_cuda_run(config)
     for item in items:
-        if torch.backends.cuda.is_built() and _is_emulated(item):
+        if is_skipped and _is_emulated(item):
             item.add_marker(pytest.mark.skip(reason="this build of torch has CUDA itself"))
         given = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
         if any(isinstance(value, str) and "zero3-nvme" in value for value in given):
@@ -39,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the emulation of CUDA before the first test, whose time limit a compiler could exceed on a busy machine."""
     is_used = any(map(_is_emulated, session.items)) and not session.config.option.collectonly
-    if is_used and not torch.backends.cuda.is_built():
+    if is_used and EMULATED:
         variables_for("cuda")
 
 

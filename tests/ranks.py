@@ -31,7 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from warm_python import WarmPython
+import cuda_machine
+from warm_python import NewPython, WarmPython
 
 TESTS = Path(__file__).parent
 # How long ranks that wait for one that failed are given to notice.
@@ -40,12 +41,13 @@ START_SECONDS = 60.0
 # How far the load of the machine extends a limit on time.
 _MOST_SLOWNESS = 4.0
 # pytest's own, those that torch sets when its profiler or compiler is first used or loads the code that it has
-# generated, and one that phalanx sets for good.
+# generated, and two that phalanx sets for good.
 _FOREIGN_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "CUBLAS_WORKSPACE_CONFIG",
 }
 
 
@@ -55,9 +57,9 @@ def run_on_ranks(
     """Call ``function(*args)`` on each of ``num_ranks`` warm ranks; return what each returned, in rank order.
 
     The ranks form a gloo group on the CPU, so ``World.from_environment("cpu")`` finds them. Generators are seeded alike
-    before each call. A single rank is in no group. With ``device="cuda"`` each process has two emulated CUDA devices,
-    and the group has a backend for them too; see tests/emulated_cuda. On a machine that is busy with other work, the
-    limit on time is extended, up to four times.
+    before each call. A single rank is in no group. With ``device="cuda"`` each process has the CUDA devices of the
+    machine, or two emulated ones, and the group has a backend for them too; see ``cuda_machine``. On a machine that is
+    busy with other work, the limit on time is extended, up to four times.
 
     Raises:
         AssertionError: a rank raised, died, left threads or variables behind, or all took longer than ``timeout``
@@ -75,25 +77,21 @@ def run_on_ranks(
         raise
 
 
-def warm_python(device: str = "cpu") -> WarmPython:
-    """Return the process that scripts and warm ranks are forked from."""
+def warm_python(device: str = "cpu") -> WarmPython | NewPython:
+    """Return the process that scripts and warm ranks are forked from.
+
+    Those with devices of the machine are new interpreters, as those of users are: a driver may refuse a forked process.
+    """
+    if device != "cpu" and not cuda_machine.EMULATED:
+        return NewPython()
     if device not in _WARM:
         _WARM[device] = WarmPython(variables_for(device))
     return _WARM[device]
 
 
 def variables_for(device: str) -> dict[str, str]:
-    """Return the variables with which a new interpreter has devices of this type; builds the emulation if needed."""
-    if device == "cpu":
-        return {}
-    # The folder of the emulation is not on the path of every test.
-    sys.path.insert(0, str(TESTS / "emulated_cuda"))
-    try:
-        importlib.import_module("emulation_build").libraries()
-        variables: dict[str, str] = importlib.import_module("cuda_emulation").variables()
-    finally:
-        sys.path.pop(0)
-    return variables
+    """Return the variables with which a new interpreter has devices of this type; see ``cuda_machine.variables``."""
+    return {} if device == "cpu" else cuda_machine.variables()
 
 
 def close_pools() -> None:
@@ -130,11 +128,18 @@ class _Pool:
     def _start(self, rank: int, num_ranks: int, device: str, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
         inherited = {"RANK_PIPE": theirs.fileno()} | ({"RANK_STORE": listener.fileno()} if rank == 0 else {})
+        port = listener.getsockname()[1]
         process = warm_python(device).start(
             TESTS / "warm_rank.py",
-            [str(rank), str(num_ranks), str(listener.getsockname()[1]), device],
+            [str(rank), str(num_ranks), str(port), device],
             Path.cwd(),
-            {**os.environ, **variables_for(device), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            {
+                **os.environ,
+                **variables_for(device),
+                **({} if device == "cpu" else cuda_machine.rank_variables(rank, num_ranks, port)),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            },
             self._outputs[rank].fileno(),
             inherited,
         )
@@ -265,7 +270,7 @@ def _join_group(rank: int, num_ranks: int, port: int, device: str, store_fd: int
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", port, num_ranks, is_master=rank == 0, wait_for_workers=False, **options
     )
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if device == "cpu" else cuda_machine.backend(num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
 
 
@@ -406,7 +411,7 @@ def started_script(
 
     It finds torch and phalanx imported, unless the interpreter ``is_new``; that takes seconds, and is for tests of how
     a process starts, of the interpreter's ``flags``, and of what libraries read from the environment.
-    ``device="cuda"`` gives it two emulated devices.
+    ``device="cuda"`` gives it the CUDA devices of the machine, or two emulated ones.
     """
     variables = {**variables_for(device), **(env or {})}
     directory = Path(tempfile.mkdtemp(prefix="script-"))

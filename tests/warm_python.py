@@ -1,6 +1,7 @@
 """Python processes that have torch and phalanx imported when they start: milliseconds instead of seconds for each.
 
     WarmPython      runs scripts in processes forked from one that has imported what they need
+    NewPython       runs them in new interpreters, where no forked process may be used
 
 A script that runs here finds what a new interpreter would give it: its own session, environment, directory, arguments
 and module ``__main__``. If it starts ranks, the server that they are forked from is warm too. What a test says about
@@ -140,6 +141,34 @@ class WarmPython:
         self._line.close()
         self._server.kill()
         self._server.wait()
+
+
+class NewPython:
+    """Starts scripts as ``WarmPython`` does, each in a new interpreter."""
+
+    def start(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        directory: Path,
+        environment: Mapping[str, str],
+        stdout: int | None = None,
+        inherited: Mapping[str, int] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Run a script; its standard output and error are one stream, a pipe where ``stdout`` is not given."""
+        descriptors = inherited or {}
+        return subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            cwd=directory,
+            env={**environment, **{name: str(descriptor) for name, descriptor in descriptors.items()}},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=[*descriptors.values()],
+            start_new_session=True,
+            preexec_fn=_tie_to(os.getpid()),
+        )
 
 
 def _tie_to(parent: int) -> Callable[[], None]:

@@ -17,16 +17,16 @@ _SLOTS = 16
 
 
 class DeviceLossWatch:
-    """Copies each loss to pinned memory in the background and reports those that are non-finite.
+    """Copies each loss to pinned memory in the background and reports the first one that is non-finite.
 
     A loss is checked once its copy is complete, usually one or two steps later, and at the latest when the ring buffer
-    of copies is full.
+    of copies is full. Losses after a non-finite one are not checked: most of them follow from it.
     """
 
-    def __init__(self, report: Callable[[float, int], None], look: Callable[[float, int, int], None]) -> None:
+    def __init__(self, report: Callable[[float, int, int], None], look: Callable[[float, int, int], None]) -> None:
         """Store the callbacks.
 
-        ``report`` receives non-finite losses and their step, ``look`` all others with their step and position.
+        ``report`` receives a non-finite loss, its step and its position, ``look`` the same of each loss before it.
         """
         self._report = report
         self._look = look
@@ -35,9 +35,12 @@ class DeviceLossWatch:
         self._events = [torch.cuda.Event(blocking=True) for _ in range(_SLOTS)]
         self._waiting: deque[tuple[int, int, int]] = deque()
         self._next = 0
+        self._has_reported = False
 
     def __call__(self, loss: Tensor, step: int, position: int) -> None:
         """Start the copy of the loss of a step and of the batch at ``position`` in the epoch; check complete copies."""
+        if self._has_reported:
+            return
         self._collect(wait=len(self._waiting) == _SLOTS)
         slot = self._next
         self._next = (slot + 1) % _SLOTS
@@ -61,7 +64,9 @@ class DeviceLossWatch:
             self._waiting.popleft()
             number = float(self._ring[slot])
             if number - number != 0.0:
-                self._report(number, step)
+                self._has_reported = True
+                self._waiting.clear()
+                self._report(number, step, position)
             else:
                 self._look(number, step, position)
 

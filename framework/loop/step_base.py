@@ -65,7 +65,7 @@ class TrainingStep:
         """Return the user's step."""
         return with_arity(self.run.module.training_step, ("batch", "batch_idx"))
 
-    def report(self, number: float, step: int) -> None:
+    def report(self, number: float, step: int, position: int) -> None:
         """Stop all ranks because a loss copied from a device in the background is not finite.
 
         One process stops immediately. Several ranks stop through a signal at the next step boundary: a rank that raised
@@ -74,7 +74,7 @@ class TrainingStep:
         where = f" on rank {self.run.world.rank}" if self.is_distributed else ""
         message = (
             f"the loss is {number} at optimizer step {step} (epoch {self.progress.epoch}, "
-            f"batch {self.progress.batch_in_epoch}){where}. Lower the learning rate or clip gradients; "
+            f"batch {position}){where}. Lower the learning rate or clip gradients; "
             "Trainer(nonfinite='skip') leaves such updates out, 'ignore' continues."
         )
         if not self.is_distributed:

@@ -55,8 +55,14 @@ class Recording:
 
 @contextlib.contextmanager
 def recorded(*kinds: str) -> Iterator[Recording]:
-    """Record what this process does within the block, on all threads; only these kinds, where any are given."""
+    """Record what this process does within the block, on all threads; only these kinds, where any are given.
+
+    Nothing is recorded on devices that are not emulated.
+    """
     recording = Recording()
+    if not cuda_emulation.is_enabled():
+        yield recording
+        return
     wanted = frozenset(kinds or KINDS)
 
     library = cuda_emulation.library()

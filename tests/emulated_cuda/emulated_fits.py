@@ -1,15 +1,18 @@
-"""A small model, its data and its fits, for tests that run on emulated CUDA devices."""
+"""A small model, its data and its fits, for tests that run on CUDA devices, emulated or real."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from models import silent_trainer
 from torch import Tensor, nn
 
-from phalanx import TrainModule
+from phalanx import TrainModule, seed_everything
+from phalanx.callbacks import ModelCheckpoint
+from phalanx.checkpoint import open_checkpoint
 
 BATCH_SIZE = 4
 
@@ -57,10 +60,10 @@ class Classifier(TrainModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW, or SGD with momentum."""
+        """Return AdamW in its default or its fused form, or SGD with momentum."""
         if self.optimizer_name == "sgd":
             return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=self.optimizer_name == "fused" or None)
 
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch so far."""
@@ -78,7 +81,7 @@ def batches(count: int, pins: bool = False) -> list[tuple[Tensor, Tensor]]:
 
 
 def emulated_trainer(devices: Any, **arguments: Any) -> Any:
-    """Return a silent Trainer on emulated devices."""
+    """Return a silent Trainer on CUDA devices."""
     return silent_trainer(**{"accelerator": "cuda", "devices": devices, "stall_timeout": False, **arguments})
 
 
@@ -91,3 +94,68 @@ def whole_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the weights on the host; empty on ranks that a strategy left without them."""
     found = module.state_dict()
     return {} if any(each.is_meta for each in found.values()) else {name: each.cpu() for name, each in found.items()}
+
+
+class SaveAt(ModelCheckpoint):
+    """Saves each third step, on a thread."""
+
+    def __init__(self, folder: str, asynchronous: bool = True) -> None:
+        super().__init__(
+            dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, asynchronous=asynchronous
+        )
+
+
+def trained(
+    strategy: str,
+    devices: Any,
+    folder: str,
+    steps: int,
+    ckpt_path: str | None,
+    optimizer: str = "adamw",
+    **arguments: Any,
+) -> dict[str, Tensor]:
+    """Train with dropout, from a checkpoint if one is given, and save each third step; return the weights."""
+    seed_everything(5)
+    module = Classifier(dropout=0.2, optimizer=optimizer)
+    trainer = emulated_trainer(
+        devices,
+        strategy=strategy,
+        max_steps=steps,
+        callbacks=[SaveAt(folder)],
+        default_root_dir=folder,
+        enable_checkpointing=None,
+        **arguments,
+    )
+    trainer.fit(module, batches(20), ckpt_path=ckpt_path)
+    return whole_weights(module)
+
+
+def whole_and_resumed(
+    strategy: str, devices: int, root: str, arguments: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of a run of 6 steps, and of one that was resumed after 3."""
+    whole = trained(strategy, devices, f"{root}/whole", 6, None, **arguments)
+    trained(strategy, devices, f"{root}/first", 3, None, **arguments)
+    return whole, trained(strategy, devices, f"{root}/second", 6, f"{root}/first/step=3.ckpt", **arguments)
+
+
+def assert_same_checkpoints(one: Path, other: Path) -> None:
+    """Compare all that two checkpoints hold, bit for bit."""
+    late, early = open_checkpoint(one), open_checkpoint(other)
+    assert late.sections == early.sections
+    for section in late.sections:
+        torch.testing.assert_close(late.read_section(section), early.read_section(section), rtol=0, atol=0)
+
+
+class Manual(Classifier):
+    """The same model, with a loop of its own."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Make an optimizer step."""
+        self.at_step(self, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self.head(self.blocks(batch[0])), batch[1]))
+        optimizer.step()

@@ -20,6 +20,20 @@ STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 # What is left under these is in DeepSpeed's own code: a copy of the number -1 to the device, and the result of its
 # check of the norm. Stage 3 also waits for the stream that reduces gradients, and for the device after its update.
 BARE = {"zero1": 2, "zero2": 2, "zero3": 4}
+# Settings whose steps read nothing from the device, unless the strategy itself does.
+WITHOUT_READING: dict[str, dict[str, Any]] = {
+    "bare": {},
+    "clipped": {"gradient_clip_val": 0.1},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "bf16": {"precision": "bf16-mixed"},
+    "clipped bf16": {"precision": "bf16-true", "gradient_clip_val": 0.1},
+}
+EVERYDAY: dict[str, Any] = {
+    "logger": "csv",
+    "enable_progress_bar": True,
+    "enable_checkpointing": True,
+    "log_every_n_steps": 5,
+}
 # Of these threads the step is made; those of a save may wait as long as they like.
 _STEPPING = ("MainThread", NATIVE)
 

@@ -1,26 +1,42 @@
-"""Fits on emulated devices: the numbers of the CPU, resumed runs, saves, random states, and which devices are used."""
+"""Fits on devices: the numbers of the CPU, resumed runs, saves, random states, and which devices are used.
+
+The devices are emulated ones; ``make cuda`` runs these tests on those of the machine.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from cuda_machine import EMULATED, needs_devices, needs_emulation, shares_device
 from cuda_recording import recorded
-from emulated_fits import Classifier, batches, emulated_trainer, whole_weights
+from emulated_fits import (
+    Classifier,
+    SaveAt,
+    assert_same_checkpoints,
+    batches,
+    emulated_trainer,
+    trained,
+    whole_and_resumed,
+    whole_weights,
+)
 from models import silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
 
 from phalanx import seed_everything
-from phalanx.callbacks import ModelCheckpoint
-from phalanx.checkpoint import open_checkpoint
 
 STRATEGIES = ["single", "ddp", "fsdp", "hsdp", "fsdp-offload", "zero1", "zero2", "zero3"]
 
 
+# Relative; other kernels than those of the CPU sum in another order.
+TOLERANCE = 1e-6 if EMULATED else 1e-4
+
+
 def on_devices(strategy: str) -> int:
+    if strategy.startswith("zero") and shares_device(2):
+        pytest.skip("DeepSpeed needs NCCL, which refuses two ranks on one device")
     return 1 if strategy == "single" else 2
 
 
@@ -28,8 +44,8 @@ def on_devices(strategy: str) -> int:
 
 
 def numbers(strategy: str, devices: int, accelerator: str) -> tuple[list[float], dict[str, Tensor]]:
-    # Of Adam, DeepSpeed has kernels of its own for the CPU.
-    module = Classifier(optimizer="sgd" if strategy.startswith("zero") else "adamw")
+    # Of Adam, DeepSpeed has kernels of its own for the CPU. It also magnifies the rounding of a very small gradient.
+    module = Classifier(optimizer="adamw" if EMULATED and not strategy.startswith("zero") else "sgd")
     trainer = silent_trainer(accelerator=accelerator, devices=devices, strategy=strategy, max_steps=4)
     trainer.fit(module, batches(12))
     return module.losses(), whole_weights(module)
@@ -43,10 +59,10 @@ def test_the_numbers_are_those_of_the_cpu(strategy: str) -> None:
         for accelerator in ("cpu", "cuda")
     )
     for (expected, expected_weights), (losses, weights) in zip(on_cpu, on_cuda, strict=True):
-        assert losses == pytest.approx(expected, rel=1e-6)
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
         assert weights.keys() == expected_weights.keys()
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected_weights[name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(weight, expected_weights[name], rtol=TOLERANCE, atol=TOLERANCE / 10)
 
 
 # ---- random states and resumed runs ----------------------------------------------------------------------------------
@@ -68,40 +84,10 @@ def test_the_ranks_draw_different_dropout_masks() -> None:
     assert first != second
 
 
-class SaveAt(ModelCheckpoint):
-    """Saves each third step, on a thread."""
-
-    def __init__(self, folder: str, asynchronous: bool = True) -> None:
-        super().__init__(
-            dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, asynchronous=asynchronous
-        )
-
-
-def trained(strategy: str, devices: Any, folder: str, steps: int, ckpt_path: str | None) -> dict[str, Tensor]:
-    seed_everything(5)
-    module = Classifier(dropout=0.2)
-    trainer = emulated_trainer(
-        devices,
-        strategy=strategy,
-        max_steps=steps,
-        callbacks=[SaveAt(folder)],
-        default_root_dir=folder,
-        enable_checkpointing=None,
-    )
-    trainer.fit(module, batches(20), ckpt_path=ckpt_path)
-    return whole_weights(module)
-
-
-def whole_and_resumed(strategy: str, devices: int, root: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    whole = trained(strategy, devices, f"{root}/whole", 6, None)
-    trained(strategy, devices, f"{root}/first", 3, None)
-    return whole, trained(strategy, devices, f"{root}/second", 6, f"{root}/first/step=3.ckpt")
-
-
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp-offload", "zero2"])
 def test_a_resumed_run_is_the_run_that_never_stopped(strategy: str, tmp_path: Path) -> None:
     devices = on_devices(strategy)
-    results = run_on_ranks(devices, whole_and_resumed, strategy, devices, str(tmp_path), device="cuda")
+    results = run_on_ranks(devices, whole_and_resumed, strategy, devices, str(tmp_path), {}, device="cuda")
     whole, resumed = results[0]
     assert whole
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
@@ -117,6 +103,7 @@ def resumed_on_another(root: str) -> tuple[dict[str, Tensor], dict[str, Tensor],
     return whole, resumed, torch.equal(foreign, torch.cuda.get_rng_state(0))
 
 
+@needs_devices(2)
 def test_a_run_resumed_on_another_device_gets_the_random_state_of_the_first(tmp_path: Path) -> None:
     ((whole, resumed, is_untouched),) = run_on_ranks(1, resumed_on_another, str(tmp_path), device="cuda")
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
@@ -144,10 +131,7 @@ def test_a_save_on_a_thread_holds_what_a_save_at_once_holds(strategy: str, tmp_p
     races = run_on_ranks(devices, saved_both_ways, strategy, devices, str(tmp_path), device="cuda")
     assert races == [[]] * devices
     for step in (3, 6, 9):
-        late, early = (open_checkpoint(tmp_path / way / f"step={step}.ckpt") for way in ("asynchronous", "at_once"))
-        assert late.sections == early.sections
-        for section in late.sections:
-            torch.testing.assert_close(late.read_section(section), early.read_section(section), rtol=0, atol=0)
+        assert_same_checkpoints(*(tmp_path / way / f"step={step}.ckpt" for way in ("asynchronous", "at_once")))
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -170,6 +154,8 @@ def devices_used(asks_for_plan: bool, root: str) -> list[tuple[str, int, tuple[s
     return [(entry.thread, entry.device, entry.stack) for entry in recording.entries]
 
 
+@needs_devices(2)
+@needs_emulation("report which device a thread uses")
 @pytest.mark.parametrize("asks_for_plan", [False, True])
 def test_only_the_chosen_device_is_used_by_any_thread(asks_for_plan: bool, tmp_path: Path) -> None:
     (used,) = run_on_ranks(1, devices_used, asks_for_plan, str(tmp_path), device="cuda")
@@ -192,5 +178,6 @@ def device_of_deepspeed() -> str:
     return names[0]
 
 
+@pytest.mark.skipif(shares_device(2), reason="DeepSpeed needs NCCL, which refuses two ranks on one device")
 def test_deepspeed_uses_the_type_of_device_of_the_run() -> None:
     assert run_on_ranks(2, device_of_deepspeed, device="cuda") == ["cuda", "cuda"]

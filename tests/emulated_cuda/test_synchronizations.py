@@ -5,8 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from emulated_fits import Classifier
-from emulated_steps import BARE, FIRST, LAST, STRATEGIES, Waits, check, check_each, on_devices, waits_of_fit
+from emulated_fits import Classifier, Manual
+from emulated_steps import (
+    BARE,
+    EVERYDAY,
+    FIRST,
+    LAST,
+    STRATEGIES,
+    WITHOUT_READING,
+    Waits,
+    check,
+    check_each,
+    on_devices,
+    waits_of_fit,
+)
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
@@ -20,15 +32,7 @@ from phalanx.callbacks import (
 )
 from phalanx.strategies import FSDPStrategy
 
-CASES: dict[str, dict[str, Any]] = {
-    "bare": {},
-    "clipped": {"gradient_clip_val": 0.1},
-    "accumulated": {"accumulate_grad_batches": 2},
-    "bf16": {"precision": "bf16-mixed"},
-    "clipped bf16": {"precision": "bf16-true", "gradient_clip_val": 0.1},
-    "fp16": {"precision": "16-mixed"},
-    "skip": {"nonfinite": "skip"},
-}
+CASES: dict[str, dict[str, Any]] = {**WITHOUT_READING, "fp16": {"precision": "16-mixed"}, "skip": {"nonfinite": "skip"}}
 # Where a case differs from the bare step. The check for non-finite gradients reads one number, which ZeRO's engine
 # reads in any case; so does its check for overflow in stages 2 and 3, in fp16 and in stage 2 also in bf16.
 OTHERWISE: dict[tuple[str, str], int] = {
@@ -63,13 +67,7 @@ def test_offloaded_gradients_are_waited_for_once_each() -> None:
 
 # ---- the everyday step -----------------------------------------------------------------------------------------------
 
-LOGGED_EVERY, VALIDATED_EVERY = 5, 3
-LOGGING: dict[str, Any] = {
-    "logger": "csv",
-    "enable_progress_bar": True,
-    "enable_checkpointing": True,
-    "log_every_n_steps": LOGGED_EVERY,
-}
+VALIDATED_EVERY = 3
 
 
 class Validated(Classifier):
@@ -91,8 +89,8 @@ def everyday(strategy: str, devices: int) -> dict[str, Waits]:
     ]
     validation = {"val_check_interval": VALIDATED_EVERY}
     return {
-        "logged": waits_of_fit(strategy, devices, LOGGING, logs=True),
-        "with callbacks": waits_of_fit(strategy, devices, {**LOGGING, "callbacks": callbacks}, logs=True),
+        "logged": waits_of_fit(strategy, devices, EVERYDAY, logs=True),
+        "with callbacks": waits_of_fit(strategy, devices, {**EVERYDAY, "callbacks": callbacks}, logs=True),
         "validated": waits_of_fit(strategy, devices, validation, Validated, validates=True),
     }
 
@@ -105,7 +103,7 @@ def due(every: int) -> list[int]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_logging_callbacks_and_validation_wait_only_where_values_are_due(strategy: str) -> None:
     devices, bare = on_devices(strategy), BARE.get(strategy, 0)
-    logged = [bare + is_due for is_due in due(LOGGED_EVERY)]
+    logged = [bare + is_due for is_due in due(EVERYDAY["log_every_n_steps"])]
     for found in run_on_ranks(devices, everyday, strategy, devices, device="cuda"):
         for name in ("logged", "with callbacks"):
             # The progress bar reads its metrics by the clock, not by the step.
@@ -117,20 +115,6 @@ def test_logging_callbacks_and_validation_wait_only_where_values_are_due(strateg
 
 
 # ---- manual optimization, and activation checkpointing ---------------------------------------------------------------
-
-
-class Manual(Classifier):
-    """The same model, with a loop of its own."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Make an optimizer step."""
-        self.at_step(self, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(nn.functional.cross_entropy(self.head(self.blocks(batch[0])), batch[1]))
-        optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
