@@ -117,18 +117,9 @@ ops: $(DEV)
 bench: $(BENCH)
 	$(PY) -m benchmarks $(ARGS)
 
-# With the machine's own python and packages, as its torch fits its driver; with those of the environment where `make` has
-# built one. phalanx is found through its link. Missing packages come from the wheels in `wheels/`, if there are any.
-# ARGS='--only 350m --seconds 120', or ARGS='--device cpu --tiny' to try the code without a GPU
-CUDA_PYTHON := $(if $(wildcard $(DEV)),$(PY),$(PYTHON))
-OFFERED := $(sort $(foreach wheel,$(notdir $(wildcard wheels/*.whl)),$(firstword $(subst -, ,$(wheel)))))
-OFFLINE := -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --upgrade
+# As `make cuda`. ARGS='--only 350m --seconds 120', or ARGS='--device cpu --tiny' to try the code without a GPU
 bench-cuda:
-	@$(LINKED)
-	@test -z "$(OFFERED)" || $(CUDA_PYTHON) $(OFFLINE) --find-links wheels --target $(VENV)/wheels $(OFFERED) || \
-	    echo "The wheels do not fit this Python: sides that need them are left out."
-	PYTHONPATH="$(CURDIR)/$(VENV)/types:$(CURDIR)/$(VENV)/wheels$${PYTHONPATH:+:$$PYTHONPATH}" \
-	    $(CUDA_PYTHON) -m benchmarks.cuda $(ARGS)
+	$(CUDA_PYTHON) tests/cuda/offline.py -m benchmarks.cuda $(ARGS)
 
 parity: $(DEV)
 	$(PY) tests/parity_table.py --write docs/choosing-a-strategy.md

@@ -95,7 +95,7 @@ class Feeding:
         own = {"stall_timeout": False} if library == "phalanx" else {}
         images = self._images
 
-        class Task(base):  # type: ignore[misc, valid-type]
+        class Task(base):  # type: ignore[misc]
             def __init__(self) -> None:
                 super().__init__()
                 self.network = Network(images)

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import cuda_summary
+import offline
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = offline.ROOT
 TESTS = ROOT / "tests"
 MARK = "PHALANX_CUDA_RUN"
 # Seconds. Emulated devices compute on the cores of the host, which are few on many machines.
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("-m", dest="marks", default="", help="of these tests, those with such marks")
     parser.add_argument("--jobs", type=int, default=4, help="tests at a time (default: %(default)s)")
-    parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="a folder of wheels")
+    parser.add_argument("--wheels", type=Path, default=offline.WHEELS, help="a folder of wheels")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cuda", help="a folder for the results")
     given, others = parser.parse_known_args(arguments)
     began = time.monotonic()
@@ -124,12 +125,9 @@ def prepared(folder: Path, wheels: Path) -> Iterator[dict[str, str]]:
     """Yield the environment in which tests find phalanx, its helpers and missing packages; end all that they start."""
     site = folder / "site"
     site.mkdir()
-    # Found through this link, a checkout under any name is the package.
-    (site / "phalanx").symlink_to(ROOT)
-    install(wheels, site)
-    helpers = [site, TESTS, TESTS / "cuda", TESTS / "emulated_cuda"]
+    offline.fill(site, wheels)
     mark = uuid.uuid4().hex
-    path = os.pathsep.join([*map(str, helpers), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = offline.search_path(site, TESTS, TESTS / "cuda", TESTS / "emulated_cuda")
     environment = {**os.environ, "PYTHONPATH": path, "PHALANX_CUDA_RESULTS": str(folder), MARK: mark}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     script = "import cuda_machine, json; print(json.dumps(cuda_machine.variables()))"
@@ -139,29 +137,6 @@ def prepared(folder: Path, wheels: Path) -> Iterator[dict[str, str]]:
         yield {**environment, **json.loads(found.splitlines()[-1])}
     finally:
         end_all(f"{MARK}={mark}".encode())
-
-
-def install(wheels: Path, site: Path) -> None:
-    """Install the wheels of a folder that fit this interpreter, where it lacks the package or has an older one."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from packaging.tags import sys_tags
-    from packaging.utils import parse_wheel_filename
-    from packaging.version import Version
-
-    fitting, chosen = frozenset(sys_tags()), []
-    for wheel in sorted(wheels.glob("*.whl")):
-        name, offered, _, tags = parse_wheel_filename(wheel.name)
-        try:
-            is_wanted = Version(version(name)) < offered
-        except PackageNotFoundError:
-            is_wanted = True
-        if is_wanted and not fitting.isdisjoint(tags):
-            chosen.append(str(wheel))
-    if chosen:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-        subprocess.run([*command, "--disable-pip-version-check", "--target", str(site), *chosen], check=True)
-    print(f"installed from {wheels}: {', '.join(Path(each).name for each in chosen) or 'nothing'}", flush=True)
 
 
 def started_builds(environment: dict[str, str], log: Path) -> list[subprocess.Popen[bytes]]:

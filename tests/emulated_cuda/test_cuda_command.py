@@ -69,7 +69,7 @@ def test_wheels_are_installed_where_the_package_is_missing_or_older(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[list[str]] = []
-    monkeypatch.setattr(command.subprocess, "run", lambda arguments, check: given.append(arguments))
+    monkeypatch.setattr(command.offline.subprocess, "run", lambda arguments, check: given.append(arguments))
     for name in (
         "missing_package-1.0-py3-none-any.whl",
         "pytest-999.0-py3-none-any.whl",
@@ -77,7 +77,9 @@ def test_wheels_are_installed_where_the_package_is_missing_or_older(
         "other_package-1.0-cp27-cp27m-win32.whl",
     ):
         (tmp_path / name).touch()
-    command.install(tmp_path, tmp_path / "site")
+    (tmp_path / "site").mkdir()
+    command.offline.fill(tmp_path / "site", tmp_path)
+    assert (tmp_path / "site" / "phalanx").samefile(command.ROOT)
     ((*_, site, first, second),) = given
     assert [Path(each).name.partition("-")[0] for each in (site, first, second)] == [
         "site",

@@ -130,7 +130,8 @@ def test_batches_are_those_of_the_phases() -> None:
 
 
 def test_the_clock_measures_phases_in_order_and_waits_between_them(tmp_path: Path) -> None:
-    planned, events = cells.phases(TINY, False), []
+    planned = cells.phases(TINY, False)
+    events: list[Any] = []
     timer = clock.Clock(
         device.Device("cpu"),
         planned,
