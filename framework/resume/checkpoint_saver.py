@@ -43,7 +43,7 @@ _LAST_SECONDS = 1.0
 _ELEMENT_BYTES = 4
 
 
-def _moments(optimizer: Optimizer) -> int:
+def moments(optimizer: Optimizer) -> int:
     """Return the approximate number of parameter-sized tensors in an optimizer's state per parameter."""
     defaults = optimizer.defaults
     return 2 if "betas" in defaults else int(bool(defaults.get("momentum", 1)))
@@ -101,12 +101,12 @@ class Saver:
         """
         run = self._run
         trained = {name for name, parameter in run.module.named_parameters() if parameter.requires_grad}
-        state = run.strategy.state
-        sizes = {name: prod(shape) for name, shape in state.shapes(run.module).items()}
+        shapes = run.strategy.state.shapes(run.module)
+        sizes = {name: prod(shape) for name, shape in shapes.items()}
         elements = sum(sizes.values())
         if not weights_only and run.optimizers:
-            moments = max(_moments(optimizer) for optimizer in run.optimizers)
-            elements += moments * sum(size for name, size in sizes.items() if name in trained)
+            state = max(map(moments, run.optimizers))
+            elements += state * sum(size for name, size in sizes.items() if name in trained)
         return _ELEMENT_BYTES * elements
 
     def save(self, request: SaveRequest) -> None:
