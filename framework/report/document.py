@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ SCHEMA = 1
 # Facts that only the process of the fit, or its supervisor, knows: the rest of the report is made from files.
 OUTCOME = (
     "exit_code", "stopped", "traceback", "began", "ended", "duration_seconds", "epochs", "optimizer_steps",
-    "best_checkpoint", "best_score", "last_checkpoint", "metrics", "validate", "test",
+    "best_checkpoint", "best_score", "last_checkpoint", "metrics",
 )  # fmt: skip
+EVALUATIONS = ("validate", "test")
 _STARTED = ("command", "directory", "host", "git_commit", "git_dirty", "versions", "machine")
 _SETTINGS = ("changed", "resolved", "callbacks", "loggers")
 
@@ -50,6 +52,8 @@ def build_report(files: RunFiles) -> dict[str, Any]:
         "checkpoints_count": saved.count,
         "warnings": events.notes,
         "problems": files.problems,
+        # Absent until they have run.
+        **{name: results for name in EVALUATIONS if (results := files.outcome.get(name)) is not None},
     })  # fmt: skip
 
 
@@ -107,7 +111,8 @@ def run_name(directory: Path) -> str:
 def _checkpoint_directories(files: RunFiles) -> list[Path]:
     given = files.config.get("checkpoint_directories")
     own = files.directory / "checkpoints"
-    return [own, *(Path(path) for path in given if isinstance(path, str))] if isinstance(given, list) else [own]
+    others = given if isinstance(given, list) else []
+    return [Path(os.path.abspath(path)) for path in (own, *others) if isinstance(path, (str, Path))]
 
 
 def finite(value: Any) -> Any:

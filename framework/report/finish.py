@@ -8,7 +8,7 @@ from typing import Any
 
 from ..system.atomic_files import write_text
 from ..system.run_directory import REPORT
-from .document import OUTCOME, build_report
+from .document import EVALUATIONS, OUTCOME, build_report
 from .page import render_page
 from .run_files import PAGE, RunFiles
 
@@ -23,8 +23,7 @@ def finish_report(directory: Path, outcome: dict[str, Any]) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    known = {name: outcome.get(name) for name in OUTCOME}
-    files = RunFiles(directory, ended=known)
+    files = RunFiles(directory, ended=outcome)
     document = build_report(files)
     write_text(directory / REPORT, as_text(document))
     if has_page(files.config):
@@ -38,7 +37,8 @@ def amend_report(directory: Path, changes: dict[str, Any]) -> None:
         StorageError: it cannot be written.
     """
     files = RunFiles(directory)
-    finish_report(directory, {name: files.outcome.get(name) for name in OUTCOME} | changes)
+    known = (*OUTCOME, *EVALUATIONS)
+    finish_report(directory, {name: files.outcome[name] for name in known if name in files.outcome} | changes)
 
 
 def add_to_report(directory: Path, stage: str, results: list[dict[str, float]]) -> None:

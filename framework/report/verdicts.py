@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -59,22 +60,27 @@ def _sentence(found: dict[str, Any]) -> str:
     state, step, code = found["state"], found["optimizer_steps"], found["exit_code"]
     took = found["duration_seconds"]
     after = "" if took is None else f" after {span_text(took)}"
-    where = "before training began" if step is None else f"at step {step:,}"
     reason = headline(found["stopped"])
+    where = "before training began" if step is None else f"at step {step:,}"
+    # The reason of a supervisor has the position, with the epoch and the batch.
+    where = "" if re.search(r"\bstep \d", reason) else f" {where}"
     because = f": {reason}" if reason else ""
     if state == "running":
-        return f"is training {where}{after.replace('after', 'since', 1)}"
+        return f"is training, at step {step or 0:,}{after}"
     if state == "silent":
         return f"has shown no sign of life since step {step or 0:,}{after}; its host cannot be asked from here"
     if state == "unknown":
         return "has left no record of a fit"
     if state == "finished":
         stopped = f", stopped early: {reason}" if reason else ""
-        return f"finished {where}{after}{stopped}"
+        return f"finished{where}{after}{stopped}"
     if state == "killed":
-        return f"was killed {where}{after} and could not record why: SIGKILL, as of the system out of memory, or a crash"
+        return (
+            f"was killed at about step {step or 0:,}{after} and could not record why: by SIGKILL, as when memory runs "
+            "out, or by a crash"
+        )
     coded = "" if code is None else f", exit code {code}"
-    return f"ended {where}{after}{coded}{because}"
+    return f"ended{where}{after}{coded}{because}"
 
 
 def _lost(found: dict[str, Any], lost: int | None) -> str:
@@ -83,7 +89,8 @@ def _lost(found: dict[str, Any], lost: int | None) -> str:
         return ""
     if newest is None:
         return "no checkpoint to resume from" if not lost else f"all {lost:,} steps are lost: there is no checkpoint"
-    steps = "1 step is lost" if lost == 1 else f"{lost:,} steps are lost"
+    about = "about " if found["state"] == "killed" else ""
+    steps = f"{about}1 step is lost" if lost == 1 else f"{about}{lost:,} steps are lost"
     return f"{'nothing lost' if not lost else steps}: {newest['name']} (step {newest['step'] or 0:,}) is good"
 
 
@@ -92,7 +99,7 @@ def _resume(found: dict[str, Any], ckpt_path: str | None) -> str | None:
     command = found["command"]
     if found["state"] not in _RESUMABLE or not command:
         return None
-    text = shortened_command(command)
+    text = shortened_command(command, found["directory"])
     if found["exit_code"] == _CONFIGURATION:
         return f"{text}   (once the setting is corrected)"
     if found["exit_code"] == _REFUSED_CHECKPOINT or found["resume_from"] is None:
@@ -100,11 +107,13 @@ def _resume(found: dict[str, Any], ckpt_path: str | None) -> str | None:
     return text if ckpt_path == "auto" else f'{text}   (with fit(..., ckpt_path="auto"))'
 
 
-def shortened_command(command: str) -> str:
-    """Return a command with ``python`` in place of the path of an interpreter."""
+def shortened_command(command: str, directory: str | None = None) -> str:
+    """Return a command with ``python`` in place of an interpreter's path, and paths relative to its directory."""
     try:
         first, *others = shlex.split(command)
     except ValueError:
         return command
     name = Path(first).name
+    prefix = f"{directory}/" if directory else "\0"
+    others = [each.removeprefix(prefix) for each in others]
     return shlex.join(["python" if name.startswith("python") else first, *others])
