@@ -1,0 +1,38 @@
+"""``phalanx why``: why a run ended, at which step, what was lost, and the command that resumes it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..framework.report.document import build_report
+from ..framework.report.finding import shown_path
+from ..framework.report.run_files import RunFiles
+from .looks import say_wrapped
+from .output import say_json
+from .run_argument import add_command, add_run, run_of
+
+_KEYS = ("run", "path", "state", "exit_code", "stopped", "began", "ended", "duration_seconds", "why", "resume_from")
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``why`` to the subparsers of a parser."""
+    text = "why a run ended, at which step, what was lost, and what resumes it"
+    add_run(add_command(commands, "why", _run, text, "phalanx why phalanx_logs/version_3"))
+
+
+def _run(given: argparse.Namespace) -> int:
+    directory = run_of(given.given_run)
+    report = build_report(RunFiles(directory))
+    if given.json:
+        say_json({"schema": report["schema"], **{name: report[name] for name in _KEYS}, "problems": report["problems"]})
+        return 0
+    why = report["why"]
+    say_wrapped(f"{shown_path(directory)} {why['sentence']}")
+    if why["lost"]:
+        say_wrapped(why["lost"])
+    if why["resume"]:
+        say_wrapped(f"resume: {why['resume']}")
+    for problem in report["problems"]:
+        say_wrapped(f"note: {problem}")
+    return 0
