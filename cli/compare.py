@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ..framework.report.comparison import compare_reports
 from ..framework.report.document import build_report
-from ..framework.report.finding import shown_path
+from ..framework.report.finding import find_run, shown_path
 from ..framework.report.loose import listed, mapping, text
 from ..framework.report.run_files import RunFiles
 from ..framework.report.series import as_number
 from ..framework.report.times import span_text
 from .looks import fitted_table, line_width, say_fitted, shortened, shown_number, spark
 from .output import say, say_json
-from .run_argument import add_command, run_of
 
 _MOST_METRICS = 12
 _LEAST_COLUMN = 16
 
 
-def add_commands(commands: Any) -> None:
-    """Add ``compare`` to the subparsers of a parser."""
-    text = "compare the settings, results and curves of two runs"
-    parser = add_command(commands, "compare", _run, text, "phalanx compare version_3 version_4")
-    parser.add_argument("first", metavar="A", help="a run's directory or its name, such as version_3 or 3")
-    parser.add_argument("second", metavar="B", help="another run")
-
-
-def _run(given: argparse.Namespace) -> int:
-    directories = [run_of(each) for each in (given.first, given.second)]
+def compare_runs(given: argparse.Namespace) -> int:
+    """Print two runs side by side; return the exit code."""
+    directories = [find_run(each, Path()) for each in (given.first, given.second)]
     reports = [build_report(RunFiles(directory)) for directory in directories]
     found = compare_reports(*reports)
     if given.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from ..framework.report.loose import text
@@ -89,7 +90,7 @@ def spark(values: Sequence[Any], width: int = 24) -> str:
         return ""
     if len(numbers) > width:
         edges = [round(number * len(numbers) / width) for number in range(width + 1)]
-        numbers = [sum(numbers[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        numbers = [sum(numbers[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(numbers), max(numbers)
     span = high - low or 1.0
     return "".join(_BLOCKS[min(7, int(8 * (value - low) / span))] for value in numbers)

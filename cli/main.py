@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..framework.core.errors import ConfigurationError, PhalanxError, did_you_mean
-from . import checkpoint, compare, run_report, runs, top, why
+from . import checkpoint, look_commands
 from .output import printable
 
 _CHOICE = re.compile(r"argument (?P<what>.+): invalid choice: (?P<given>'.*') \(choose from (?P<known>.*)\)")
@@ -53,7 +53,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"phalanx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for each in (runs, top, run_report, why, compare, checkpoint):
+    for each in (look_commands, checkpoint):
         each.add_commands(commands)
     return parser
 

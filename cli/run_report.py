@@ -9,30 +9,23 @@ from typing import Any
 from ..framework.core.errors import StorageError
 from ..framework.report.charts import bytes_text
 from ..framework.report.document import build_report
-from ..framework.report.finding import shown_path
+from ..framework.report.finding import find_run, shown_path
 from ..framework.report.loose import listed, mapping, rows, text, whole
 from ..framework.report.page import render_page, tiles
 from ..framework.report.run_files import PAGE, RunFiles
-from ..framework.report.series import as_number
+from ..framework.report.series import OWN_PREFIX, as_number
 from ..framework.report.times import span_text
+from ..framework.report.verdicts import shortened_command
 from ..framework.system.atomic_files import write_text
 from .looks import fitted_table, painted, say_fitted, say_wrapped, shown_number, spark, state_color
 from .output import printable, say, say_json
-from .run_argument import add_command, add_run, run_of
 
 _MOST_METRICS, _MOST_CHECKPOINTS = 8, 3
 
 
-def add_commands(commands: Any) -> None:
-    """Add ``report`` to the subparsers of a parser."""
-    text = "show the report of a run, and write its page"
-    parser = add_command(commands, "report", _run, text, "phalanx report phalanx_logs/version_3 --out report.html")
-    add_run(parser)
-    parser.add_argument("--out", metavar="FILE", help="where to write the page (default: report.html of the run)")
-
-
-def _run(given: argparse.Namespace) -> int:
-    directory = run_of(given.given_run)
+def show_report(given: argparse.Namespace) -> int:
+    """Print the report of a run and write its page; return the exit code."""
+    directory = find_run(given.given_run, Path())
     report = build_report(RunFiles(directory))
     page = _write_page(report, directory, given.out)
     if given.json:
@@ -48,7 +41,9 @@ def _run(given: argparse.Namespace) -> int:
     _say_checkpoints(report)
     for each in [*listed(report["warnings"])[-3:], *report["problems"]]:
         say_wrapped(f"note: {text(each)}")
-    say_fitted(f"page   {shown_path(page)}" if page is not None else "page   give --out FILE: the run cannot be written")
+    say_fitted(
+        f"page   {shown_path(page)}" if page is not None else "page   give --out FILE: the run cannot be written"
+    )
     return 0
 
 
@@ -70,15 +65,18 @@ def _say_facts(report: dict[str, Any]) -> None:
     ranks = whole(resolved.get("world_size"))
     how = [text(resolved.get("strategy")), "" if ranks is None else f"{ranks} ranks", text(resolved.get("precision"))]
     commit = text(report["git_commit"])[:12] + (" with changes" if report["git_dirty"] else "")
+    command = shortened_command(text(report["command"]), text(report["directory"]))
     pairs = [
         ("how", ", ".join(each for each in how if each)),
         ("result", ", ".join(f"{value} {label}" for value, label in tiles(report))),
-        ("from", " ".join(each for each in (text(report["command"]), commit and f"({commit})") if each)),
+        ("from", " ".join(each for each in (command, commit and f"({commit})") if each)),
         ("changed", text(settings.get("changed"))),
     ]
     if whole(report["restarts"]):
         lost = sum(as_number(report[name]) or 0.0 for name in ("redone_seconds", "waited_seconds"))
-        pairs.append(("restarts", f"{report['restarts']}, {report['repeated_steps']} steps again, {span_text(lost)} lost"))
+        pairs.append(
+            ("restarts", f"{report['restarts']}, {report['repeated_steps']} steps again, {span_text(lost)} lost")
+        )
     for name, value in pairs:
         if value:
             say_fitted(f"{name:<9}{value}")
@@ -87,7 +85,7 @@ def _say_facts(report: dict[str, Any]) -> None:
 def _say_metrics(report: dict[str, Any]) -> None:
     curves = mapping(report["curves"])
     lines = []
-    for name, curve in list(curves.items())[:_MOST_METRICS]:
+    for name, curve in _own_last(curves)[:_MOST_METRICS]:
         values = listed(mapping(curve).get("value"))
         known = [number for value in values if (number := as_number(value)) is not None]
         if known:
@@ -95,6 +93,11 @@ def _say_metrics(report: dict[str, Any]) -> None:
             lines.append([name, *ends, spark(values)])
     if lines:
         fitted_table(("metric", "first", "last", "least", "most", ""), lines)
+
+
+def _own_last(curves: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return curves by name, those that phalanx measures itself after the others."""
+    return sorted(curves.items(), key=lambda pair: pair[0].startswith(OWN_PREFIX))
 
 
 def _say_checkpoints(report: dict[str, Any]) -> None:

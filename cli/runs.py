@@ -14,20 +14,10 @@ from ..framework.report.run_files import parsed_time
 from ..framework.report.times import span_text
 from .looks import fitted_table, shown_number, state_color
 from .output import age, say, say_json
-from .run_argument import add_command
-
-_MOST = 20
 
 
-def add_commands(commands: Any) -> None:
-    """Add ``runs`` to the subparsers of a parser."""
-    text = "list the runs below a directory, the newest first"
-    parser = add_command(commands, "runs", _run, text, "phalanx runs experiments --limit 5")
-    parser.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to search (default: here)")
-    parser.add_argument("--limit", type=int, default=_MOST, metavar="N", help=f"show N runs (default: {_MOST}; 0: all)")
-
-
-def _run(given: argparse.Namespace) -> int:
+def list_runs(given: argparse.Namespace) -> int:
+    """Print the runs below a directory; return the exit code."""
     if given.limit < 0:
         given.parser.error(f"--limit {given.limit}: give a number of runs, or 0 for all")
     found = find_runs(Path(given.directory))

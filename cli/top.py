@@ -10,35 +10,26 @@ from typing import Any
 
 from ..framework.report.charts import bytes_text
 from ..framework.report.document import build_report
-from ..framework.report.finding import shown_path
+from ..framework.report.finding import find_run, shown_path
 from ..framework.report.loose import listed, mapping, rows, text, whole
 from ..framework.report.run_files import RunFiles
 from ..framework.report.series import OWN_PREFIX, as_number
 from ..framework.report.times import span_text
 from .keys import Keys
+from .look_commands import LEAST_INTERVAL_SECONDS
 from .looks import line_width, painted, shortened, shown_number, spark, state_color
 from .output import encodable, printable, say_json
-from .run_argument import add_command, add_run, run_of
 
 _MOST_METRICS, _MOST_RANKS = 8, 8
 _CLEAR = "\x1b[H\x1b[J"
 _LIVE = ("running", "silent")
-_LEAST_INTERVAL, _INTERVAL = 0.1, 1.0
 
 
-def add_commands(commands: Any) -> None:
-    """Add ``top`` to the subparsers of a parser."""
-    text = "watch a run while it trains; q or Ctrl-C ends the view, not the run"
-    parser = add_command(commands, "top", _run, text, "phalanx top version_3 --interval 5")
-    add_run(parser)
-    parser.add_argument("--once", action="store_true", help="print one view, and end")
-    parser.add_argument("--interval", type=float, default=_INTERVAL, metavar="SECONDS", help="time between two views")
-
-
-def _run(given: argparse.Namespace) -> int:
-    if not given.interval >= _LEAST_INTERVAL:
-        given.parser.error(f"--interval {given.interval:g}: give {_LEAST_INTERVAL} seconds or more")
-    directory = run_of(given.given_run)
+def watch_run(given: argparse.Namespace) -> int:
+    """Show a run while it trains; return the exit code."""
+    if not given.interval >= LEAST_INTERVAL_SECONDS:
+        given.parser.error(f"--interval {given.interval:g}: give {LEAST_INTERVAL_SECONDS} seconds or more")
+    directory = find_run(given.given_run, Path())
     try:
         if given.once or given.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
             _print_views(directory, given)
@@ -55,7 +46,9 @@ def _print_views(directory: Path, given: argparse.Namespace) -> None:
     while True:
         report = build_report(RunFiles(directory))
         if given.json:
-            say_json({name: report[name] for name in ("schema", "path", "state", "progress", "metrics", "memory", "why")})
+            say_json(
+                {name: report[name] for name in ("schema", "path", "state", "progress", "metrics", "memory", "why")}
+            )
         elif given.once:
             print("\n".join(view(report, directory)))
         else:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
 
 from ..framework.report.document import build_report
-from ..framework.report.finding import shown_path
+from ..framework.report.finding import find_run, shown_path
 from ..framework.report.run_files import RunFiles
 from .looks import say_wrapped
 from .output import say_json
-from .run_argument import add_command, add_run, run_of
 
 _KEYS = ("run", "path", "state", "exit_code", "stopped", "began", "ended", "duration_seconds", "why", "resume_from")
 
 
-def add_commands(commands: Any) -> None:
-    """Add ``why`` to the subparsers of a parser."""
-    text = "why a run ended, at which step, what was lost, and what resumes it"
-    add_run(add_command(commands, "why", _run, text, "phalanx why phalanx_logs/version_3"))
-
-
-def _run(given: argparse.Namespace) -> int:
-    directory = run_of(given.given_run)
+def explain_run(given: argparse.Namespace) -> int:
+    """Print why a run ended; return the exit code."""
+    directory = find_run(given.given_run, Path())
     report = build_report(RunFiles(directory))
     if given.json:
         say_json({"schema": report["schema"], **{name: report[name] for name in _KEYS}, "problems": report["problems"]})

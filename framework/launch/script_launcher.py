@@ -22,6 +22,7 @@ from .exit_hooks import quick_exit, write_error
 from .fork_server import ForkServer, ServerGone
 from .launch_context import LaunchContext, launch_context, private_directory
 from .rank_output import RankOutput
+from .rank_states import RankStates
 from .restart_policy import RestartPolicy, run_directory
 from .supervisor import Supervisor
 from .verdict import Verdict
@@ -115,7 +116,10 @@ class _ScriptLauncher:
                 context.listener.close()
                 if is_last:
                     self.close()
-                verdict = self._supervisor.watch(output.is_blocked)
+                directory = partial(run_directory, context.directory)
+                states = RankStates(context.directory, directory, lambda: self._supervisor.running)
+                with contextlib.closing(states):
+                    verdict = self._supervisor.watch(output.is_blocked)
             except BaseException:
                 self._supervisor.stop()
                 raise

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from .series import LEARNING_RATE, MEMORY, OWN_PREFIX, RATE, as_number, thinned
@@ -167,9 +168,9 @@ def draw(chart: Chart) -> str:
             for line in chart.lines
         ],
     }  # fmt: skip
-    label = escape(f"{chart.title} over optimizer steps")
+    label, kind = escape(f"{chart.title} over optimizer steps"), "chart" if chart.own else "chart wide"
     return (
-        f'<svg class="chart{"" if chart.own else " wide"}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}" '
+        f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}" '
         f'data-chart="{escape(json.dumps(data, separators=(",", ":")))}">{"".join(parts)}'
         f'<line class="cursor" y1="{_TOP}" y2="{height - _BOTTOM}"/></svg>'
     )
@@ -200,7 +201,9 @@ def _path(points: list[tuple[float, float]], color: int) -> str:
     dots = "".join(f'<circle class="dot c{color}" cx="{x}" cy="{y}" r="2"/>' for x, y in points if len(points) <= 24)
     if not _is_rough(points):
         return f'<path class="line c{color}" d="{_way(points)}"/>{dots}'
-    return f'<path class="line raw c{color}" d="{_way(points)}"/><path class="line c{color}" d="{_way(_smooth(points))}"/>'
+    return (
+        f'<path class="line raw c{color}" d="{_way(points)}"/><path class="line c{color}" d="{_way(_smooth(points))}"/>'
+    )
 
 
 def _way(points: list[tuple[float, float]]) -> str:
@@ -210,7 +213,7 @@ def _way(points: list[tuple[float, float]]) -> str:
 def _is_rough(points: list[tuple[float, float]]) -> bool:
     """Whether a curve goes up and down so much that its course is hard to see."""
     heights = [y for _, y in points]
-    way = sum(abs(after - before) for before, after in zip(heights, heights[1:], strict=False))
+    way = sum(abs(after - before) for before, after in pairwise(heights))
     return len(points) >= _LEAST_SMOOTHED and way > _ROUGH * (max(heights) - min(heights))
 
 

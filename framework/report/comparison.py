@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .loose import listed, mapping
-from .series import as_number
+from .loose import listed, mapping, text
+from .series import OWN_PREFIX, as_number
+from .verdicts import shortened_command
 
 _RESULTS = (
     "state", "exit_code", "optimizer_steps", "epochs", "duration_seconds", "restarts", "best_score",
@@ -31,7 +32,8 @@ def _settings(report: dict[str, Any]) -> dict[str, Any]:
     found.pop("default_root_dir", None)
     found |= {f"hparams.{name}": value for name, value in mapping(model.get("hparams")).items()}
     found |= {f"versions.{name}": value for name, value in mapping(report.get("versions")).items()}
-    found |= {name: report.get(name) for name in ("command", "git_commit", "git_dirty", "host")}
+    found["command"] = shortened_command(text(report.get("command")), text(report.get("directory")))
+    found |= {name: report.get(name) for name in ("git_commit", "git_dirty", "host")}
     found |= {"parameters": model.get("parameters"), "optimizers": model.get("optimizers")}
     return found | {name: settings.get(name) for name in ("callbacks", "loggers")}
 
@@ -44,7 +46,7 @@ def _differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, lis
 def _metrics(first: dict[str, Any], second: dict[str, Any]) -> dict[str, list[dict[str, Any] | None]]:
     """Return the numbers of each curve in both runs; None where a run has no such curve."""
     curves = mapping(first.get("curves")), mapping(second.get("curves"))
-    names = dict.fromkeys([*curves[0], *curves[1]])
+    names = sorted(dict.fromkeys([*curves[0], *curves[1]]), key=lambda name: name.startswith(OWN_PREFIX))
     return {name: [_numbers(one.get(name)) for one in curves] for name in names}
 
 
@@ -60,4 +62,3 @@ def _numbers(curve: Any) -> dict[str, Any] | None:
         "last": known[-1][0], "last_step": known[-1][1], "min": least[0], "min_step": least[1],
         "max": most[0], "max_step": most[1],
     }  # fmt: skip
-

@@ -32,8 +32,8 @@ def find_run(given: str | None, root: Path) -> Path:
     """Return the directory of a run: the newest below ``root``, or the one that ``given`` refers to.
 
     Args:
-        given: the path of a run or of a file in it, a directory of runs, of which the newest is taken, or the last parts
-            of a run's path: ``phalanx_logs/version_3``, ``version_3`` or ``3``.
+        given: the path of a run or of a file in it, a directory of runs, of which the newest is taken, or the last
+            parts of a run's path: ``phalanx_logs/version_3``, ``version_3`` or ``3``.
         root: where to search.
 
     Raises:

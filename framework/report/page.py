@@ -129,7 +129,10 @@ def _charts(report: dict[str, Any]) -> str:
         )
     left_out = whole(report.get("curves_left_out")) or 0
     more = f'<p class="soft small">{left_out} more names were logged than a report holds.</p>' if left_out else ""
-    grids = (f'<div class="charts">{"".join(boxes[False])}</div>', f'<div class="charts three">{"".join(boxes[True])}</div>')
+    grids = (
+        f'<div class="charts">{"".join(boxes[False])}</div>',
+        f'<div class="charts three">{"".join(boxes[True])}</div>',
+    )
     return f"<h2>Curves</h2>{''.join(grids)}{more}"
 
 

@@ -75,8 +75,8 @@ def attempts_section(report: dict[str, Any]) -> str:
     amounts = [(as_number(report.get(name)) or 0.0, label) for name, label in spans]
     spent = ", ".join(f"{span_text(seconds)} {label}" for seconds, label in amounts if seconds >= 0.05)
     head = ["", "began", "time", "steps", "trained again by the next", "exit code"]
-    body = f'{_bar(report, attempts)}<p class="soft small">{escape(spent or "no time was lost")}</p>{table_of(head, table)}'
-    return card("Restarts and time lost", body)
+    spent = f'<p class="soft small">{escape(spent or "no time was lost")}</p>'
+    return card("Restarts and time lost", _bar(report, attempts) + spent + table_of(head, table))
 
 
 def model_section(report: dict[str, Any]) -> str:
@@ -90,7 +90,9 @@ def model_section(report: dict[str, Any]) -> str:
         count = whole(part.get("parameters")) or 0
         share = f"{count / total:.1%}" if total else "-"
         frozen = count - (whole(part.get("trainable")) or 0)
-        table.append([text(part.get("name")), text(part.get("type")), f"{count:,}", share, f"{frozen:,}" if frozen else ""])
+        table.append(
+            [text(part.get("name")), text(part.get("type")), f"{count:,}", share, f"{frozen:,}" if frozen else ""]
+        )
     head = ["part", "type", "parameters", "share", "frozen"]
     trainable = whole(model.get("trainable")) or 0
     size = bytes_text(as_number(model.get("bytes")) or 0.0)
@@ -135,7 +137,8 @@ def _memory_bar(label: str, parts: list[tuple[str, float]], longest: float) -> s
     )
     return (
         f'<div style="margin-bottom:14px"><div class="small"><b>{escape(bytes_text(total))}</b> '
-        f'<span class="soft">{escape(label)}</span></div><div class="bar">{pieces}</div><div class="legend">{named}</div></div>'
+        f'<span class="soft">{escape(label)}</span></div><div class="bar">{pieces}</div>'
+        f'<div class="legend">{named}</div></div>'
     )
 
 
@@ -207,7 +210,10 @@ def _bar(report: dict[str, Any], attempts: list[dict[str, Any]]) -> str:
     pieces: list[tuple[str, float]] = []
     before: float | None = None
     for each in attempts:
-        began, ended = parsed_time(each.get("began")), parsed_time(each.get("ended")) or parsed_time(report.get("ended"))
+        began, ended = (
+            parsed_time(each.get("began")),
+            parsed_time(each.get("ended")) or parsed_time(report.get("ended")),
+        )
         if began is None or ended is None:
             continue
         if before is not None and began > before:

@@ -117,5 +117,3 @@ def as_number(value: Any) -> float | None:
         except OverflowError:
             return None
     return None
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import datetime, timezone
+from itertools import pairwise
 
 
 def timestamp(seconds: float) -> str:
@@ -19,7 +20,7 @@ def span_text(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds >= 0.05 else "0 s"
     whole = round(seconds)
     units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
-    for (unit, length), (below, smaller) in zip(units, units[1:], strict=False):
+    for (unit, length), (below, smaller) in pairwise(units):
         if whole >= length:
             rest = (whole % length) // smaller
             return f"{whole // length} {unit}" + (f" {rest} {below}" if rest else "")

@@ -25,7 +25,9 @@ _MOST_PARTS = 40
 def model_facts(run: Run) -> dict[str, Any]:
     """Return the class of the module, its parameters in all and by part, and its hyperparameters, as JSON values."""
     module = run.module
-    parts = [{"name": name, "type": type(part).__name__, **_counted(part.parameters())} for name, part in _parts(module)]
+    parts = [
+        {"name": name, "type": type(part).__name__, **_counted(part.parameters())} for name, part in _parts(module)
+    ]
     hparams = {name: _plain(value) for name, value in without_secrets(dict(module.hparams)).items()}
     return {
         "class": type(module).__name__,

@@ -108,8 +108,8 @@ class TrainerSettings:
     enable_model_summary: bool | None = _setting(None, "whether to show a table of the layers.", flag)
     enable_report: bool = _setting(
         True,
-        "whether a fit that writes files also writes ``report.html``, a page with its settings, curves, checkpoints and "
-        "the reason why it ended.",
+        "whether a fit that writes files also writes ``report.html``, a page with settings, curves and checkpoints, "
+        "and the reason why it ended.",
         flag,
     )
     verbose: bool = _setting(

@@ -35,8 +35,8 @@ ROOMS: dict[str, str] = {
     "diagnostics": "core system distributed metrics checkpoint parallel api run",
     "resume": "core system distributed checkpoint parallel data state launch api run",
     "loop": "core distributed metrics parallel data state watchdog api run diagnostics resume",
-    "trainer": "core system distributed metrics checkpoint parallel data state watchdog launch fabric api memory run report "
-    "diagnostics resume loop",
+    "trainer": "core system distributed metrics checkpoint parallel data state watchdog launch fabric api memory run "
+    "diagnostics resume loop report",
 }
 Import = tuple[str, int, bool]
 """The dotted name below ``phalanx`` that is imported, the line, and whether it stands inside a function."""
