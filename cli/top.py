@@ -15,10 +15,11 @@ from ..framework.report.loose import listed, mapping, rows, text, whole
 from ..framework.report.run_files import RunFiles
 from ..framework.report.series import OWN_PREFIX, as_number
 from ..framework.report.times import span_text
+from ..framework.system.console import encodable
 from .keys import Keys
 from .look_commands import LEAST_INTERVAL_SECONDS
 from .looks import line_width, painted, shortened, shown_number, spark, state_color
-from .output import encodable, printable, say_json
+from .output import printable, say_json
 
 _MOST_METRICS, _MOST_RANKS = 8, 8
 _CLEAR = "\x1b[H\x1b[J"

@@ -39,7 +39,7 @@ def build_report(files: RunFiles) -> dict[str, Any]:
         "resume_from": saved.newest,
     }
     found["why"] = explain(found, config.get("ckpt_path"))
-    return finite({
+    complete: dict[str, Any] = finite({
         **found,
         "progress": _progress(files),
         "settings": {name: config.get(name) for name in _SETTINGS},
@@ -55,6 +55,7 @@ def build_report(files: RunFiles) -> dict[str, Any]:
         # Absent until they have run.
         **{name: results for name in EVALUATIONS if (results := files.outcome.get(name)) is not None},
     })  # fmt: skip
+    return complete
 
 
 def _outcome(files: RunFiles) -> dict[str, Any]:

@@ -87,9 +87,9 @@ class Events:
 
     def _begin(self, begin: dict[str, Any]) -> None:
         seconds, step = as_number(begin.get("time")) or 0.0, int(as_number(begin.get("step")) or 0)
-        texts = {name: value for name in ("checkpoint", "host") if isinstance(value := begin.get(name), str)}
+        checkpoint, host = (None if begin.get(name) is None else str(begin[name]) for name in ("checkpoint", "host"))
         pid, attempt = as_number(begin.get("pid")), int(as_number(begin.get("attempt")) or 0)
-        new = Attempt(seconds, step, attempt, pid=None if pid is None else int(pid), **texts)
+        new = Attempt(seconds, step, attempt, checkpoint, None if pid is None else int(pid), host)
         new.look(seconds, step)
         self.attempts = [*self.attempts, new][-MOST_ATTEMPTS:]
         # The values of a step are written under its index, which is the number of steps before it.

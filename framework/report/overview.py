@@ -50,7 +50,7 @@ def overview(directory: Path) -> dict[str, Any]:
         seconds = max(0.0, updated - began)
     metrics = mapping(end.get("metrics")) or mapping(status.get("metrics"))
     resolved = mapping(files.config.get("resolved"))
-    return finite({  # type: ignore[no-any-return]
+    found: dict[str, Any] = finite({
         "path": str(directory),
         "state": files.state,
         "exit_code": end.get("exit_code", status.get("exit_code")),
@@ -69,3 +69,4 @@ def overview(directory: Path) -> dict[str, Any]:
         "stopped": end.get("stopped", status.get("message")),
         "problems": files.problems,
     })  # fmt: skip
+    return found
