@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .attempts import summarize_attempts
+from .loose import text, whole
 from .run_files import RunFiles
 from .saved import saved_checkpoints
 from .series import OWN_PREFIX, History, as_number
@@ -22,6 +23,7 @@ OUTCOME = (
 )  # fmt: skip
 EVALUATIONS = ("validate", "test")
 _STARTED = ("command", "directory", "host", "git_commit", "git_dirty", "versions", "machine")
+_WHOLE = ("exit_code", "epochs", "optimizer_steps")
 _SETTINGS = ("changed", "resolved", "callbacks", "loggers")
 
 
@@ -35,7 +37,7 @@ def build_report(files: RunFiles) -> dict[str, Any]:
         "path": str(files.directory),
         "state": files.state,
         **_outcome(files),
-        **{name: config.get(name) for name in _STARTED},
+        **_started(config),
         "resume_from": saved.newest,
     }
     found["why"] = explain(found, config.get("ckpt_path"))
@@ -58,15 +60,24 @@ def build_report(files: RunFiles) -> dict[str, Any]:
     return complete
 
 
+def _started(config: dict[str, Any]) -> dict[str, Any]:
+    """Return from where and how the run was started."""
+    found = {name: config.get(name) for name in _STARTED}
+    for name in ("command", "directory", "host", "git_commit"):
+        found[name] = text(found[name]) or None
+    return found
+
+
 def _outcome(files: RunFiles) -> dict[str, Any]:
     """Return the end of the fit; what a killed process could not record comes from what it wrote while it trained."""
     end, status, attempts = files.outcome, files.status, files.events.attempts
-    known: dict[str, Any] = {name: end.get(name) for name in OUTCOME}
+    known = _typed(end)
     if not status and not attempts:
         return known
     began = as_number(status.get("began")) or (attempts[-1].began if attempts else 0.0)
     seen = as_number(status.get("updated")) or (attempts[-1].seen if attempts else began)
-    missing = {
+    metrics = {name: value for name, value in files.events.history.latest().items() if _is_logged(name)}
+    missing: dict[str, Any] = {
         "exit_code": status.get("exit_code"),
         "stopped": status.get("message"),
         "began": timestamp(began),
@@ -74,9 +85,25 @@ def _outcome(files: RunFiles) -> dict[str, Any]:
         "duration_seconds": round(max(0.0, seen - began), 3),
         "epochs": status.get("epoch"),
         "optimizer_steps": status.get("step"),
-        "metrics": {name: value for name, value in files.events.history.latest().items() if _is_logged(name)},
+        "metrics": metrics,
     }
-    return known | {name: value for name, value in missing.items() if known[name] is None}
+    return known | {name: value for name, value in _typed(missing).items() if known[name] is None}
+
+
+def _typed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of ``OUTCOME``, each of its type; None for those that are missing or of another one."""
+    typed: dict[str, Any] = {}
+    for name in OUTCOME:
+        value = values.get(name)
+        if name in _WHOLE:
+            typed[name] = whole(value)
+        elif name == "duration_seconds":
+            typed[name] = as_number(value)
+        elif name in ("best_score", "metrics"):
+            typed[name] = value if isinstance(value, dict) else None
+        else:
+            typed[name] = value if isinstance(value, str) else None
+    return typed
 
 
 def _is_logged(name: str) -> bool:
