@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.callback import Callback, saved_by
 from ..core.progress import Progress
 from ..run.context import RunContext
+from ..system.environment import hiding_secrets
 from ..watchdog.heartbeat import Heartbeat
 from .stage_records import StageRecords
 
@@ -200,7 +201,7 @@ class Session:
     def note(self, text: str) -> None:
         """Show a line on the console of rank 0, and keep it for the report of a fit."""
         if self.recorder is not None:
-            self.recorder.note(text)
+            self.recorder.note(hiding_secrets()(text))
         elif self.view.is_global_zero and len(self.early_notes) < _MOST_EARLY_NOTES:
             self.early_notes.append(text)
         self.view.note(text)
@@ -209,7 +210,7 @@ class Session:
         """Record the fit in progress, including the lines that were shown while it was set up."""
         self.recorder = recorder
         for text in self.early_notes:
-            recorder.note(text)
+            recorder.note(hiding_secrets()(text))
 
     @property
     def writes(self) -> bool:
