@@ -42,8 +42,12 @@ def summarize_attempts(attempts: Sequence[Attempt]) -> dict[str, Any]:
             "lost_steps": lost_steps,
             "lost_seconds": round(lost_seconds, 3),
         })  # fmt: skip
+    first, last = (attempts[0], attempts[-1]) if attempts else (None, None)
+    end = 0.0 if last is None else last.ended if last.ended is not None else last.seen
+    total = 0.0 if first is None else end - first.began - paused
     return {
         "attempts": rows,
+        "goodput": round(max(0.0, 1 - (redone + waited) / total), 4) if total > 0 else None,
         "restarts": max(0, len(rows) - 1),
         "repeated_steps": repeated,
         "redone_seconds": round(redone, 3),

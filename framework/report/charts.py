@@ -11,12 +11,17 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from .series import LEARNING_RATE, MEMORY, OWN_PREFIX, RATE, as_number, thinned
+from .series import LEARNING_RATE, MEMORY, OWN_PREFIX, RATE, THROUGHPUT, as_number, thinned
 from .times import number_text
 
 _ROLES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
 _ROLE = re.compile(rf"^({'|'.join(_ROLES)})(?:[/_.\- ]+)(?=\S)", re.IGNORECASE)
-_OWN_TITLES = {LEARNING_RATE: "learning rate", RATE: "steps a second", MEMORY: "memory in use"}
+_OWN_TITLES = {
+    THROUGHPUT: "throughput",
+    LEARNING_RATE: "learning rate",
+    RATE: "steps a second",
+    MEMORY: "memory in use",
+}
 # A drawing with more points than pixels only makes the page larger.
 _MOST_DRAWN = 400
 _MOST_CHARTS = 60
@@ -74,7 +79,9 @@ def _placed(name: str) -> tuple[str, str, int | None]:
     """Return the title of a curve's chart, its label there, and its colour if it has a role."""
     for own, title in _OWN_TITLES.items():
         if name.startswith(own):
-            return title, name.removeprefix(own).lstrip("-") or title, 0
+            more = name.removeprefix(own).lstrip("- ")
+            label = f"{more} a second" if own == THROUGHPUT else more
+            return title, label if more else title, 0
     plain = re.sub(r"/dataloader_idx_\d+$", "", name)
     kind = re.search(r"_(step|epoch)$", plain)
     plain = plain[: kind.start()] if kind else plain

@@ -19,7 +19,7 @@ SCHEMA = 1
 # Facts that only the process of the fit, or its supervisor, knows: the rest of the report is made from files.
 OUTCOME = (
     "exit_code", "stopped", "traceback", "began", "ended", "duration_seconds", "epochs", "optimizer_steps",
-    "best_checkpoint", "best_score", "last_checkpoint", "metrics",
+    "best_checkpoint", "best_score", "last_checkpoint", "metrics", "throughput",
 )  # fmt: skip
 EVALUATIONS = ("validate", "test")
 _STARTED = ("command", "directory", "host", "git_commit", "git_dirty", "versions", "machine")
@@ -86,6 +86,7 @@ def _outcome(files: RunFiles) -> dict[str, Any]:
         "epochs": status.get("epoch"),
         "optimizer_steps": status.get("step"),
         "metrics": metrics,
+        "throughput": status.get("throughput"),
     }
     return known | {name: value for name, value in _typed(missing).items() if known[name] is None}
 
@@ -99,7 +100,7 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
             typed[name] = whole(value)
         elif name == "duration_seconds":
             typed[name] = as_number(value)
-        elif name in ("best_score", "metrics"):
+        elif name in ("best_score", "metrics", "throughput"):
             typed[name] = value if isinstance(value, dict) else None
         else:
             typed[name] = value if isinstance(value, str) else None

@@ -102,7 +102,8 @@ def tiles(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
         yield span_text(seconds), "of this attempt" if whole(report.get("restarts")) else "duration"
     last = (rows(report.get("attempts")) or [{}])[-1]
     trained = (steps or 0) - (whole(last.get("from_step")) or 0)
-    if seconds and trained > 0:
+    yield from _speed(mapping(report.get("throughput")))
+    if seconds and trained > 0 and not report.get("throughput"):
         yield number_text(float(f"{trained / seconds:.3g}")), "steps a second, on average"
     measured = mapping(mapping(report.get("memory")).get("measured"))
     on_device = as_number(measured.get("device_peak_bytes"))
@@ -111,6 +112,15 @@ def tiles(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if restarts := whole(report.get("restarts")):
         lost = sum(as_number(report.get(name)) or 0.0 for name in ("redone_seconds", "waited_seconds"))
         yield f"{restarts:,}", f"{'restart' if restarts == 1 else 'restarts'}, {span_text(lost)} lost"
+
+
+def _speed(throughput: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    if (rate := as_number(throughput.get("per_second"))) is not None:
+        yield number_text(float(f"{rate:.3g}")), f"{text(throughput.get('unit'))} a second in training"
+    if (mfu := as_number(throughput.get("mfu"))) is not None:
+        yield f"{mfu:.1%}", "of the devices' peak FLOPs (MFU)"
+    if (share := as_number(throughput.get("data_share"))) is not None:
+        yield f"{share:.1%}", "of the time waiting for data"
 
 
 def _charts(report: dict[str, Any]) -> str:

@@ -73,9 +73,11 @@ def attempts_section(report: dict[str, Any]) -> str:
     spans = (("redone_seconds", "trained again"), ("waited_seconds", "until ranks were started again"),
              ("paused_seconds", "between launches"))  # fmt: skip
     amounts = [(as_number(report.get(name)) or 0.0, label) for name, label in spans]
+    goodput = as_number(report.get("goodput"))
+    kept = "" if goodput is None else f"; {goodput:.1%} of the time of ranks was not lost"
     spent = ", ".join(f"{span_text(seconds)} {label}" for seconds, label in amounts if seconds >= 0.05)
     head = ["", "began", "time", "steps", "trained again by the next", "exit code"]
-    spent = f'<p class="soft small">{escape(spent or "no time was lost")}</p>'
+    spent = f'<p class="soft small">{escape((spent or "no time was lost") + kept)}</p>'
     return card("Restarts and time lost", _bar(report, attempts) + spent + table_of(head, table))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from ..system.failure_records import write_atomically
 from ..system.processes import start_of
 from .event_log import EventWriter
-from .series import MEMORY, RATE
+from .series import MEMORY, RATE, THROUGHPUT
 
 STATUS = "status.json"
 """The name of the file with the state of a fit in progress."""
@@ -49,7 +49,8 @@ class RunRecorder:
         self._process = {"pid": os.getpid(), "host": socket.gethostname()}
         self._began = time.time()
         self._writer: EventWriter | None = None
-        self._last: tuple[float, int] | None = None
+        self._last: tuple[float, int, float | None] | None = None
+        """The time, the optimizer steps and the trained samples or tokens of the last look at which a step was new."""
         self._rate: float | None = None
         self._write_lock = Lock()
         self._final: dict[str, Any] = {}
@@ -120,12 +121,18 @@ class RunRecorder:
         if step is None:
             return
         values: dict[str, float] = {}
+        if self._last is not None and step == self._last[1]:
+            return
+        throughput = state.get("throughput") or {}
+        count, unit = throughput.get("count"), throughput.get("unit")
         if self._last is not None and step > self._last[1] and now > self._last[0]:
-            self._rate = values[RATE] = round((step - self._last[1]) / (now - self._last[0]), 4)
+            seconds = now - self._last[0]
+            self._rate = values[RATE] = round((step - self._last[1]) / seconds, 4)
             state["steps_per_second"] = self._rate
-        if step and (self._last is None or step > self._last[1]) and (used := state.get("memory", {}).get("used")):
+            if count is not None and self._last[2] is not None:
+                values[f"{THROUGHPUT} {unit}"] = round((count - self._last[2]) / seconds, 4)
+        if step and (used := state.get("memory", {}).get("used")):
             values[MEMORY] = used
-        if self._last is None or step > self._last[1]:
-            self._last = now, step
+        self._last = now, step, count
         if values:
             self._events.append({"step": step - 1, "time": round(now, 3), "values": values})

@@ -14,6 +14,8 @@ MOST_SERIES = 200
 OWN_PREFIX = "phalanx/"
 RATE = f"{OWN_PREFIX}steps_per_second"
 MEMORY = f"{OWN_PREFIX}memory_bytes"
+# Followed by the unit: samples or tokens.
+THROUGHPUT = f"{OWN_PREFIX}throughput"
 LEARNING_RATE = f"{OWN_PREFIX}learning_rate"
 
 

@@ -69,6 +69,14 @@ def start_of(pid: int) -> int | None:
         return None
 
 
+def resident_bytes() -> int | None:
+    """Return the memory that this process holds now; None if the system does not say so."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def die_with_parent() -> Callable[[], None]:
     """Return a function for a new child to call, after which the kernel kills it when this process ends.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..report.recorder import RunRecorder
 from ..report.series import LEARNING_RATE
 from ..system.environment import attempt
+from ..system.processes import resident_bytes
 from ..watchdog.heartbeat import SECTIONS
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class _View:
         """Return the bytes in use and at their peak: of the device, or without one of this process."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
         if not self._on_cuda:
-            return {"used": peak, "host_peak_bytes": peak, "device_peak_bytes": None}
+            return {"used": resident_bytes() or peak, "host_peak_bytes": peak, "device_peak_bytes": None}
         device = self._world.device
         # The allocator's own counters: nothing waits for the device.
         used, device_peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

@@ -51,6 +51,28 @@ def test_the_state_the_values_and_the_end_are_recorded(tmp_path: Path) -> None:
     assert "phalanx-recorder" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_speed_is_measured_in_steps_and_in_the_units_of_a_meter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PERIOD_SECONDS", 60.0)
+    now = [100.0]
+    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    state: dict[str, Any] = {"step": 4, "throughput": {"unit": "tokens", "count": 400.0}, "memory": {"used": 7}}
+    recorder = RunRecorder(tmp_path, lambda: dict(state), {"step": 4})
+    try:
+        recorder.flush()
+        now[0] += 2.0
+        recorder.flush()
+        state |= {"step": 8, "throughput": {"unit": "tokens", "count": 1000.0}}
+        recorder.flush()
+    finally:
+        recorder.close(0, None)
+    series = read_events(tmp_path).history.series
+    assert (series[RATE].steps, series[RATE].values) == ([7], [2.0])
+    assert series["phalanx/throughput tokens"].values == [300.0]
+    assert series["phalanx/memory_bytes"].steps == [3, 7]
+
+
 def test_events_that_could_not_be_written_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PERIOD_SECONDS", 60.0)
     folder = tmp_path / "run"
