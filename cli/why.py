@@ -1,4 +1,4 @@
-"""``phalanx why``: why a run ended, at which step, what was lost, and the command that resumes it."""
+"""``phalanx why``: the reason why a run ended, the step, what was lost, and the command that resumes it."""
 
 from __future__ import annotations
 

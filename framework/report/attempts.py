@@ -14,7 +14,8 @@ def summarize_attempts(attempts: Sequence[Attempt]) -> dict[str, Any]:
 
     ``redone_seconds`` is the time in which steps were trained that a later attempt has trained again.
     ``waited_seconds`` is the time between two attempts of the same launch, in which ranks were started again. Time
-    between two launches, in which the run waited for its user or its queue, is ``paused_seconds``.
+    between two launches, in which the run waited for its user or its queue, is ``paused_seconds``. ``goodput``
+    is the share of the time without pauses that was not lost in the other two ways.
     """
     rows: list[dict[str, Any]] = []
     redone = waited = paused = 0.0

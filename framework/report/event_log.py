@@ -128,7 +128,7 @@ class EventWriter:
         text = "".join(json.dumps(event, separators=(",", ":"), default=str) + "\n" for event in events)
         with open(self._path, "ab") as file:
             # A process that was killed may have left half a line.
-            torn = file.tell() and not _ends_line(self._path)
+            torn = self._path.stat().st_size and not _ends_line(self._path)
             file.write((b"\n" if torn else b"") + text.encode("utf-8", "backslashreplace"))
         for event in events:
             self.events.take(event)

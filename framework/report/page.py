@@ -92,29 +92,33 @@ def tiles(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     best = mapping(report.get("best_score"))
     if best:
         yield number_text(as_number(best.get("value"))), f"best {text(best.get('name'))}"
-    steps, epochs = whole(report.get("optimizer_steps")), whole(report.get("epochs"))
-    if steps is not None:
-        yield f"{steps:,}", "optimizer steps"
-    if epochs is not None:
-        yield f"{epochs:,}", "epochs"
-    seconds = as_number(report.get("duration_seconds"))
-    if seconds is not None:
+    for name, label in (("optimizer_steps", "optimizer steps"), ("epochs", "epochs")):
+        if (count := whole(report.get(name))) is not None:
+            yield f"{count:,}", label
+    if (seconds := as_number(report.get("duration_seconds"))) is not None:
         yield span_text(seconds), "of this attempt" if whole(report.get("restarts")) else "duration"
-    last = (rows(report.get("attempts")) or [{}])[-1]
-    trained = (steps or 0) - (whole(last.get("from_step")) or 0)
-    yield from _speed(mapping(report.get("throughput")))
-    if seconds and trained > 0 and not report.get("throughput"):
-        yield number_text(float(f"{trained / seconds:.3g}")), "steps a second, on average"
-    measured = mapping(mapping(report.get("memory")).get("measured"))
-    on_device = as_number(measured.get("device_peak_bytes"))
-    if (peak := on_device or as_number(measured.get("host_peak_bytes"))) is not None:
-        yield bytes_text(peak), "memory at its peak" if on_device else "memory of rank 0's process"
+    yield from _metered(mapping(report.get("throughput"))) if report.get("throughput") else _speed(report)
+    yield from _memory(report)
     if restarts := whole(report.get("restarts")):
         lost = sum(as_number(report.get(name)) or 0.0 for name in ("redone_seconds", "waited_seconds"))
         yield f"{restarts:,}", f"{'restart' if restarts == 1 else 'restarts'}, {span_text(lost)} lost"
 
 
-def _speed(throughput: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _speed(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    last = (rows(report.get("attempts")) or [{}])[-1]
+    trained = (whole(report.get("optimizer_steps")) or 0) - (whole(last.get("from_step")) or 0)
+    if (seconds := as_number(report.get("duration_seconds"))) and trained > 0:
+        yield number_text(float(f"{trained / seconds:.3g}")), "steps a second, on average"
+
+
+def _memory(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    measured = mapping(mapping(report.get("memory")).get("measured"))
+    on_device = as_number(measured.get("device_peak_bytes"))
+    if (peak := on_device or as_number(measured.get("host_peak_bytes"))) is not None:
+        yield bytes_text(peak), "memory at its peak" if on_device else "memory of rank 0's process"
+
+
+def _metered(throughput: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if (rate := as_number(throughput.get("per_second"))) is not None:
         yield number_text(float(f"{rate:.3g}")), f"{text(throughput.get('unit'))} a second in training"
     if (mfu := as_number(throughput.get("mfu"))) is not None:

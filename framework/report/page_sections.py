@@ -30,7 +30,7 @@ def settings_section(report: dict[str, Any]) -> str:
 
 
 def machine_section(report: dict[str, Any]) -> str:
-    """Where and from what the run was started."""
+    """The command, the commit and the machine of the run."""
     machine, versions = mapping(report.get("machine")), mapping(report.get("versions"))
     commit = text(report.get("git_commit"))
     dirty = " with changes that are not committed" if report.get("git_dirty") else ""

@@ -68,7 +68,7 @@ class RunRecorder:
         self._events.append({"note": text, "time": round(time.time(), 3)})
 
     def flush(self) -> None:
-        """Write what is known now. An error of the disk is ignored: the next call writes it too."""
+        """Write the files now. An error of the disk is ignored: the next call writes it too."""
         with self._write_lock, contextlib.suppress(OSError):
             self._write(self._state())
 

@@ -33,7 +33,7 @@ def is_run(directory: Path) -> bool:
 
 @dataclass
 class RunFiles:
-    """What the files of one run say. Each is read at most once; a damaged one counts as empty."""
+    """The content of the files of one run. Each is read at most once; a damaged one counts as empty."""
 
     directory: Path
     ended: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """How the run was started."""
+        """The configuration of the run at its start."""
         return self._read(CONFIG)
 
     @cached_property

@@ -101,12 +101,12 @@ class Saver:
         """
         run = self._run
         trained = {name for name, parameter in run.module.named_parameters() if parameter.requires_grad}
-        shapes = run.strategy.state.shapes(run.module)
-        sizes = {name: prod(shape) for name, shape in shapes.items()}
+        state = run.strategy.state
+        sizes = {name: prod(shape) for name, shape in state.shapes(run.module).items()}
         elements = sum(sizes.values())
         if not weights_only and run.optimizers:
-            state = max(map(moments, run.optimizers))
-            elements += state * sum(size for name, size in sizes.items() if name in trained)
+            most = max(map(moments, run.optimizers))
+            elements += most * sum(size for name, size in sizes.items() if name in trained)
         return _ELEMENT_BYTES * elements
 
     def save(self, request: SaveRequest) -> None:

@@ -13,8 +13,8 @@ from ..api.callback import Callback, saved_by
 from ..report.times import timestamp
 from ..resume.checkpoint_search import newest_of_run, shared_directories
 from ..system.provenance import machine_facts, provenance
+from . import memory_facts, model_facts
 from .resolved_settings import Settings
-from .run_facts import memory_facts, model_facts
 
 if TYPE_CHECKING:
     from ..loop.fit_loop import FitLoop

@@ -330,7 +330,7 @@ if {arguments!r} == ["--help"]:
     assert done.returncode == 0, done.stdout
 
 
-def test_a_page_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_does_not_fail_the_command(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "gpt/version_0", report=ended(0))
     (directory / "report.html").mkdir()
     done = command("report", cwd=tmp_path)
