@@ -8,6 +8,7 @@ from ..framework.core.lazy_exports import on_call
 
 if TYPE_CHECKING:
     from .compare import compare_runs as compare_runs
+    from .doctor import examine as examine
     from .run_report import show_report as show_report
     from .runs import list_runs as list_runs
     from .top import watch_run as watch_run
@@ -18,6 +19,7 @@ __getattr__ = on_call(
     __name__,
     {
         ".compare": "compare_runs",
+        ".doctor": "examine",
         ".run_report": "show_report",
         ".runs": "list_runs",
         ".top": "watch_run",

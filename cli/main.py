@@ -2,6 +2,7 @@
 
 0    done, good, equal
 65   a checkpoint is refused or damaged, or two checkpoints differ
+69   a check of this machine has failed
 74   a file or directory cannot be written
 78   the arguments are wrong
 130  interrupted
@@ -18,7 +19,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..framework.core.errors import ConfigurationError, PhalanxError, did_you_mean
-from . import checkpoint, look_commands
+from . import begin_commands, checkpoint, look_commands
 from .output import printable
 
 _CHOICE = re.compile(r"argument (?P<what>.+): invalid choice: (?P<given>'.*') \(choose from (?P<known>.*)\)")
@@ -53,7 +54,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"phalanx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for each in (look_commands, checkpoint):
+    for each in (begin_commands, look_commands, checkpoint):
         each.add_commands(commands)
     return parser
 
