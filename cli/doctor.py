@@ -61,5 +61,5 @@ def say_marked(mark: str, text: str) -> None:
 
 
 def _provenance(given: argparse.Namespace) -> dict[str, Any] | None:
-    """Return what belongs into a report of a defect, without secrets."""
+    """Return the facts for a report of a defect, without secrets."""
     return provenance() if given.paste else None

@@ -121,7 +121,7 @@ def check_network(port: int = 0) -> Iterator[Check]:
 
 
 def check_ranks(reduce: Callable[[], float]) -> Iterator[Check]:
-    """Check that two ranks on the CPU find one another; ``reduce`` returns the seconds of an all-reduce of theirs."""
+    """Check that two ranks on the CPU find one another; ``reduce`` returns the seconds of their all-reduce."""
     try:
         seconds = reduce()
     except (PhalanxError, OSError) as error:
