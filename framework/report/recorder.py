@@ -30,6 +30,9 @@ _PERIOD_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
 # Events beyond this many are dropped: the disk does not answer, and the queue would fill the memory.
 _CAPACITY = 50_000
+# Rows of values that are written at once: a series does not hold more of them for long, and writing takes time from the
+# training thread, which shares an interpreter with this one.
+_MOST_ROWS = 200
 
 
 class RunRecorder:
@@ -108,7 +111,7 @@ class RunRecorder:
         events = [self._events.popleft() for _ in range(len(self._events))]
         try:
             if events:
-                self._writer.append(events)
+                self._writer.append(sparse(events))
         except OSError:
             self._events.extendleft(reversed(events))
             raise
@@ -136,3 +139,17 @@ class RunRecorder:
         self._last = now, step, count
         if values:
             self._events.append({"step": step - 1, "time": round(now, 3), "values": values})
+
+
+def sparse(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return events without most rows of values, if there are many: the last row is kept, and where the names change."""
+    every = len(events) // _MOST_ROWS
+    if every < 2:
+        return events
+    names = [event["values"].keys() if "values" in event else None for event in events]
+    last = len(events) - 1
+    return [
+        event
+        for index, event in enumerate(events)
+        if index % every == 0 or index == last or names[index] is None or names[index] != names[index - 1]
+    ]

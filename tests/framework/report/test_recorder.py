@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.framework.report import recorder as module
 from phalanx.framework.report.event_log import read_events
-from phalanx.framework.report.recorder import STATUS, RunRecorder
+from phalanx.framework.report.recorder import STATUS, RunRecorder, sparse
 from phalanx.framework.report.series import RATE
 
 
@@ -87,6 +87,16 @@ def test_events_that_could_not_be_written_are_written_later(tmp_path: Path, monk
     events = read_events(folder)
     assert events.history.series["loss"].values == [1.0, 2.0]
     assert len(events.attempts) == 1
+
+
+def test_many_rows_at_once_are_thinned_and_rare_ones_are_kept() -> None:
+    rows: list[dict[str, Any]] = [{"step": step, "values": {"loss": 1.0}} for step in range(10_000)]
+    rows[5_003] = {"step": 5_003, "values": {"val": 1.0}}
+    rows[7_007] = {"note": "a line"}
+    kept = sparse(rows)
+    assert len(kept) <= 210
+    assert all(rows[index] in kept for index in (0, 5_003, 7_007, 9_999))
+    assert sparse(rows[:300]) == rows[:300]
 
 
 def test_a_disk_that_never_answers_delays_only_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
