@@ -142,7 +142,7 @@ class RunRecorder:
 
 
 def sparse(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return events without most rows of values, if there are many: the last row is kept, and where the names change."""
+    """Return events without most rows of values, if there are many; the last one and changes of names are kept."""
     every = len(events) // _MOST_ROWS
     if every < 2:
         return events
