@@ -29,7 +29,7 @@ def _command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}. Reads files alone, also those of a run that is training.",
+        description=f"{summary[0].upper()}{summary[1:]}.\nReads files alone, also those of a run that is training.",
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

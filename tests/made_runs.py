@@ -27,8 +27,10 @@ def write_run(
 ) -> Path:
     """Write the files of a run; parts that are not given are those of a run of 20 steps whose process has ended."""
     directory.mkdir(parents=True)
+    # The outcome, if there is one, is that of this fit.
+    age = 0.0 if report is None else 1e6
     (directory / "config.json").write_text(json.dumps(CONFIG if config is None else config))
-    (directory / "status.json").write_text(json.dumps(running(pid=GONE) if status is None else status))
+    (directory / "status.json").write_text(json.dumps(running(pid=GONE, age=age) if status is None else status))
     lines = EVENTS if events is None else events
     (directory / "history.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
     if report is not None:

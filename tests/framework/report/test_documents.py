@@ -39,16 +39,16 @@ TRACE = f"{WHERE}:\nTraceback (most recent call last):\n  File\nValueError: no"
         (None, ended(75, "SIGTERM came"), "preempted", "ended at step 20 after 2 h 4 min, exit code 75: SIGTERM came"),
         (None, ended(76, "silent"), "stalled", "exit code 76: silent"),
         (None, ended(130, "interrupted"), "interrupted", "exit code 130: interrupted"),
-        (running(), None, "running", "is training, at step 20 after 10 s"),
-        (running(pid=GONE), None, "killed", "was killed at about step 20 after 10 s"),
-        (running(host="elsewhere"), None, "running", "is training"),
-        (running(host="elsewhere", age=3600.0), None, "silent", "no sign of life since step 20"),
+        (running, None, "running", "is training, at step 20 after 10 s"),
+        (lambda: running(pid=GONE), None, "killed", "was killed at about step 20 after 10 s"),
+        (lambda: running(host="elsewhere"), None, "running", "is training"),
+        (lambda: running(host="elsewhere", age=3600.0), None, "silent", "no sign of life since step 20"),
         # A fit that has begun after the one whose report is there.
-        (running(), ended(0, began="x", ended="2001-01-01T00:00:00+00:00"), "running", "is training"),
+        (running, ended(0, began="x", ended="2001-01-01T00:00:00+00:00"), "running", "is training"),
     ],
 )
 def test_the_state_and_the_sentence(tmp_path: Path, status: Any, report: Any, state: str, sentence: str) -> None:
-    found = build_report(RunFiles(write_run(tmp_path / "run", status=status, report=report)))
+    found = build_report(RunFiles(write_run(tmp_path / "run", status=status and status(), report=report)))
     assert found["state"] == state
     assert sentence in found["why"]["sentence"]
     assert overview(tmp_path / "run")["state"] == state
