@@ -41,9 +41,7 @@ def show_report(given: argparse.Namespace) -> int:
     _say_checkpoints(report)
     for each in [*listed(report["warnings"])[-3:], *report["problems"]]:
         say_wrapped(f"note: {text(each)}")
-    say_fitted(
-        f"page   {shown_path(page)}" if page is not None else "page   give --out FILE: the run cannot be written"
-    )
+    say_fitted(f"page     {shown_path(page) if page is not None else 'give --out FILE: the run cannot be written'}")
     return 0
 
 
@@ -74,9 +72,8 @@ def _say_facts(report: dict[str, Any]) -> None:
     ]
     if whole(report["restarts"]):
         lost = sum(as_number(report[name]) or 0.0 for name in ("redone_seconds", "waited_seconds"))
-        pairs.append(
-            ("restarts", f"{report['restarts']}, {report['repeated_steps']} steps again, {span_text(lost)} lost")
-        )
+        again = f"{report['repeated_steps']} steps trained again"
+        pairs.append(("restarts", f"{report['restarts']}, {again}, {span_text(lost)} lost"))
     for name, value in pairs:
         if value:
             say_fitted(f"{name:<9}{value}")

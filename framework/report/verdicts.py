@@ -42,7 +42,8 @@ def headline(stopped: str | None) -> str:
     if len(lines) > 1 and any(line.startswith("Traceback") for line in lines):
         head = "" if lines[0].startswith("Traceback") else f"{lines[0].rstrip(':')}: "
         return f"{head}{_error_line(stopped or '') or lines[-1]}"
-    return lines[0]
+    # A process that no supervisor watches records the class of the error.
+    return lines[0].removeprefix("Preempted: ")
 
 
 def _error_line(stopped: str) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -100,9 +101,22 @@ class Terminal:
         )  # fmt: skip
         self.inside = inside
 
+    def read_until(self, text: str) -> str:
+        """Return what is shown up to a text."""
+        shown, until = "", time.monotonic() + 60.0
+        while text not in shown:
+            assert time.monotonic() < until, shown
+            if select.select([self.mine], [], [], 0.5)[0]:
+                shown += os.read(self.mine, 1 << 16).decode()
+        return shown
+
     def end(self) -> str:
-        """Return what was shown, once the command has ended."""
-        assert self.process.wait(60.0) == 0
+        """Return what is shown, once the command has ended."""
+        try:
+            assert self.process.wait(60.0) == 0
+        finally:
+            self.process.kill()
+            self.process.wait()
         assert termios.tcgetattr(self.inside) == self.modes
         os.close(self.inside)
         return read_terminal(self.mine)
@@ -259,11 +273,10 @@ def test_a_run_that_trains(training: tuple[Path, subprocess.Popen[str]]) -> None
     assert command("report", cwd=root).returncode == 0
     # A view in a terminal ends with q, and the run goes on; one in a pipe ends with the run.
     view = Terminal(["top", "--interval", "0.1"], root)
-    time.sleep(0.5)
+    view.read_until("\x1b[?1049h")
+    view.read_until("q ends the view")
     os.write(view.mine, b"q")
-    frames = view.end()
-    assert "\x1b[?1049h" in frames
-    assert "\x1b[?1049l" in frames
+    assert "\x1b[?1049l" in view.end()
     assert process.poll() is None
     with subprocess.Popen(
         [sys.executable, "-m", "phalanx", "top", "--interval", "0.1"], cwd=root, stdout=subprocess.PIPE, text=True
