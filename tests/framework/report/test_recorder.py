@@ -56,7 +56,7 @@ def test_speed_is_measured_in_steps_and_in_the_units_of_a_meter(
 ) -> None:
     monkeypatch.setattr(module, "_PERIOD_SECONDS", 60.0)
     now = [100.0]
-    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0])
     state: dict[str, Any] = {"step": 4, "throughput": {"unit": "tokens", "count": 400.0}, "memory": {"used": 7}}
     recorder = RunRecorder(tmp_path, lambda: dict(state), {"step": 4})
     try:
