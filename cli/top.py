@@ -85,7 +85,7 @@ def view(report: dict[str, Any], directory: Path) -> list[str]:
     head = f"{painted(name, 'bold')}  {painted(state, state_color(state))}  {printable(how)}"
     plain = shortened(printable(f"{name}  {state}  {how}"), width)
     lines = [head if len(f"{name}  {state}  {how}") <= width else plain]
-    lines += [_position(progress, min(30, width // 3)), _pace(report, progress)]
+    lines += [_position(progress, min(20, width // 4)), _pace(report, progress)]
     lines += _metric_lines(report)
     lines += [_rank_line(each) for each in rows(progress.get("ranks"))[:_MOST_RANKS]]
     if state not in _LIVE:
