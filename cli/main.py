@@ -2,6 +2,7 @@
 
 0    done, good, equal
 65   a checkpoint is refused or damaged, or two checkpoints differ
+69   a check of this machine has failed
 74   a file or directory cannot be written
 78   the arguments are wrong
 130  interrupted
@@ -18,7 +19,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..framework.core.errors import ConfigurationError, PhalanxError, did_you_mean
-from . import checkpoint
+from . import begin_commands, checkpoint, look_commands
 from .output import printable
 
 _CHOICE = re.compile(r"argument (?P<what>.+): invalid choice: (?P<given>'.*') \(choose from (?P<known>.*)\)")
@@ -45,11 +46,16 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """Return the parser of the whole command."""
     parser = Parser(
-        prog="phalanx", description="Train PyTorch models; look into their checkpoints.", allow_abbrev=False
+        prog="phalanx",
+        description="Train PyTorch models; look into their runs and checkpoints.",
+        epilog="example:\n  phalanx why    why the newest run below this directory ended, and what resumes it",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"phalanx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    checkpoint.add_commands(commands)
+    for each in (begin_commands, look_commands, checkpoint):
+        each.add_commands(commands)
     return parser
 
 

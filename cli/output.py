@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -31,8 +30,9 @@ def say_json(value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    # Importing dataclasses would take a third of the time of ``phalanx --help``.
+    if not isinstance(value, type) and (fields := getattr(value, "__dataclass_fields__", None)) is not None:
+        return {name: getattr(value, name) for name in fields}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise TypeError(f"{type(value).__name__} is not JSON")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -12,18 +11,18 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..core.errors import ConfigurationError, PhalanxError
-from ..system.atomic_files import write_text
+from ..report import amend_report
 from ..system.entry_script import Script, can_rerun_script
 from ..system.environment import hiding_secrets
 from ..system.processes import Process, die_with_parent
-from ..system.run_directory import REPORT
 from .exit_hooks import quick_exit, write_error
 from .fork_server import ForkServer, ServerGone
 from .launch_context import LaunchContext, launch_context, private_directory
 from .rank_output import RankOutput
+from .rank_states import RankStates
 from .restart_policy import RestartPolicy, run_directory
 from .supervisor import Supervisor
 from .verdict import Verdict
@@ -117,7 +116,10 @@ class _ScriptLauncher:
                 context.listener.close()
                 if is_last:
                     self.close()
-                verdict = self._supervisor.watch(output.is_blocked)
+                directory = partial(run_directory, context.directory)
+                states = RankStates(context.directory, directory, lambda: self._supervisor.running)
+                with contextlib.closing(states):
+                    verdict = self._supervisor.watch(output.is_blocked)
             except BaseException:
                 self._supervisor.stop()
                 raise
@@ -184,11 +186,11 @@ def _amend_report(verdict: Verdict, directory: Path | None) -> None:
     """Write the verdict into the run's report: rank 0, its author, may have seen only the end of another rank."""
     if not verdict.failed or directory is None:
         return
-    path = directory / REPORT
+    changes: dict[str, Any] = {"stopped": verdict.message, "exit_code": verdict.exit_code}
+    if verdict.traceback:
+        changes["traceback"] = verdict.traceback
     with contextlib.suppress(OSError, ValueError, PhalanxError):
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        document = known | {"stopped": verdict.message, "exit_code": verdict.exit_code}
-        write_text(path, json.dumps(document, indent=2) + "\n")
+        amend_report(directory, changes)
 
 
 def _show_output(verdict: Verdict, output: RankOutput, shown: bool) -> None:

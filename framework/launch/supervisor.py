@@ -88,6 +88,11 @@ class Supervisor:
         if not self.is_shutting_down:
             self._deadline = math.inf
 
+    @property
+    def running(self) -> dict[int, int]:
+        """The ranks that are running, and their pids."""
+        return self._attempt.running
+
     def spare(self, pid: int) -> None:
         """Never kill this child, which is not a rank."""
         self._others.add(pid)

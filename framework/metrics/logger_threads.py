@@ -47,14 +47,21 @@ class LoggerFanout:
     def __init__(self, loggers: Sequence[Logger], note: Callable[[str], None]) -> None:
         self._note = note
         self._writers = [_Writer(logger) for logger in loggers]
+        self._observers: list[Callable[[Mapping[str, float], int], None]] = []
 
     @property
     def loggers(self) -> list[Logger]:
         """The loggers that have not failed."""
         return [writer.logger for writer in self._writers]
 
+    def observe(self, function: Callable[[Mapping[str, float], int], None]) -> None:
+        """Pass metrics to a function, too. It runs in the training thread, so it must be quick and never block."""
+        self._observers.append(function)
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics, which must be plain numbers here, at an optimizer step."""
+        for observe in self._observers:
+            observe(metrics, step)
         self._send("log_metrics", dict(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

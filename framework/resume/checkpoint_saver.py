@@ -43,7 +43,7 @@ _LAST_SECONDS = 1.0
 _ELEMENT_BYTES = 4
 
 
-def _moments(optimizer: Optimizer) -> int:
+def moments(optimizer: Optimizer) -> int:
     """Return the approximate number of parameter-sized tensors in an optimizer's state per parameter."""
     defaults = optimizer.defaults
     return 2 if "betas" in defaults else int(bool(defaults.get("momentum", 1)))
@@ -105,8 +105,8 @@ class Saver:
         sizes = {name: prod(shape) for name, shape in state.shapes(run.module).items()}
         elements = sum(sizes.values())
         if not weights_only and run.optimizers:
-            moments = max(_moments(optimizer) for optimizer in run.optimizers)
-            elements += moments * sum(size for name, size in sizes.items() if name in trained)
+            most = max(map(moments, run.optimizers))
+            elements += most * sum(size for name, size in sizes.items() if name in trained)
         return _ELEMENT_BYTES * elements
 
     def save(self, request: SaveRequest) -> None:

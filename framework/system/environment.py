@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from .failure_records import RankRecords
 from .launcher_env import ATTEMPT, ERROR_DIR, LOOPBACK, RUN, STORE_FD, Job, Placement, read_job, read_placement
@@ -116,6 +117,11 @@ def nvme_path() -> str | None:
 def is_quiet() -> bool:
     """Whether the user wants to see warnings and errors only."""
     return os.environ.get(_QUIET, "0") not in ("", "0")
+
+
+def takes_colors(stream: Any) -> bool:
+    """Whether text for a stream may have colours: it is a terminal, and ``NO_COLOR`` is not set."""
+    return bool(stream.isatty()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def pins_batches() -> bool:

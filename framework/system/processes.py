@@ -56,6 +56,27 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def start_of(pid: int) -> int | None:
+    """Return the time at which a process started, in clock ticks since boot; None if it has ended, or if unknown.
+
+    A process that has ended but was not waited for has ended.
+    """
+    try:
+        # The name of the program, in parentheses, may contain anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def resident_bytes() -> int | None:
+    """Return the memory that this process holds now; None if the system does not say so."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def die_with_parent() -> Callable[[], None]:
     """Return a function for a new child to call, after which the kernel kills it when this process ends.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import socket
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .environment import hiding_secrets
+from .environment import hiding_secrets, usable_cores
 
 _PACKAGE = __name__.partition(".")[0]
 # Reading the commit of a repository takes milliseconds, unless its disk does not answer.
@@ -25,13 +26,15 @@ def provenance() -> dict[str, Any]:
     Values of secret variables are left out of the command.
     """
     script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
+    folder = script.absolute().parent if script.is_file() else Path.cwd()
     return {
         "versions": {
             "phalanx": str(vars(sys.modules[_PACKAGE])["__version__"]),
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        "git_commit": git_commit(script.absolute().parent if script.is_file() else Path.cwd()),
+        "git_commit": git_commit(folder),
+        "git_dirty": has_changes(folder),
         "command": hiding_secrets()(shlex.join([sys.executable, *sys.orig_argv[1:]])),
         "directory": str(Path.cwd()),
         "host": socket.gethostname(),
@@ -40,11 +43,44 @@ def provenance() -> dict[str, Any]:
 
 def git_commit(directory: Path) -> str | None:
     """Return the commit that is checked out in the repository of a directory; None if there is none, or no git."""
+    return _git(directory, "rev-parse", "HEAD") or None
+
+
+def has_changes(directory: Path) -> bool | None:
+    """Return whether files that git tracks differ from the commit; None if there is no repository, or no git."""
+    # Without the search for untracked files it takes milliseconds.
+    found = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    return None if found is None else bool(found)
+
+
+def machine_facts(device_type: str) -> dict[str, Any]:
+    """Return the processors, the memory in bytes and the system of this machine, and its devices of a type."""
+    return {
+        "system": platform.platform(terse=True),
+        "cores": usable_cores(),
+        "memory_bytes": _memory_bytes(),
+        "devices": [_device(index) for index in range(torch.cuda.device_count())] if device_type == "cuda" else [],
+    }
+
+
+def _device(index: int) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(index)
+    return {"name": found.name, "memory_bytes": found.total_memory}
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
+            ["git", *arguments],
             cwd=directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return found.stdout.strip()

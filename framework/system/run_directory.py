@@ -16,8 +16,12 @@ from .file_lock import lock, unlock
 _VERSION = re.compile(r"version_(\d+)$")
 _LOCK = ".lock"
 _IDENTITY = "run.id"
+CONFIG = "config.json"
+"""The file that records how a run was started."""
 REPORT = "report.json"
 """The file that records how a run ended."""
+RANKS = "ranks.json"
+"""The file in which the supervisor of a fit in progress records the state of each rank."""
 
 
 class RunDirectory:

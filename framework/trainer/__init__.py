@@ -9,10 +9,14 @@ from ..core.lazy_exports import on_call
 if TYPE_CHECKING:
     from .assembly import assemble_evaluation as assemble_evaluation, assemble_fit as assemble_fit
     from .auto_strategy import choose_strategy as choose_strategy, plan_memory as plan_memory
+    from .run_facts import memory_facts as memory_facts, model_facts as model_facts
+    from .run_view import open_report as open_report
 
 _HOMES = {
     ".assembly": "assemble_evaluation assemble_fit",
     ".auto_strategy": "choose_strategy plan_memory",
+    ".run_facts": "memory_facts model_facts",
+    ".run_view": "open_report",
 }
 
 __getattr__ = on_call(__name__, _HOMES)

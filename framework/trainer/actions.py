@@ -13,6 +13,7 @@ from ..distributed.control import Signal
 from ..resume import check_export, export_module, export_run, make_ready
 from ..system.atomic_files import absolute
 from ..system.console import print_line
+from . import open_report
 from .late_save import save_ended_fit
 from .properties import TrainerProperties
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..run.run import Run
     from ..state.average_settings import AverageSettings
     from ..state.weight_average import Average
+    from .run_view import RunReport
 
 
 class TrainerActions(TrainerProperties):
@@ -130,6 +132,16 @@ class TrainerActions(TrainerProperties):
             raise ConfigurationError("export writes the weights of a module that was fitted or evaluated: fit first.")
         check_export(dtype, max_shard_size)
         return export_module(self._session.module, target, dtype, max_shard_size) if self.is_global_zero else target
+
+    def report(self) -> RunReport:
+        """Return the report of the last fit, or of the fit in progress; a notebook shows it as a page.
+
+        It is made from the run's files as they are now. Its ``path`` is that of ``report.html``.
+
+        Raises:
+            ConfigurationError: no fit has begun, or it writes no files.
+        """
+        return open_report(self._session)
 
     def note(self, text: str) -> None:
         """Show a line on the console of rank 0."""

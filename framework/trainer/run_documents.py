@@ -1,29 +1,30 @@
-"""The documents in the directory of a run: ``config.json``, how it was started, and ``report.json``, how it ended."""
+"""The documents in the directory of a run: ``config.json``, how it was started, and what ``report.json`` records."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import fields
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback, saved_by
-from ..resume.checkpoint_search import newest_of_run
-from ..system.provenance import provenance
-from ..system.run_directory import REPORT
+from ..report.times import timestamp
+from ..resume.checkpoint_search import newest_of_run, shared_directories
+from ..system.provenance import machine_facts, provenance
+from . import memory_facts, model_facts
 from .resolved_settings import Settings
 
 if TYPE_CHECKING:
+    from ..loop.fit_loop import FitLoop
     from ..run.run import Run
     from .session import Session
 
 
-def configuration(session: Session) -> dict[str, Any]:
+def configuration(session: Session, loop: FitLoop) -> dict[str, Any]:
     """Return the content of ``config.json``: arguments, what they were resolved to, plug-ins, and the provenance."""
-    resources = session.fabric.resources
+    resources, run = session.fabric.resources, loop.run
     return {
         "trainer": arguments(session.settings),
         "resolved": {
@@ -40,8 +41,41 @@ def configuration(session: Session) -> dict[str, Any]:
         },
         "callbacks": [type(callback).__name__ for callback in session.callbacks],
         "loggers": [type(logger).__name__ for logger in session.loggers],
+        "changed": changed_arguments(session.settings),
+        "ckpt_path": session.records.given_checkpoint,
+        "checkpoint_directories": [str(path) for path in _checkpoint_directories(session)],
+        "model": model_facts(run),
+        "memory_plan": memory_facts(run),
         **provenance(),
+        "machine": machine_facts(resources.device_type),
     }
+
+
+def _checkpoint_directories(session: Session) -> list[Path]:
+    own = [session.directory.checkpoints, session.preemption_directory()]
+    return list(dict.fromkeys(path for path in [*own, *shared_directories(session.callbacks)] if path is not None))
+
+
+def changed_arguments(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of a Trainer that differ from their defaults: JSON values, or objects as text."""
+    changed: dict[str, Any] = {}
+    for each in fields(settings.given):
+        value = getattr(settings.given, each.name)
+        if value is not each.default and not _equal(value, each.default):
+            plain = _plain(value)
+            changed[each.name] = plain if _survives(plain) else _described(value)
+    return changed
+
+
+def _equal(value: Any, default: Any) -> bool:
+    """Whether an argument equals its default; objects of users may not compare."""
+    return type(value) is type(default) and isinstance(value, (str, int, float, tuple, timedelta)) and value == default
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_described, value))
+    return value if isinstance(value, str) else type(value).__name__
 
 
 def arguments(settings: Settings) -> dict[str, Any]:
@@ -78,16 +112,17 @@ def checkpoints(run: Run, callbacks: list[Callback]) -> tuple[str, str]:
     return best, str(newest_of_run(run.directory, callbacks) or "")
 
 
-def report(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
-    """Return the content of ``report.json``, the outcome of a fit. Times are in UTC."""
+def outcome(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
+    """Return the outcome of a fit for its report. Times are in UTC."""
     progress = run.progress
     best, last = checkpoints(run, session.callbacks)
     ended = time.time()
     return {
         "exit_code": exit_code,
         "stopped": run.stop_reason,
-        "began": _timestamp(session.began),
-        "ended": _timestamp(ended),
+        "best_score": _best_score(session.callbacks),
+        "began": timestamp(session.began),
+        "ended": timestamp(ended),
         "duration_seconds": round(ended - session.began, 3),
         "epochs": progress.epoch,
         "optimizer_steps": progress.global_step,
@@ -97,18 +132,9 @@ def report(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
     }
 
 
-def add_results(session: Session, stage: str, results: list[Mapping[str, float]]) -> None:
-    """Add the results of ``validate`` or ``test`` to the report of the fit before it, if there is one.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    try:
-        known = json.loads((session.directory.path / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    session.directory.write_json(REPORT, {**known, stage: results})
-
-
-def _timestamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
+def _best_score(callbacks: list[Callback]) -> dict[str, Any] | None:
+    """Return the best value of the metric that the first callback with one monitors."""
+    for saved in saved_by(callbacks):
+        if saved.monitor is not None and saved.best_model_score is not None:
+            return {"name": saved.monitor, "value": float(saved.best_model_score)}
+    return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..api.callback import Callback, saved_by
+from ..report.run_files import PAGE
 from .resolved_settings import NEVER
 from .run_documents import checkpoints
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ..loop.fit_loop import FitLoop
     from ..loop.fit_plan import FitPlan
     from ..run.run import Run
+    from ..system.run_directory import RunDirectory
 
 _TENSORBOARD_FILES = "events.out.tfevents.*"
 
@@ -93,7 +95,7 @@ def _length(plan: FitPlan, windows: Windows) -> str:
     return f"{' or '.join(limits) or 'no limit'}, {epoch}"
 
 
-def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoint_dir: Path) -> list[str]:
+def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, directory: RunDirectory) -> list[str]:
     """Return a few lines about the end of a fit and the next steps."""
     progress = run.progress
     reason = f": {run.stop_reason}" if run.stop_reason else ""
@@ -110,10 +112,12 @@ def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, checkpoi
     # A callback that stopped the fit would stop it again.
     if last and not run.stop_reason:
         # "auto" searches the default directory of checkpoints.
-        given = "auto" if Path(last).is_relative_to(checkpoint_dir) else shortened(last)
+        given = "auto" if Path(last).is_relative_to(directory.checkpoints) else shortened(last)
         lines.append(f'resume     fit(..., ckpt_path="{given}"), with a higher limit to train for longer')
     if log_dir is not None:
         lines += _curves(Path(log_dir))
+    if directory.claimed and (page := directory.path / PAGE).exists():
+        lines.append(f"report     {shortened(page)}")
     return lines
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.callback import Callback, saved_by
 from ..core.progress import Progress
 from ..run.context import RunContext
+from ..system.environment import hiding_secrets
 from ..watchdog.heartbeat import Heartbeat
 from .stage_records import StageRecords
 
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
     from ..metrics.logger import Logger
     from ..parallel.compilation import Compilation
     from ..parallel.resources import Resources
+    from ..report.recorder import RunRecorder
     from ..run.run import Run
     from ..system.run_directory import RunDirectory
     from .resolved_settings import Settings
 
+_MOST_EARLY_NOTES = 100
 METRIC_KINDS = ("callback", "logged", "progress_bar")
 
 
@@ -97,6 +100,10 @@ class Session:
     datamodule: DataModule | None = None
     """The DataModule of the current or last stage."""
     records: StageRecords = field(default_factory=StageRecords)
+    recorder: RunRecorder | None = None
+    """Records the fit in progress, if it writes files; only on rank 0."""
+    early_notes: list[str] = field(default_factory=list)
+    """Lines that were shown before there was a recorder."""
     last_progress: Progress = field(default_factory=Progress)
     last_metrics: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {kind: {} for kind in METRIC_KINDS})
 
@@ -112,6 +119,8 @@ class Session:
         self.state = TrainerState(stage, "running")
         self.began = time.time()
         self.records.begin(stage)
+        self.early_notes.clear()
+        self.records.keep_given_checkpoint(request.ckpt_path)
         self.module, self.datamodule = request.module, request.datamodule
         self.compilation = request.compilation
         if request.datamodule is not None:
@@ -171,7 +180,7 @@ class Session:
 
     def forget_run(self) -> None:
         """Reset the current run to None."""
-        self.run = self.loop = self.evaluation = None
+        self.run = self.loop = self.evaluation = self.recorder = None
 
     # ---- the run's context -----------------------------------------------------------------------------------------
 
@@ -190,8 +199,18 @@ class Session:
         )
 
     def note(self, text: str) -> None:
-        """Show a line on the console of rank 0."""
+        """Show a line on the console of rank 0, and keep it for the report of a fit."""
+        if self.recorder is not None:
+            self.recorder.note(hiding_secrets()(text))
+        elif self.view.is_global_zero and len(self.early_notes) < _MOST_EARLY_NOTES:
+            self.early_notes.append(text)
         self.view.note(text)
+
+    def record_with(self, recorder: RunRecorder) -> None:
+        """Record the fit in progress, including the lines that were shown while it was set up."""
+        self.recorder = recorder
+        for text in self.early_notes:
+            recorder.note(hiding_secrets()(text))
 
     @property
     def writes(self) -> bool:

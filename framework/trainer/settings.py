@@ -106,6 +106,12 @@ class TrainerSettings:
     enable_checkpointing: bool | None = _setting(None, "whether to save checkpoints by default.", flag)
     enable_progress_bar: bool | None = _setting(None, "whether to show a progress bar.", flag)
     enable_model_summary: bool | None = _setting(None, "whether to show a table of the layers.", flag)
+    enable_report: bool = _setting(
+        True,
+        "whether a fit that writes files also writes ``report.html``, a page with settings, curves and checkpoints, "
+        "and the reason why it ended.",
+        flag,
+    )
     verbose: bool = _setting(
         True,
         "whether to show summaries, progress bars and the results of ``validate`` and ``test``; warnings and errors "

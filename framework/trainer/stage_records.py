@@ -38,6 +38,8 @@ class StageRecords:
     length: tuple[int | float, int | float, int | None, AccumulationSchedule] | None = None
     """The arguments of ``estimate_steps`` for the last fit."""
     ckpt_path: str | None = None
+    given_checkpoint: str | None = None
+    """``ckpt_path`` of the last stage as the user gave it."""
     named_checkpoint: str | None = None
     """``ckpt_path`` if the user chose the checkpoint; None if ``"auto"`` or a restart did."""
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -66,6 +68,10 @@ class StageRecords:
     def keep_evaluation(self, plan: EvaluationPlan) -> None:
         """Retain the numbers of batches of an evaluation."""
         self.batches[plan.stage] = rank_batches(plan)
+
+    def keep_given_checkpoint(self, given: str | Path | None) -> None:
+        """Retain the argument ``ckpt_path`` of a stage."""
+        self.given_checkpoint = None if given is None else str(given)
 
     def keep_checkpoint(self, path: Path | None, named: bool = True) -> None:
         """Retain the path of the checkpoint that a stage loads, and whether the user chose it."""

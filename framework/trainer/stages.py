@@ -18,20 +18,23 @@ from ..loop import evaluate, predict
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.compilation import uncompiled
+from ..report import add_to_report, finish_report
 from ..state import encode_known
 from ..system.environment import current_job, hiding_secrets, own_records
-from ..system.failure_records import exit_code_of
-from ..system.run_directory import REPORT
+from ..system.failure_records import brief_traceback, exit_code_of
+from ..system.run_directory import CONFIG, REPORT
 from ..trainer import assemble_evaluation, assemble_fit, choose_strategy
 from ..watchdog import watched
 from .error_hints import add_hints
-from .run_documents import add_results, configuration, report
+from .run_documents import configuration, outcome
+from .run_record import start_recording
 from .run_report import box, end_lines, start_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from ..loop.fit_loop import FitLoop
+    from ..run.run import Run
     from .session import Session, StageRequest
 
 
@@ -45,7 +48,7 @@ def run_stage(session: Session, stage: str, request: StageRequest) -> Any:
         run.loggers.finalize("success")
         if stage != "predict" and session.directory.claimed and run.world.is_global_zero:
             try:
-                add_results(session, stage, results)
+                add_to_report(session.directory.path, stage, results)
             except StorageError as error:
                 session.note(f"{REPORT} lacks the results of {stage}: {error}")
         return results
@@ -117,7 +120,8 @@ def _begin(session: Session, loop: FitLoop) -> None:
             "and only rank 0 traces the module. Record it in a run with strategy='ddp' or on one device."
         )
     if session.writes:
-        _keep(session, "config.json", configuration(session))
+        _keep(session, CONFIG, configuration(session, loop))
+        session.record_with(start_recording(session, loop))
     _, unsaved = encode_known(dict(run.module.hparams))
     if unsaved and session.checkpoint_callback is not None:
         session.note(
@@ -128,7 +132,7 @@ def _begin(session: Session, loop: FitLoop) -> None:
     if session.settings.verbose:
         logs = _log_directory(session) or (str(session.directory.path) if session.loggers else None)
         saves = session.checkpoint_directory() if session.checkpoint_callback is not None else None
-        session.note(box("phalanx", start_lines(loop, logs, saves)))
+        session.view.note(box("phalanx", start_lines(loop, logs, saves)))
 
 
 def _end(session: Session, loop: FitLoop) -> None:
@@ -137,12 +141,23 @@ def _end(session: Session, loop: FitLoop) -> None:
     run.loggers.finalize("success")
     if not run.world.is_global_zero:
         return
-    if session.writes:
-        _keep(session, REPORT, report(session, run, 0))
+    _report(session, run, 0, {})
     if session.settings.verbose:
-        session.note(
-            box("done", end_lines(run, session.callbacks, _log_directory(session), session.directory.checkpoints))
-        )
+        lines = end_lines(run, session.callbacks, _log_directory(session), session.directory)
+        session.view.note(box("done", lines))
+
+
+def _report(session: Session, run: Run, exit_code: int, error: dict[str, Any]) -> None:
+    """Write the report of a fit that has ended; a failure is reported and the run continues."""
+    if not session.writes or not session.directory.claimed:
+        return
+    end = outcome(session, run, exit_code) | error
+    if session.recorder is not None:
+        session.recorder.close(exit_code, end["stopped"])
+    try:
+        finish_report(session.directory.path, end)
+    except StorageError as failure:
+        session.view.note(f"{REPORT} is missing: {failure}")
 
 
 def _keep(session: Session, name: str, document: Any) -> None:
@@ -174,10 +189,11 @@ def _fail(session: Session, stage: str, error: BaseException) -> None:
             hook()
         except Exception as another:
             session.note(f"{type(owner).__name__}.on_exception failed: {type(another).__name__}: {another}")
-    if run.world.is_global_zero and session.writes and stage == "fit":
-        message = hiding_secrets()(f"{type(error).__name__}: {error}")
+    if run.world.is_global_zero and stage == "fit":
+        hide = hiding_secrets()
+        message = {"stopped": hide(f"{type(error).__name__}: {error}"), "traceback": hide(brief_traceback(error))}
         with suppress(Exception):
-            session.directory.write_json(REPORT, report(session, run, exit_code_of(error)) | {"stopped": message})
+            _report(session, run, exit_code_of(error), message)
     run.loggers.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
 
@@ -196,6 +212,8 @@ def _teardown(session: Session, stage: str) -> None:
 def _release(session: Session, request: StageRequest) -> None:
     """Release all resources of the stage, also after an error. No collective."""
     run = session.run
+    if session.recorder is not None:
+        session.recorder.close(1, None)
     if run is not None:
         session.keep_results()
         run.saver.close()

@@ -22,11 +22,12 @@ ROOMS: dict[str, str] = {
     "distributed": "core system",
     "metrics": "core system distributed",
     "checkpoint": "core system distributed metrics",
+    "report": "core system checkpoint",
     "parallel": "core system distributed checkpoint",
     "data": "core system distributed",
     "state": "core system distributed checkpoint parallel",
     "watchdog": "core system distributed",
-    "launch": "core system distributed data watchdog",
+    "launch": "core system distributed data watchdog report",
     "fabric": "core system distributed metrics checkpoint parallel data state launch",
     "api": "core distributed metrics checkpoint parallel state fabric",
     "memory": "core api",
@@ -35,7 +36,7 @@ ROOMS: dict[str, str] = {
     "resume": "core system distributed checkpoint parallel data state launch api run",
     "loop": "core distributed metrics parallel data state watchdog api run diagnostics resume",
     "trainer": "core system distributed metrics checkpoint parallel data state watchdog launch fabric api memory run "
-    "diagnostics resume loop",
+    "diagnostics resume loop report",
 }
 Import = tuple[str, int, bool]
 """The dotted name below ``phalanx`` that is imported, the line, and whether it stands inside a function."""

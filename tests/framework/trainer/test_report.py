@@ -167,7 +167,7 @@ def test_a_stop_gives_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[s
     trained, *others = shown(capsys.readouterr().out, "done")
     assert trained.endswith(": enough is enough")
     # The same fit would stop there again.
-    assert [line.split()[0] for line in others] == ["checkpoint"]
+    assert [line.split()[0] for line in others] == ["checkpoint", "report"]
 
 
 @pytest.mark.parametrize(("log_every", "remark"), [(9, True), (8, False), (0, False)])

@@ -1,0 +1,65 @@
+"""``phalanx doctor``: checks of this machine, one line each."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ..framework.core.errors import ConfigurationError
+from ..framework.system.console import encodable
+from ..framework.system.provenance import provenance
+from .begin_commands import CHECK_FAILED
+from .looks import line_width, painted, say_wrapped, shortened
+from .machine_checks import check_limits, check_network, check_ranks, check_software, check_storage
+from .output import printable, say, say_json
+from .torch_checks import check_deepspeed, check_gpus, time_reduction
+
+
+def examine(given: argparse.Namespace) -> int:
+    """Print the checks of this machine; return the exit code: 69 if one has failed."""
+    directory = Path(given.directory)
+    if not directory.is_dir():
+        raise ConfigurationError(f"{given.directory!r} is not a directory: give the one that runs will be in.")
+    if given.ranks < 1:
+        given.parser.error(f"--ranks {given.ranks}: give a number of ranks")
+    checks = chain(
+        check_software(),
+        check_storage(directory.absolute()),
+        check_limits(given.ranks),
+        check_network(),
+        # Before anything uses CUDA here, after which no rank could be forked.
+        check_ranks(time_reduction),
+        check_gpus(),
+        check_deepspeed(given.build),
+    )
+    found, group = [], ""
+    for check in checks:
+        found.append(check)
+        if not given.json:
+            if check.group != group:
+                group = check.group
+                say(painted(group, "bold"))
+            mark = painted("ok  ", "green") if check.good else painted("todo", "red")
+            say_marked(mark, f"{check.name:<20} {check.found}")
+            if not check.good:
+                say_wrapped(check.advice, " " * 28)
+        sys.stdout.flush()
+    failed = [check for check in found if not check.good]
+    if given.json:
+        say_json({"schema": 1, "good": not failed, "checks": found, "provenance": _provenance(given)})
+    elif given.paste:
+        say_json(_provenance(given))
+    return CHECK_FAILED if failed else 0
+
+
+def say_marked(mark: str, text: str) -> None:
+    """Print a line after its mark, which may be coloured."""
+    print(f"  {mark} {encodable(shortened(printable(text), line_width() - 7), sys.stdout)}")
+
+
+def _provenance(given: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the facts for a report of a defect, without secrets."""
+    return provenance() if given.paste else None

@@ -1,0 +1,101 @@
+"""Text of the commands that look at runs: colours, lines that fit the terminal, and small curves."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from ..framework.report.loose import text
+from ..framework.report.series import as_number
+from ..framework.report.times import number_text
+from ..framework.system.environment import takes_colors
+from .output import printable, say
+
+_COLORS = {"green": 32, "red": 31, "yellow": 33, "bold": 1, "faint": 2}
+_OF_STATE = {
+    "finished": "green", "running": "green", "preempted": "yellow", "interrupted": "yellow", "silent": "yellow",
+}  # fmt: skip
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_UNLIMITED = 10_000
+
+
+def painted(shown: str, color: str) -> str:
+    """Return text in a colour, where the standard output takes colours. Apply it to text that is ``printable``."""
+    return f"\x1b[{_COLORS[color]}m{shown}\x1b[0m" if takes_colors(sys.stdout) else shown
+
+
+def state_color(state: Any) -> str:
+    """Return the colour of a run's state."""
+    return _OF_STATE.get(text(state), "red")
+
+
+def line_width() -> int:
+    """Return the columns of the terminal; a pipe takes lines of any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNLIMITED
+
+
+def shortened(shown: str, width: int) -> str:
+    """Return text of at most ``width`` columns, with its end left out if it is longer."""
+    return shown if len(shown) <= width else shown[: max(0, width - 3)] + "..." if width > 3 else shown[:width]
+
+
+def say_fitted(shown: str, color: str | None = None) -> None:
+    """Print one line that does not wrap."""
+    plain = shortened(printable(shown), line_width())
+    if color is None:
+        say(plain)
+    else:
+        print(painted(plain, color))
+
+
+def say_wrapped(shown: str, indent: str = " ") -> None:
+    """Print a paragraph, wrapped at the terminal's width."""
+    width, line = line_width() - 1, indent
+    for word in printable(shown).split(" "):
+        if len(line) > len(indent) and len(line) + 1 + len(word) > width:
+            say(line)
+            line = indent
+        line += ("" if line == indent else " ") + word
+    say(line)
+
+
+def fitted_table(head: Sequence[str], lines: Sequence[Sequence[str]], last_color: Sequence[str] = ()) -> None:
+    """Print rows under a header; the last column is shortened where the terminal is too narrow.
+
+    Args:
+        last_color: the colour of the second column of each row.
+    """
+    cells = [[printable(cell) for cell in line] for line in (head, *lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    total = line_width()
+    for number, line in enumerate(cells):
+        shown = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        whole = shortened("  ".join(shown).rstrip(), total)
+        if number and last_color and len(whole) > widths[0] + 2 + widths[1]:
+            start, end = widths[0] + 2, widths[0] + 2 + widths[1]
+            whole = whole[:start] + painted(whole[start:end], last_color[number - 1]) + whole[end:]
+        elif not number:
+            whole = painted(whole, "faint")
+        print(whole)
+
+
+def spark(values: Sequence[Any], width: int = 24) -> str:
+    """Return a curve as a line of blocks; empty where the output has no such characters."""
+    numbers = [number for value in values if (number := as_number(value)) is not None]
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
+    if len(numbers) < 2 or not encoding.startswith("utf"):
+        return ""
+    if len(numbers) > width:
+        edges = [round(number * len(numbers) / width) for number in range(width + 1)]
+        numbers = [sum(numbers[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(numbers), max(numbers)
+    span = high - low or 1.0
+    return "".join(_BLOCKS[min(7, int(8 * (value - low) / span))] for value in numbers)
+
+
+def shown_number(value: Any) -> str:
+    """Return a number of a document as text; ``-`` for what is not one."""
+    return number_text(as_number(value))

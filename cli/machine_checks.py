@@ -1,0 +1,130 @@
+"""Checks of a machine for ``phalanx doctor``: disks, memory, limits, software and ranks. Each returns its findings."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ..framework.core.errors import PhalanxError
+from ..framework.core.size_text import size_text
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 16)
+_PROBE_BYTES = 32 << 20
+_LEAST_FREE_BYTES = 5 << 30
+# A loader's workers pass batches through it: a container's default of 64 MB is used up by a few large ones.
+_LEAST_SHARED_BYTES = 1 << 30
+_FILES_OF_A_RANK = 64
+_SLOW_BYTES_PER_SECOND = 20e6
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: what was checked, what was found, and what to do unless it is good."""
+
+    group: str
+    name: str
+    good: bool
+    found: str
+    advice: str = ""
+
+
+def check_software(version: Callable[[str], str] = metadata.version) -> Iterator[Check]:
+    """Check the versions of Python and torch, and show those of the optional packages."""
+    python = sys.version_info
+    yield Check("software", "python", (3, 10) <= python[:2] <= (3, 13), ".".join(map(str, python[:3])),
+                "use Python 3.10 to 3.13")  # fmt: skip
+    try:
+        torch = version("torch")
+    except metadata.PackageNotFoundError:
+        yield Check("software", "torch", False, "not installed", "pip install -c constraints.txt torch")
+        return
+    release = tuple(int(part) for part in re.findall(r"\d+", torch)[:2])
+    known = OLDEST_TORCH <= release < NEWEST_TORCH
+    yield Check("software", "torch", known, torch, "install a version of constraints.txt, 2.11 to 2.15")
+    for package in ("deepspeed", "torchao", "tensorboard"):
+        try:
+            found = version(package)
+        except metadata.PackageNotFoundError:
+            found = "not installed (optional)"
+        yield Check("software", package, True, found)
+
+
+def check_storage(
+    directory: Path, free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
+) -> Iterator[Check]:
+    """Check a directory for checkpoints: room, the speed of a durable write, and whether a rename is one step."""
+    room = free(directory)
+    yield Check("storage", "room", room >= _LEAST_FREE_BYTES, f"{size_text(room)} free in {directory}",
+                "make room, or give another default_root_dir")  # fmt: skip
+    probe = directory / f".phalanx-doctor-{secrets.token_hex(4)}"
+    try:
+        began = time.monotonic()
+        with open(probe, "wb") as file:
+            file.write(bytes(min(_PROBE_BYTES, max(1, room // 4))))
+            file.flush()
+            os.fsync(file.fileno())
+            written = os.fstat(file.fileno()).st_size
+        speed = written / max(1e-6, time.monotonic() - began)
+        moved = probe.with_name(f"{probe.name}.moved")
+        moved.touch()
+        os.replace(probe, moved)
+        moved.unlink()
+    except OSError as error:
+        probe.unlink(missing_ok=True)
+        yield Check("storage", "write", False, f"{directory}: {error.strerror or error}",
+                    "give another default_root_dir, or make it writable")  # fmt: skip
+        return
+    yield Check("storage", "write", speed >= _SLOW_BYTES_PER_SECOND, f"{size_text(int(speed))}/s, written and synced",
+                "checkpoints will take long: use a faster disk, or save asynchronously")  # fmt: skip
+    yield Check("storage", "rename", True, "replaces a file in one step")
+
+
+def check_limits(num_ranks: int, shared: Path = Path("/dev/shm"), size: int | None = None) -> Iterator[Check]:
+    """Check shared memory, and the limit of open files for a number of ranks."""
+    if shared.is_dir() or size is not None:
+        held = shutil.disk_usage(shared).total if size is None else size
+        yield Check("limits", str(shared), held >= _LEAST_SHARED_BYTES, size_text(held),
+                    "loaders with workers need more: docker run --shm-size=8g")  # fmt: skip
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_OF_A_RANK * (num_ranks + 1)
+    enough = resource.RLIM_INFINITY in (soft, hard) or hard >= needed
+    yield Check("limits", "open files", enough, f"{soft} (at most {hard}), {needed} for {num_ranks} ranks",
+                f"raise the limit: ulimit -Hn {needed}")  # fmt: skip
+
+
+def check_network(port: int = 0) -> Iterator[Check]:
+    """Check that this host has an address of its own, and that a port of it can be used."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+        yield Check("network", "host name", True, f"{name} is {address}")
+    except OSError:
+        yield Check("network", "host name", False, f"{name} has no address",
+                    f"ranks on several hosts need it: add {name} to /etc/hosts, or set MASTER_ADDR")  # fmt: skip
+    try:
+        with socket.create_server(("127.0.0.1", port)) as server:
+            found = f"port {server.getsockname()[1]} of the loopback interface is free"
+        yield Check("network", "port", True, found)
+    except OSError as error:
+        yield Check("network", "port", False, f"port {port}: {error.strerror}",
+                    "another process uses it: end that process, or set MASTER_PORT")  # fmt: skip
+
+
+def check_ranks(reduce: Callable[[], float]) -> Iterator[Check]:
+    """Check that two ranks on the CPU find one another; ``reduce`` returns the seconds of their all-reduce."""
+    try:
+        seconds = reduce()
+    except (PhalanxError, OSError) as error:
+        yield Check("ranks", "two ranks on the CPU", False, str(error).splitlines()[0], "see docs/failures.md")
+        return
+    yield Check("ranks", "two ranks on the CPU", True, f"an all-reduce of 4 MB takes {seconds * 1e3:.1f} ms")

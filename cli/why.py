@@ -1,0 +1,32 @@
+"""``phalanx why``: the reason why a run ended, the step, what was lost, and the command that resumes it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..framework.report.document import build_report
+from ..framework.report.finding import find_run, shown_path
+from ..framework.report.run_files import RunFiles
+from .looks import say_wrapped
+from .output import say_json
+
+_KEYS = ("run", "path", "state", "exit_code", "stopped", "began", "ended", "duration_seconds", "why", "resume_from")
+
+
+def explain_run(given: argparse.Namespace) -> int:
+    """Print why a run ended; return the exit code."""
+    directory = find_run(given.given_run, Path())
+    report = build_report(RunFiles(directory))
+    if given.json:
+        say_json({"schema": report["schema"], **{name: report[name] for name in _KEYS}, "problems": report["problems"]})
+        return 0
+    why = report["why"]
+    say_wrapped(f"{shown_path(directory)} {why['sentence']}")
+    if why["lost"]:
+        say_wrapped(why["lost"])
+    if why["resume"]:
+        say_wrapped(f"resume: {why['resume']}")
+    for problem in report["problems"]:
+        say_wrapped(f"note: {problem}")
+    return 0

@@ -1,0 +1,15 @@
+"""The account of a run: files that a fit keeps while it trains, the report made from them, and its page.
+
+Nothing here imports torch: the command line reads the files of runs that other processes write.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.lazy_exports import on_call
+
+if TYPE_CHECKING:
+    from .finish import add_to_report as add_to_report, amend_report as amend_report, finish_report as finish_report
+
+__getattr__ = on_call(__name__, {".finish": "add_to_report amend_report finish_report"})

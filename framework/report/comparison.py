@@ -1,0 +1,64 @@
+"""Two reports side by side: what they were started with, and what they reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .loose import listed, mapping, text
+from .series import OWN_PREFIX, as_number
+from .verdicts import shortened_command
+
+_RESULTS = (
+    "state", "exit_code", "optimizer_steps", "epochs", "duration_seconds", "restarts", "best_score",
+)  # fmt: skip
+
+
+def compare_reports(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return the differences between two runs, as JSON values: each name with a list of two values."""
+    return {
+        "schema": 1,
+        "runs": [first["path"], second["path"]],
+        "settings": _differences(_settings(first), _settings(second)),
+        "results": {name: [first.get(name), second.get(name)] for name in _RESULTS},
+        "metrics": _metrics(first, second),
+    }
+
+
+def _settings(report: dict[str, Any]) -> dict[str, Any]:
+    """Return all that a run was started with, under one name each."""
+    settings, model = mapping(report.get("settings")), mapping(report.get("model"))
+    found: dict[str, Any] = {**mapping(settings.get("resolved")), **mapping(settings.get("changed"))}
+    # It is a part of the run's path.
+    found.pop("default_root_dir", None)
+    found |= {f"hparams.{name}": value for name, value in mapping(model.get("hparams")).items()}
+    found |= {f"versions.{name}": value for name, value in mapping(report.get("versions")).items()}
+    found["command"] = shortened_command(text(report.get("command")), text(report.get("directory")))
+    found |= {name: report.get(name) for name in ("git_commit", "git_dirty", "host")}
+    found |= {"parameters": model.get("parameters"), "optimizers": model.get("optimizers")}
+    return found | {name: settings.get(name) for name in ("callbacks", "loggers")}
+
+
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, list[Any]]:
+    names = dict.fromkeys([*first, *second])
+    return {name: [first.get(name), second.get(name)] for name in names if first.get(name) != second.get(name)}
+
+
+def _metrics(first: dict[str, Any], second: dict[str, Any]) -> dict[str, list[dict[str, Any] | None]]:
+    """Return the numbers of each curve in both runs; None where a run has no such curve."""
+    curves = mapping(first.get("curves")), mapping(second.get("curves"))
+    names = sorted(dict.fromkeys([*curves[0], *curves[1]]), key=lambda name: name.startswith(OWN_PREFIX))
+    return {name: [_numbers(one.get(name)) for one in curves] for name in names}
+
+
+def _numbers(curve: Any) -> dict[str, Any] | None:
+    steps, values = listed(mapping(curve).get("step")), listed(mapping(curve).get("value"))
+    known = [
+        (number, step) for step, value in zip(steps, values, strict=False) if (number := as_number(value)) is not None
+    ]
+    if not known:
+        return None
+    least, most = min(known), max(known)
+    return {
+        "last": known[-1][0], "last_step": known[-1][1], "min": least[0], "min_step": least[1],
+        "max": most[0], "max_step": most[1],
+    }  # fmt: skip

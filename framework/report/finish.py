@@ -1,0 +1,63 @@
+"""The report of a fit that has ended: ``report.json`` and, unless it is turned off, ``report.html``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..system.atomic_files import write_text
+from ..system.run_directory import REPORT
+from .document import EVALUATIONS, OUTCOME, build_report
+from .page import render_page
+from .run_files import PAGE, RunFiles
+
+
+def finish_report(directory: Path, outcome: dict[str, Any]) -> None:
+    """Write the report of a fit that has ended.
+
+    Args:
+        directory: the run's directory.
+        outcome: the values of ``OUTCOME`` that are known.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    files = RunFiles(directory, ended=outcome)
+    document = build_report(files)
+    write_text(directory / REPORT, as_text(document))
+    if has_page(files.config):
+        write_text(directory / PAGE, render_page(document))
+
+
+def amend_report(directory: Path, changes: dict[str, Any]) -> None:
+    """Write the report of a fit again, with other values of its outcome; it may have no report yet.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    files = RunFiles(directory)
+    known = (*OUTCOME, *EVALUATIONS)
+    finish_report(directory, {name: files.outcome[name] for name in known if name in files.outcome} | changes)
+
+
+def add_to_report(directory: Path, stage: str, results: list[dict[str, float]]) -> None:
+    """Add the results of ``validate`` or ``test`` to the report of the fit before it, if there is one.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    if RunFiles(directory).report:
+        amend_report(directory, {stage: results})
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """Return a report as JSON with one line for each key: a list of a thousand numbers is one line, too."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(value, default=str)}" for name, value in document.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def has_page(config: dict[str, Any]) -> bool:
+    """Whether a run with this configuration writes ``report.html``."""
+    trainer = config.get("trainer")
+    return not (isinstance(trainer, dict) and trainer.get("enable_report") is False)

@@ -1,0 +1,132 @@
+"""``RunFiles``: the files in a run's directory, read as far as they can be, and the state of the run behind them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..system.processes import start_of
+from ..system.run_directory import CONFIG, RANKS, REPORT, identity_of
+from .event_log import HISTORY, Events, read_events
+from .recorder import STATUS
+from .series import as_number
+
+PAGE = "report.html"
+"""The name of the report's page."""
+# A process of another host that wrote nothing for so long is not counted as running.
+SILENT_SECONDS = 60.0
+_MARKS = (CONFIG, STATUS, REPORT, "run.id")
+_STATES = {0: "finished", 75: "preempted", 76: "stalled", 130: "interrupted"}
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a run."""
+    return any((directory / name).is_file() for name in _MARKS)
+
+
+@dataclass
+class RunFiles:
+    """The content of the files of one run. Each is read at most once; a damaged one counts as empty."""
+
+    directory: Path
+    ended: dict[str, Any] | None = None
+    """The end of the fit, where it is not yet in ``report.json``."""
+    problems: list[str] = field(default_factory=list)
+    """A sentence for each file that is damaged."""
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the run at its start."""
+        return self._read(CONFIG)
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """The report of the last fit that has ended."""
+        return self._read(REPORT)
+
+    @cached_property
+    def status(self) -> dict[str, Any]:
+        """The state that the last fit has written while it trained."""
+        return self._read(STATUS)
+
+    @cached_property
+    def ranks(self) -> dict[str, Any]:
+        """The state of each rank, as their supervisor has written it."""
+        return self._read(RANKS)
+
+    @cached_property
+    def events(self) -> Events:
+        """The history of the run."""
+        events = read_events(self.directory)
+        if events.damaged:
+            self.problems.append(f"{HISTORY} has {events.damaged} lines that cannot be read.")
+        return events
+
+    @cached_property
+    def identity(self) -> str | None:
+        """The id that the run's checkpoints record."""
+        return identity_of(self.directory)
+
+    @cached_property
+    def outcome(self) -> dict[str, Any]:
+        """The report, unless a fit has begun in this directory since; then an empty dict."""
+        if self.ended is not None:
+            return self.ended
+        ended, began = parsed_time(self.report.get("ended")), as_number(self.status.get("began"))
+        # Both times are those of rank 0's clock; the report may have been completed by a supervisor, without a time.
+        return {} if ended is not None and began is not None and ended < began else self.report
+
+    @cached_property
+    def state(self) -> str:
+        """``finished``, ``failed``, ``preempted``, ``stalled``, ``interrupted``, ``killed``, ``running``, ``silent`` or
+        ``unknown``."""
+        code = self.outcome.get("exit_code")
+        if code is None and self.status.get("state") == "ended":
+            code = self.status.get("exit_code")
+        if isinstance(code, int):
+            return _STATES.get(code, "failed")
+        if not self.status:
+            return "unknown"
+        if self._runs_here() is False:
+            return "killed"
+        return "running" if self.age < SILENT_SECONDS else "silent"
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last sign of life of a fit in progress."""
+        return max(0.0, time.time() - (as_number(self.status.get("updated")) or 0.0))
+
+    def _runs_here(self) -> bool | None:
+        """Whether the process of rank 0 is still there; None if it is on another host, or the system cannot tell."""
+        pid, start = self.status.get("pid"), self.status.get("process_start")
+        if self.status.get("host") != socket.gethostname() or not isinstance(pid, int) or sys.platform != "linux":
+            return None
+        return None if start is None else start_of(pid) == start
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads((self.directory / name).read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self.problems.append(f"{name} cannot be read ({error.__class__.__name__}).")
+            return {}
+        if not isinstance(found, dict):
+            self.problems.append(f"{name} is damaged: it is not a JSON object.")
+            return {}
+        return found
+
+
+def parsed_time(text: Any) -> float | None:
+    """Return a time in ISO 8601 as seconds since 1970; None for anything else."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None

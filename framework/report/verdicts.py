@@ -1,0 +1,120 @@
+"""The end of a run in words: why it ended, at which step, what was lost, and how to resume it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from .times import span_text
+
+_RESUMABLE = {"failed", "preempted", "stalled", "interrupted", "killed", "silent"}
+_CONFIGURATION, _REFUSED_CHECKPOINT = 78, 65
+
+
+def explain(found: dict[str, Any], ckpt_path: str | None) -> dict[str, Any]:
+    """Return why a run ended, from the other parts of its report.
+
+    Args:
+        found: the report so far, with ``state``, ``optimizer_steps``, ``resume_from`` and what describes the end.
+        ckpt_path: the argument of ``fit`` that names the checkpoint to resume from.
+    """
+    step, state = found["optimizer_steps"], found["state"]
+    newest = found["resume_from"]
+    lost = None
+    if state in _RESUMABLE and step is not None:
+        lost = max(0, step - (newest["step"] or 0)) if newest is not None else step
+    return {
+        "sentence": _sentence(found),
+        "step": step,
+        "lost_steps": lost,
+        "lost": _lost(found, lost),
+        "resume": _resume(found, ckpt_path),
+    }
+
+
+def headline(stopped: str | None) -> str:
+    """Return the first line of a message, with the error at the end of a traceback that follows it."""
+    lines = [line.strip() for line in (stopped or "").splitlines() if line.strip()]
+    if not lines:
+        return ""
+    if len(lines) > 1 and any(line.startswith("Traceback") for line in lines):
+        head = "" if lines[0].startswith("Traceback") else f"{lines[0].rstrip(':')}: "
+        return f"{head}{_error_line(stopped or '') or lines[-1]}"
+    # A process that no supervisor watches records the class of the error.
+    return lines[0].removeprefix("Preempted: ")
+
+
+def _error_line(stopped: str) -> str:
+    """Return the line of a traceback that names the error: the first one that is not indented after the frames."""
+    seen = False
+    for line in stopped.splitlines():
+        if line.startswith("Traceback"):
+            seen = True
+        elif seen and line and not line[0].isspace():
+            return line.strip()
+    return ""
+
+
+def _sentence(found: dict[str, Any]) -> str:
+    state, step, code = found["state"], found["optimizer_steps"], found["exit_code"]
+    took = found["duration_seconds"]
+    after = "" if took is None else f" after {span_text(took)}"
+    reason = headline(found["stopped"])
+    where = "before training began" if step is None else f"at step {step:,}"
+    # The reason of a supervisor has the position, with the epoch and the batch.
+    where = "" if re.search(r"\bstep \d", reason) else f" {where}"
+    because = f": {reason}" if reason else ""
+    if state == "running":
+        return f"is training, at step {step or 0:,}{after}"
+    if state == "silent":
+        return f"has shown no sign of life since step {step or 0:,}{after}; its host cannot be asked from here"
+    if state == "unknown":
+        return "has left no record of a fit"
+    if state == "finished":
+        stopped = f", stopped early: {reason}" if reason else ""
+        return f"finished{where}{after}{stopped}"
+    if state == "killed":
+        return (
+            f"was killed at about step {step or 0:,}{after} and could not record why: by SIGKILL, as when memory runs "
+            "out, or by a crash"
+        )
+    coded = "" if code is None else f", exit code {code}"
+    return f"ended{where}{after}{coded}{because}"
+
+
+def _lost(found: dict[str, Any], lost: int | None) -> str:
+    newest = found["resume_from"]
+    if lost is None:
+        return ""
+    if newest is None:
+        return "no checkpoint to resume from" if not lost else f"all {lost:,} steps are lost: there is no checkpoint"
+    about = "about " if found["state"] == "killed" else ""
+    steps = f"{about}1 step is lost" if lost == 1 else f"{about}{lost:,} steps are lost"
+    return f"{'nothing lost' if not lost else steps}: {newest['name']} (step {newest['step'] or 0:,}) is good"
+
+
+def _resume(found: dict[str, Any], ckpt_path: str | None) -> str | None:
+    """Return the command that resumes a run; None for one that need not or cannot be resumed."""
+    command = found["command"]
+    if found["state"] not in _RESUMABLE or not command:
+        return None
+    text = shortened_command(command, found["directory"])
+    if found["exit_code"] == _CONFIGURATION:
+        return f"{text}   (once the setting is corrected)"
+    if found["exit_code"] == _REFUSED_CHECKPOINT or found["resume_from"] is None:
+        return f"{text}   (from the beginning)" if found["exit_code"] != _REFUSED_CHECKPOINT else None
+    return text if ckpt_path == "auto" else f'{text}   (with fit(..., ckpt_path="auto"))'
+
+
+def shortened_command(command: str, directory: str | None = None) -> str:
+    """Return a command with ``python`` in place of an interpreter's path, and paths relative to its directory."""
+    try:
+        first, *others = shlex.split(command)
+    except ValueError:
+        return command
+    name = Path(first).name
+    prefix = f"{directory}/" if directory else "\0"
+    others = [each.removeprefix(prefix) for each in others]
+    return shlex.join(["python" if name.startswith("python") else first, *others])

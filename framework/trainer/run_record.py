@@ -1,0 +1,93 @@
+"""The record of a fit while it trains: what a thread of rank 0 reads from the run once a second."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..report.recorder import RunRecorder
+from ..report.series import LEARNING_RATE
+from ..system.environment import attempt
+from ..system.processes import resident_bytes
+from ..watchdog.heartbeat import SECTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..loop.fit_loop import FitLoop
+    from .session import Session
+
+# ru_maxrss is in kilobytes on Linux, and in bytes on macOS.
+_PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
+    """Record a fit from now on, in a thread of rank 0. What is logged is recorded, too."""
+    run = loop.run
+    begin = {
+        "step": run.progress.global_step,
+        "attempt": attempt(),
+        "checkpoint": None if run.resumed is None else str(run.resumed[0]),
+    }
+    recorder = RunRecorder(session.directory.path, _View(session, loop).look, begin)
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        recorder.log({**values, **_learning_rates(loop)}, step)
+
+    run.loggers.observe(log)
+    return recorder
+
+
+class _View:
+    """The state of a fit, read from another thread: plain attributes, no tensors of a device, no collectives."""
+
+    def __init__(self, session: Session, loop: FitLoop) -> None:
+        self._progress = loop.run.progress
+        self._heartbeat = session.heartbeat
+        self._world = loop.run.world
+        self._on_cuda = loop.run.device_type == "cuda"
+        steps, batches = loop.estimated_steps(), loop.windows.full
+        self._known = {
+            "stage": "fit",
+            "world_size": loop.run.world.size,
+            "max_epochs": loop.plan.max_epochs,
+            "steps": None if steps == float("inf") else int(steps),
+            "batches": batches,
+        }
+
+    def look(self) -> dict[str, Any]:
+        """Return the state in JSON values."""
+        progress = self._progress
+        return {
+            **self._known,
+            "section": SECTIONS[self._heartbeat.read().section],
+            "step": progress.global_step,
+            "epoch": progress.epochs_done,
+            "batch": progress.batch_in_epoch,
+            "memory": self._memory(),
+        }
+
+    def _memory(self) -> dict[str, Any]:
+        """Return the bytes in use and at their peak: of the device, or without one of this process."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
+        if not self._on_cuda:
+            return {"used": resident_bytes() or peak, "host_peak_bytes": peak, "device_peak_bytes": None}
+        device = self._world.device
+        # The allocator's own counters: nothing waits for the device.
+        used, device_peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return {"used": used, "host_peak_bytes": peak, "device_peak_bytes": device_peak}
+
+
+def _learning_rates(loop: FitLoop) -> dict[str, float]:
+    """Return the learning rate of each optimizer's first group, as the next step uses it."""
+    rates: dict[str, float] = {}
+    for number, optimizer in enumerate(loop.run.optimizers):
+        rate = optimizer.param_groups[0].get("lr")
+        # A rate on a device is not read: the step would wait for it.
+        if isinstance(rate, float) or (isinstance(rate, Tensor) and rate.is_cpu):
+            rates[LEARNING_RATE + (f"-{number}" if number else "")] = float(rate)
+    return rates

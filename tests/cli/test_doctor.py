@@ -1,0 +1,100 @@
+"""``phalanx doctor``: what it finds on a machine that is not in order, and what it says about this one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from ranks import run_command
+
+from phalanx.cli import torch_checks
+from phalanx.cli.machine_checks import (
+    Check,
+    check_limits,
+    check_network,
+    check_ranks,
+    check_software,
+    check_storage,
+)
+from phalanx.framework.core.errors import RankError
+
+
+def failing(checks: object) -> dict[str, Check]:
+    """Return the checks that have failed by name; each says what to do."""
+    found = {check.name: check for check in checks if not check.good}  # type: ignore[attr-defined]
+    assert all(check.advice for check in found.values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("release", "good"), [("2.10.1", False), ("2.11.0+cpu", True), ("2.15.2", True), ("3.0", False)]
+)
+def test_versions_of_torch(release: str, good: bool) -> None:
+    assert ("torch" not in failing(check_software(lambda package: release))) == good
+
+
+def test_torch_that_is_not_installed() -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    assert failing(check_software(version))["torch"].found == "not installed"
+
+
+def test_a_full_disk_and_one_that_cannot_be_written(tmp_path: Path) -> None:
+    assert "room" in failing(check_storage(tmp_path, free=lambda path: 1 << 20))
+    assert failing(check_storage(tmp_path / "missing", free=lambda path: 1 << 40))["write"].found.endswith(
+        "No such file or directory"
+    )
+    names = [check.name for check in check_storage(tmp_path)]
+    assert names == ["room", "write", "rename"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_little_shared_memory_and_few_open_files(tmp_path: Path) -> None:
+    assert "--shm-size" in failing(check_limits(1, size=64 << 20))["/dev/shm"].advice
+    assert "/dev/shm" not in failing(check_limits(1, size=8 << 30))
+    assert list(failing(check_limits(1 << 40, size=8 << 30))) == ["open files"]
+
+
+def test_a_port_that_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert failing(check_network(port))["port"].found.startswith(f"port {port}: ")
+    assert "port" not in failing(check_network())
+
+
+def test_ranks_that_do_not_meet() -> None:
+    def broken() -> float:
+        raise RankError("rank 1 failed\nmore")
+
+    assert failing(check_ranks(broken))["two ranks on the CPU"].found == "rank 1 failed"
+
+
+def test_a_missing_compiler_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_checks, "missing_ops", lambda names: ["cpu_adam"])
+    monkeypatch.setattr(torch_checks, "require_deepspeed", lambda strategy: None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = [check for check in torch_checks.check_deepspeed(build=False) if not check.good]
+    assert any("no 'no-such-compiler' on PATH" in check.found for check in found)
+
+
+@pytest.mark.timeout(240)
+def test_the_command_on_this_machine(tmp_path: Path) -> None:
+    done = run_command([sys.executable, "-m", "phalanx", "doctor", "--json", "--paste"], tmp_path, timeout=200.0)
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if found["good"] else 69)
+    assert found["good"] == all(check["good"] for check in found["checks"])
+    names = {check["name"]: check for check in found["checks"]}
+    assert names["two ranks on the CPU"]["good"], names["two ranks on the CPU"]
+    assert found["provenance"]["versions"]["torch"] == names["torch"]["found"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    for arguments in (["nowhere"], ["--ranks", "0"]):
+        done = run_command([sys.executable, "-m", "phalanx", "doctor", *arguments], tmp_path)
+        assert (done.returncode, len(done.stdout.splitlines())) == (78, 1)
