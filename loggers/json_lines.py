@@ -75,7 +75,7 @@ class JSONLinesLogger(FileLogger):
         self._append({"time": time.time(), "hparams": params})
 
     def log_media(self, media: Media) -> None:
-        record = media_record(media, self._store(media), Path(self.log_dir))
+        record = media_record(media, self._write_files(media), Path(self.log_dir))
         self._append({"step": media.step, "time": time.time(), "media": record})
 
     def state_dict(self) -> dict[str, Any]:

@@ -195,7 +195,6 @@ LOGGERS = Registry(
         "trackio": ".loggers.trackio:TrackioLogger",
         "wandb": ".loggers.wandb:WandbLogger",
     },
-    aliases={"json": "jsonl"},
     instead=dict.fromkeys(
         ("comet", "comet_ml", "neptune", "clearml", "aim", "dvclive", "swanlab"),
         _OWN_LOGGER,

@@ -149,7 +149,7 @@ class MediaMethods:
 
     def log_media(self, media: Media) -> None:
         """Show or store a media item; called in the logger's thread during a run, on rank 0 alone."""
-        files = self._store(media)
+        files = self._write_files(media)
         if media.kind not in self._stored_kinds:
             self._stored_kinds |= {media.kind}
             self._say(f"{type(self).__name__} shows no {media.kind}: they are stored as files, such as {files[0]}.")
@@ -158,7 +158,7 @@ class MediaMethods:
         """Have media recorded in the thread that calls this logger; with None, in the calling thread."""
         self._thread = thread
 
-    def _store(self, media: Media) -> list[Path]:
+    def _write_files(self, media: Media) -> list[Path]:
         directory = getattr(self, "log_dir", None) or _WITHOUT_DIRECTORY
         return media.write(Path(directory) / MEDIA_DIRECTORY)
 
