@@ -20,7 +20,13 @@ _MOST_METRICS = 1000
 _MOST_PARAMS = 100
 _MOST_CHARACTERS = 6000
 # Answers to a request that would be the same later.
-_FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST"}
+_FINAL = {
+    "INVALID_PARAMETER_VALUE",
+    "BAD_REQUEST",
+    "INVALID_STATE",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
+}
 _TAG = "phalanx.run"
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
@@ -175,7 +181,9 @@ class MLFlowStore(Store):
         """Return the run of this identity. A killed process may have created it without writing down its id."""
         query = f"tags.`{_TAG}` = '{self._identity.key}'"
         found = self.client.search_runs([self.experiment_id], query, max_results=1)
-        run = found[0] if found else self.client.create_run(self.experiment_id, tags=self._tags, run_name=self._run_name)
+        run = (
+            found[0] if found else self.client.create_run(self.experiment_id, tags=self._tags, run_name=self._run_name)
+        )
         return str(run.info.run_id)
 
     def _points(self, record: Record) -> list[tuple[str, float, int, int]]:

@@ -19,7 +19,8 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 class Outbox:
     """A file of records, one JSON object a line, with one key beside ``step`` and ``time`` that says what it is.
 
-    ``metrics`` maps names to numbers, ``hparams`` holds hyperparameters, ``media`` a media item, ``model`` a checkpoint.
+    ``metrics`` maps names to numbers, ``hparams`` holds hyperparameters, ``media`` a media item, and ``model`` a
+    checkpoint.
 
     A remote store cannot drop points. A run that resumes therefore leaves the points after its checkpoint in the file,
     and ``add_metrics`` and ``add_media`` skip them when the run records them again.

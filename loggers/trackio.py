@@ -16,6 +16,8 @@ from .sender import Record, Refused, Store
 if TYPE_CHECKING:
     from trackio import Run
 
+_DESTINATIONS = ("space_id", "server_url")
+
 
 class TrackioLogger(RemoteLogger):
     """Record metrics, hyperparameters, media and checkpoints in a run of Trackio.
@@ -74,10 +76,8 @@ class TrackioStore(Store):
         self._directory = directory
         # Monitors of the machine would write steps of their own.
         self._options = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False, **options}
-        self._is_local = not any(
-            (options.get("space_id"), options.get("server_url"))
-            + tuple(os.environ.get(name) for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"))
-        )
+        destinations = [options.get(name) or os.environ.get(f"TRACKIO_{name.upper()}") for name in _DESTINATIONS]
+        self._is_local = not any(destinations)
         # Trackio keeps the points for a remote store itself; what was handed over is not handed over again.
         self.keeps_position = not self._is_local
 
@@ -89,9 +89,7 @@ class TrackioStore(Store):
         for record in known:
             config.update(flattened(record.get("hparams", {})))
         config = {name.lstrip("_"): value for name, value in config.items()}
-        self.run = trackio.init(
-            project=self._project, name=self._name, resume="allow", config=config, **self._options
-        )
+        self.run = trackio.init(project=self._project, name=self._name, resume="allow", config=config, **self._options)
         return self._number_stored(known) if self._is_local else sent
 
     def deliver(self, first: int, records: Sequence[Record]) -> None:

@@ -26,10 +26,9 @@ _RECORD = "_record"
 class WandbLogger(RemoteLogger):
     """Record metrics, hyperparameters, media and checkpoints in a run of Weights & Biases.
 
-    ``experiment`` is W&B's ``Run``. The horizontal axis of charts is ``trainer/global_step``. Without a network, without
-    an API key, or with ``offline=True``, W&B keeps the run in a directory, and ``wandb sync`` sends it. A run that
-    resumes continues the same run of W&B, also offline, where each process writes a directory of its own with the same
-    id.
+    ``experiment`` is W&B's ``Run``. The horizontal axis of charts is ``trainer/global_step``. With ``offline=True``, and
+    without a network or an API key, W&B keeps the run in a directory, and ``wandb sync`` sends it. A run that resumes
+    continues the same run of W&B; offline, each process writes a directory of its own with the same id.
 
     Args:
         name: the run's name; default: one that W&B invents.
@@ -88,7 +87,9 @@ class WandbLogger(RemoteLogger):
     def experiment(self) -> Run:
         return cast("Run", self._connected().run)
 
-    def watch(self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
+    def watch(
+        self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
+    ) -> None:
         """Have W&B record gradients or parameters of a model; waits until the run is open."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)  # type: ignore[arg-type]
 
@@ -181,7 +182,7 @@ class WandbStore(Store):
         import wandb
 
         # W&B would take over the standard output, on which the progress bar is drawn.
-        options = {"resume": "allow", "settings": wandb.Settings(console="off"), **self._options}
+        options = {"resume": "allow", "settings": wandb.Settings(console="off", quiet=True), **self._options}
         try:
             return wandb.init(**options)
         except Exception as error:

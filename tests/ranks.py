@@ -72,11 +72,11 @@ def run_on_ranks(
         raise
 
 
-def warm_python(device: str = "cpu") -> WarmPython:
-    """Return the process that scripts and warm ranks are forked from."""
-    if device not in _WARM:
-        _WARM[device] = WarmPython(variables_for(device))
-    return _WARM[device]
+def warm_python(device: str = "cpu", libraries: tuple[str, ...] = ()) -> WarmPython:
+    """Return the process that scripts and warm ranks are forked from; it has imported further ``libraries``."""
+    if (device, libraries) not in _WARM:
+        _WARM[device, libraries] = WarmPython(variables_for(device), libraries)
+    return _WARM[device, libraries]
 
 
 def variables_for(device: str) -> dict[str, str]:
@@ -208,7 +208,7 @@ class _Pool:
 
 # By the number of ranks, and the type of their devices.
 _POOLS: dict[tuple[int, str], _Pool] = {}
-_WARM: dict[str, WarmPython] = {}
+_WARM: dict[tuple[str, tuple[str, ...]], WarmPython] = {}
 
 
 def serve(rank: int, num_ranks: int, port: int, device: str, store_fd: int, pipe_fd: int) -> None:
@@ -386,11 +386,13 @@ def started_script(
     flags: Sequence[str] = (),
     is_new: bool = False,
     device: str = "cpu",
+    libraries: tuple[str, ...] = (),
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a script, given as a path or as its source, in a directory of its own; see ``started_command``.
 
-    It finds torch and phalanx imported, unless the interpreter ``is_new``; that takes seconds, and is for tests of how
-    a process starts, of the interpreter's ``flags``, and of what libraries read from the environment.
+    It finds torch, phalanx and further ``libraries`` imported, unless the interpreter ``is_new``; that takes seconds,
+    and is for tests of how a process starts, of the interpreter's ``flags``, and of what libraries read from the
+    environment.
     ``device="cuda"`` gives it two emulated devices.
     """
     variables = {**variables_for(device), **(env or {})}
@@ -403,7 +405,7 @@ def started_script(
             with started_command([sys.executable, *flags, str(path), *args], directory, variables) as process:
                 yield process
         else:
-            process = warm_python(device).start(path, args, directory, {**os.environ, **variables})
+            process = warm_python(device, libraries).start(path, args, directory, {**os.environ, **variables})
             with _ended(process):
                 yield process
     finally:
@@ -418,13 +420,15 @@ def run_script(
     flags: Sequence[str] = (),
     is_new: bool = False,
     device: str = "cpu",
+    libraries: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end; ``stdout`` holds both its streams, in order.
 
     Raises:
         AssertionError: it took longer than ``timeout`` seconds; all it started was killed.
     """
-    with started_script(script, *args, env=env, flags=flags, is_new=is_new, device=device) as process:
+    given = {"env": env, "flags": flags, "is_new": is_new, "device": device, "libraries": libraries}
+    with started_script(script, *args, **given) as process:  # type: ignore[arg-type]
         return completed(process, timeout)
 
 

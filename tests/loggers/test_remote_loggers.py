@@ -1,0 +1,105 @@
+"""MLFlowLogger, TrackioLogger and WandbLogger against the real libraries: a server on loopback, and local stores."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from ranks import run_script, started_script, wait_until
+
+from phalanx.loggers.wandb_files import history
+
+HERE = Path(__file__).parent
+# Importing MLflow takes seconds: once for all processes of these tests.
+LIBRARIES = ("mlflow.server",)
+
+
+@contextmanager
+def mlflow_server(directory: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start a server and yield its process and its port; it is ended at the end."""
+    with started_script(HERE / "mlflow_server.py", str(directory), str(port), libraries=LIBRARIES) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("port "):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        yield process, int(lines[-1].split()[1])
+
+
+@pytest.fixture(scope="module")
+def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that all tests of this module share."""
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as (_, port):
+        yield f"http://127.0.0.1:{port}"
+
+
+def run_case(name: str, directory: Path, *arguments: str) -> None:
+    env = {
+        "TRACKIO_DIR": str(directory / "trackio"),
+        "WANDB_SILENT": "true",
+        "NETRC": "/dev/null",
+        "HOME": str(directory),
+    }
+    done = run_script(
+        HERE / "remote_cases.py", name, str(directory), *arguments, env=env, libraries=LIBRARIES, timeout=100
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["wandb_resumed", "wandb_without_a_key", "trackio_records"])
+def test_a_local_store(name: str, tmp_path: Path) -> None:
+    run_case(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mlflow_records", "mlflow_unreachable"])
+def test_mlflow(name: str, tmp_path: Path, tracking_uri: str) -> None:
+    run_case(name, tmp_path, tracking_uri)
+
+
+def test_a_server_of_mlflow_that_dies_and_comes_back_gets_every_point(tmp_path: Path) -> None:
+    with mlflow_server(tmp_path) as (server, port):
+        arguments = ("mlflow_outage", str(tmp_path), f"http://127.0.0.1:{port}")
+        with started_script(HERE / "remote_cases.py", *arguments, libraries=LIBRARIES) as case:
+            wait_until((tmp_path / "ready").exists, 60)
+            server.kill()
+            server.wait()
+            (tmp_path / "stopped").touch()
+            wait_until((tmp_path / "waiting").exists, 60)
+            with mlflow_server(tmp_path, port):
+                (tmp_path / "started").touch()
+                output, _ = case.communicate(timeout=60)
+            assert case.returncode == 0, output
+
+
+def test_a_run_that_is_killed_twice_has_each_step_once_in_each_store(tmp_path: Path, tracking_uri: str) -> None:
+    """Killed after step 5 of 12, which is past its newest checkpoint, and within step 10."""
+    env = {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_SILENT": "true"}
+    for kill_at, where, code in (("5", "between", -9), ("9", "within", -9), ("0", "-", 0)):
+        arguments = (str(tmp_path), tracking_uri, kill_at, where)
+        done = run_script(HERE / "remote_run.py", *arguments, env=env, libraries=LIBRARIES, timeout=100)
+        assert done.returncode == code, done.stdout
+    folder = tmp_path / "digits" / "version_0"
+    once = {("loss", step): 1 for step in range(12)} | {("val", step): 1 for step in (5, 11)}
+    lines = [json.loads(line) for line in (tmp_path / "phalanx_logs/version_0/metrics.jsonl").open()]
+    assert _points((line["step"], line["metrics"]) for line in lines if "metrics" in line) == once
+    with sqlite3.connect(tmp_path / "trackio" / "digits.db") as store:
+        rows = [(step, json.loads(values)) for step, values in store.execute("SELECT step, metrics FROM metrics")]
+    assert _points(rows) == once
+    files = [file for file in folder.rglob("run-*.wandb") if not file.parent.is_symlink()]
+    kept = [row for file in files for row in history(file)]
+    assert _points((int(row["trainer/global_step"]), row) for row in kept) == once
+    found = run_script(HERE / "mlflow_points.py", tracking_uri, libraries=LIBRARIES)
+    assert dict.fromkeys(map(tuple, json.loads(found.stdout.splitlines()[-1])), 1) == once, found.stdout
+
+
+def _points(rows: object) -> Counter[tuple[str, int]]:
+    return Counter((name, step) for step, row in rows for name in ("loss", "val") if name in row)  # type: ignore[attr-defined]
