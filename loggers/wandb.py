@@ -26,9 +26,9 @@ _RECORD = "_record"
 class WandbLogger(RemoteLogger):
     """Record metrics, hyperparameters, media and checkpoints in a run of Weights & Biases.
 
-    ``experiment`` is W&B's ``Run``. The horizontal axis of charts is ``trainer/global_step``. With ``offline=True``, and
-    without a network or an API key, W&B keeps the run in a directory, and ``wandb sync`` sends it. A run that resumes
-    continues the same run of W&B; offline, each process writes a directory of its own with the same id.
+    ``experiment`` is W&B's ``Run``. The horizontal axis of charts is ``trainer/global_step``. With ``offline=True``, or
+    if there is no network or no API key, W&B keeps the run in a directory, and ``wandb sync`` sends it. A run that
+    resumes continues the same run of W&B; offline, each process writes a directory of its own with the same id.
 
     Args:
         name: the run's name; default: one that W&B invents.
