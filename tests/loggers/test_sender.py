@@ -156,19 +156,27 @@ def test_points_that_a_resumed_run_repeats_are_recorded_once(tmp_path: Path, kno
     assert metrics_of(records[-1]) == {"loss": float("inf")}
 
 
-@pytest.mark.parametrize(
-    ("cls", "name"), [(MLFlowLogger, "mlflow"), (TrackioLogger, "trackio"), (WandbLogger, "wandb")]
-)
-def test_a_missing_library_is_one_sentence_with_the_command(
-    cls: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # W&B makes a directory of its name where a program runs, which is no module.
-    (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("cls", [MLFlowLogger, TrackioLogger, WandbLogger])
+def test_a_missing_library_is_one_sentence_with_the_command(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "find_spec", lambda module: None)
     with pytest.raises(ConfigurationError) as caught:
         cls()
+    name = cls.LIBRARY
     assert str(caught.value) == f"{cls.__name__} needs {name}: pip install 'phalanx[{name}]'."
+
+
+def test_a_directory_with_the_name_of_a_library_is_not_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B makes such a directory where a program runs."""
+
+    class Other(WandbLogger):
+        LIBRARY = "no_such_library"
+
+    (tmp_path / "no_such_library").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match="needs no_such_library"):
+        Other()
 
 
 def test_wrong_arguments_of_remote_loggers() -> None:
