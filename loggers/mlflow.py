@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..framework.metrics.hparams_text import flattened
 from .outbox import metrics_of
 from .remote import Identity, RemoteLogger
-from .sender import Record, Refused, Store
+from .sender import Record, Refused, Store, first_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -162,7 +162,7 @@ class MLFlowStore(Store):
         except MlflowException as error:
             self._newest = known
             if error.error_code in _FINAL:
-                raise Refused(str(error).splitlines()[0][:200]) from error
+                raise Refused(first_line(error)) from error
             raise
         except BaseException:
             self._newest = known

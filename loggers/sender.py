@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -12,6 +13,7 @@ from threading import Event, Thread
 from typing import Any
 
 from ..framework.metrics.json_lines import read_lines
+from ..framework.system.redaction import MASK, hiding
 
 Record = dict[str, Any]
 
@@ -20,6 +22,8 @@ _PERIOD_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 # How long the end of a run waits for a store that has not answered before.
 _FAILING_SECONDS = 5.0
+# Longer messages of libraries are cut off.
+_MOST_CHARACTERS = 200
 
 
 class Refused(Exception):
@@ -154,10 +158,9 @@ class Sender:
                 self._report("refusal", f"{self._name} leaves out what was refused ({error}).")
 
     def _describe(self, error: Exception) -> str:
-        lines = str(error).strip().splitlines() or [""]
         return (
-            f"{self._name}: the server cannot be reached ({type(error).__name__}: {lines[0][:200]}); training goes on, "
-            f"and the records are kept in {self._path} until it can."
+            f"{self._name}: the server cannot be reached ({type(error).__name__}: {first_line(error)}); training goes "
+            f"on, and the records are kept in {self._path} until it can."
         )
 
     def _report(self, kind: str, sentence: str) -> None:
@@ -168,6 +171,12 @@ class Sender:
     @property
     def _sent_path(self) -> Path:
         return self._path.with_suffix(".sent")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, shortened, without secrets and passwords in addresses."""
+    lines = hiding(os.environ)(str(error)).strip().splitlines() or [""]
+    return re.sub(r"//[^/@\s]+@", f"//{MASK}@", lines[0])[:_MOST_CHARACTERS]
 
 
 def _read_number(path: Path) -> int:

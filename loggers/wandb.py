@@ -12,7 +12,7 @@ from torch import nn
 from ..framework.core.errors import ConfigurationError
 from .outbox import metrics_of
 from .remote import Identity, RemoteLogger
-from .sender import Record, Refused, Store
+from .sender import Record, Refused, Store, first_line
 from .wandb_files import history
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class WandbStore(Store):
         except Exception as error:
             if options.get("mode") == "offline":
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            reason = first_line(error) or type(error).__name__
         run = wandb.init(**{**options, "mode": "offline"})
         self._say(f"WandbLogger: W&B cannot be used ({reason}); the run is kept in {run.dir}: `wandb sync` sends it.")
         return run

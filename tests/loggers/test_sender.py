@@ -193,3 +193,9 @@ def test_other_ranks_than_0_have_an_experiment_without_effect(tmp_path: Path, mo
     logger = WandbLogger(save_dir=tmp_path, offline=True)
     logger.experiment.log({"loss": 1.0})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_message_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "abcdef123456")
+    error = ConnectionError("GET http://me:secret@host/x?key=abcdef123456 failed\nmore")
+    assert sender.first_line(error) == "GET http://***@host/x?key=*** failed"
