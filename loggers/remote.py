@@ -24,6 +24,8 @@ from .sender import Sender, Store
 
 _CONNECT_SECONDS = 120.0
 _CLOSE_SECONDS = 60.0
+# After an error, other ranks wait for this one.
+_CLOSE_SECONDS_AFTER_ERROR = 10.0
 
 
 class RemoteLogger(FileLogger):
@@ -110,7 +112,8 @@ class RemoteLogger(FileLogger):
         outbox, self._outbox = self._outbox, None
         if sender is not None and outbox is not None:
             atexit.unregister(self._at_exit)
-            if missing := sender.finish(status, _CLOSE_SECONDS):
+            seconds = _CLOSE_SECONDS if status == "success" else _CLOSE_SECONDS_AFTER_ERROR
+            if missing := sender.finish(status, seconds):
                 self._say(
                     f"{type(self).__name__}: {missing} records were not sent; they are kept in {outbox.path} and are "
                     "sent when the run resumes."

@@ -84,6 +84,7 @@ class Sender:
         self._status: str | None = None
         self._wake = Event()
         self._failing = False
+        self._abandoned = False
         self._reported: set[str] = set()
         # A daemon thread: a store that hangs must not keep the process from ending.
         self._thread = Thread(target=self._run, name=f"phalanx-{name}-sender", daemon=True)
@@ -105,6 +106,8 @@ class Sender:
         self._status = status
         self._wake.set()
         self._thread.join(min(seconds, _FAILING_SECONDS) if self._failing else seconds)
+        # A thread that is late must not send what a later one sends.
+        self._abandoned = True
         return sum(1 for _ in read_lines(self._path, self._position))
 
     def _run(self) -> None:
@@ -131,7 +134,8 @@ class Sender:
     def _send(self) -> None:
         if not self._connected.is_set():
             self._connect()
-        while batch := list(islice(read_lines(self._path, self._position), self.store.batch_records)):
+        most = self.store.batch_records
+        while not self._abandoned and (batch := list(islice(read_lines(self._path, self._position), most))):
             records = [record for _, record in batch]
             try:
                 self.store.deliver(self._delivered, records)
