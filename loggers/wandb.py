@@ -67,10 +67,6 @@ class WandbLogger(RemoteLogger):
         add_file_policy: str = "mutable",
         **kwargs: Any,
     ) -> None:
-        if offline and log_model:
-            raise ConfigurationError(
-                f"WandbLogger(log_model={log_model!r}, offline=True): W&B uploads checkpoints; leave one of them out."
-            )
         project = project or os.environ.get("WANDB_PROJECT")
         super().__init__(save_dir, project, version or id, prefix, log_model)
         self._options = {

@@ -17,16 +17,21 @@ _WHOLE, _LAST = 1, 4
 
 
 def history(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a run's history, each a dict from names to values in JSON, up to where a kill cut it off."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    for content in _records(path.read_bytes()):
-        record: Any = Record.FromString(content)
+    """Yield the rows of a run's history, each a dict from names to values in JSON."""
+    for record in records(path):
         if record.WhichOneof("record_type") == "history":
             yield {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
 
 
-def _records(data: bytes) -> Iterator[bytes]:
+def records(path: Path) -> Iterator[Any]:
+    """Yield the records of a run's file, up to where a kill cut it off; their type is W&B's ``Record``."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for content in _contents(path.read_bytes()):
+        yield Record.FromString(content)
+
+
+def _contents(data: bytes) -> Iterator[bytes]:
     position, parts = _HEADER_BYTES, b""
     while position + _PART.size <= len(data):
         left = _BLOCK_BYTES - position % _BLOCK_BYTES

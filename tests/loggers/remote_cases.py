@@ -121,14 +121,15 @@ def mlflow_unreachable(directory: Path, uri: str) -> None:
 
 def wandb_resumed(directory: Path) -> None:
     """Offline, a run that is resumed twice, from a clean end and from lost rows, has each step once in its files."""
-    from phalanx.loggers.wandb_files import history
+    from phalanx.loggers.wandb_files import history, records
 
-    logger = started(WandbLogger(offline=True, project="cases", prefix="p"), directory)
+    logger = started(WandbLogger(offline=True, project="cases", prefix="p", log_model=True), directory)
     logger.log_hyperparams({"lr": 0.1, "api_key": "0123456789abcdef0123"})
     logger.log_metrics({"loss": 0.0}, 0)
     state = logger.state_dict()
     logger.log_metrics({"loss": float("inf")}, 1)
     log_media(logger)
+    logger.after_save_checkpoint(saved(directory))
     run = logger.experiment
     assert run.config.as_dict() == {"lr": 0.1, "api_key": "***"}
     logger.finalize("success")
@@ -144,11 +145,15 @@ def wandb_resumed(directory: Path) -> None:
     assert again.experiment.id == run.id
     again.finalize("success")
     files = sorted((directory / "cases").rglob("run-*.wandb"))
-    rows = [row for file in files if not file.is_symlink() for row in history(file)]
+    files = [file for file in files if not file.parent.is_symlink()]
+    rows = [row for file in files for row in history(file)]
     steps = [row["trainer/global_step"] for row in rows if "p-loss" in row]
     assert steps == ["0", "1", "2", "3"], rows
     media = Counter(name.split("/")[0] for row in rows for name in row if name.endswith("/_type"))
     assert media == dict.fromkeys(("p-samples", "p-rows", "p-note", "p-weights"), 1), rows
+    artifacts = [record.artifact for file in files for record in records(file) if record.HasField("artifact")]
+    models = [(each.name, list(each.aliases)) for each in artifacts if each.type == "model"]
+    assert models == [(f"model-{run.id}", ["latest", "best"])]
 
 
 def wandb_without_a_key(directory: Path) -> None:

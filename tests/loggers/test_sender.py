@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import wait_until
+from ranks import run_script, wait_until
 
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.metrics.json_lines import read_lines
@@ -179,11 +179,9 @@ def test_a_directory_with_the_name_of_a_library_is_not_the_library(
         Other()
 
 
-def test_wrong_arguments_of_remote_loggers() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="give True, False or 'all'"):
         MLFlowLogger(log_model="best")
-    with pytest.raises(ConfigurationError, match="leave one of them out"):
-        WandbLogger(offline=True, log_model=True)
     with pytest.raises(ConfigurationError, match="Did you mean 'tracking_uri'"):
         MLFlowLogger(tracking_url="x")  # type: ignore[call-arg]
 
@@ -199,3 +197,13 @@ def test_a_message_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "abcdef123456")
     error = ConnectionError("GET http://me:secret@host/x?key=abcdef123456 failed\nmore")
     assert sender.first_line(error) == "GET http://***@host/x?key=*** failed"
+
+
+def test_loggers_by_name_import_none_of_the_libraries() -> None:
+    done = run_script(
+        "import sys\n"
+        "from phalanx import Trainer\n"
+        "loggers = Trainer(accelerator='cpu', logger=['jsonl', 'mlflow', 'trackio', 'wandb']).loggers\n"
+        "print(*(type(logger).__name__ for logger in loggers), *{'mlflow', 'trackio', 'wandb'} & {*sys.modules})\n"
+    )
+    assert done.stdout.splitlines()[-1] == "JSONLinesLogger MLFlowLogger TrackioLogger WandbLogger", done.stdout
