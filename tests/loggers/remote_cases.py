@@ -1,4 +1,4 @@
-"""Loggers in a process that has their libraries imported: ``remote_cases.py CASE DIRECTORY [TRACKING_URI]``.
+"""Loggers in a process that has their libraries imported. Arguments: CASE DIRECTORY [TRACKING_URI].
 
 Each case is a function; its assertions fail the process. Files in the directory are the signals between a case and the
 test that stops and starts the server.
@@ -199,5 +199,6 @@ def trackio_records(directory: Path) -> None:
     assert len(SQLiteStorage.get_artifacts("cases")) == 1
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the case that the arguments name."""
     globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -1,4 +1,4 @@
-"""The run that ``test_remote_resume.py`` kills: ``remote_run.py ROOT TRACKING_URI KILL_AT WHERE``.
+"""The run that ``test_remote_loggers.py`` kills. Arguments: ROOT TRACKING_URI KILL_AT WHERE.
 
 Every step is recorded by every logger, with a checkpoint after every second one and an epoch of six. ``KILL_AT`` is the
 number of finished steps after which the process kills itself, 0 for never; ``WHERE`` is ``between`` steps or ``within``
@@ -95,7 +95,3 @@ def main() -> None:
         callbacks=[ModelCheckpoint(every_n_train_steps=2, save_top_k=-1), *([Kill(kill_at, where)] if kill_at else [])],
     )
     trainer.fit(Net(), data, DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2), ckpt_path="auto")
-
-
-if __name__ == "__main__":
-    main()

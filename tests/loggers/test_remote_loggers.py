@@ -20,6 +20,11 @@ HERE = Path(__file__).parent
 LIBRARIES = ("mlflow.server",)
 
 
+def calling(module: str) -> str:
+    """Return a script that calls ``main`` of a module of this folder, which may import the helpers of the tests."""
+    return f"import sys\nsys.path[:0] = {[str(HERE), str(HERE.parent)]!r}\nimport {module}\n{module}.main()\n"
+
+
 @contextmanager
 def mlflow_server(directory: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Start a server and yield its process and its port; it is ended at the end."""
@@ -50,7 +55,7 @@ def run_case(name: str, directory: Path, *arguments: str) -> None:
         "HOME": str(directory),
     }
     done = run_script(
-        HERE / "remote_cases.py", name, str(directory), *arguments, env=env, libraries=LIBRARIES, timeout=100
+        calling("remote_cases"), name, str(directory), *arguments, env=env, libraries=LIBRARIES, timeout=100
     )
     assert done.returncode == 0, done.stdout
 
@@ -68,7 +73,7 @@ def test_mlflow(name: str, tmp_path: Path, tracking_uri: str) -> None:
 def test_a_server_of_mlflow_that_dies_and_comes_back_gets_every_point(tmp_path: Path) -> None:
     with mlflow_server(tmp_path) as (server, port):
         arguments = ("mlflow_outage", str(tmp_path), f"http://127.0.0.1:{port}")
-        with started_script(HERE / "remote_cases.py", *arguments, libraries=LIBRARIES) as case:
+        with started_script(calling("remote_cases"), *arguments, libraries=LIBRARIES) as case:
             wait_until((tmp_path / "ready").exists, 60)
             server.kill()
             server.wait()
@@ -85,7 +90,7 @@ def test_a_run_that_is_killed_twice_has_each_step_once_in_each_store(tmp_path: P
     env = {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_SILENT": "true"}
     for kill_at, where, code in (("5", "between", -9), ("9", "within", -9), ("0", "-", 0)):
         arguments = (str(tmp_path), tracking_uri, kill_at, where)
-        done = run_script(HERE / "remote_run.py", *arguments, env=env, libraries=LIBRARIES, timeout=100)
+        done = run_script(calling("remote_run"), *arguments, env=env, libraries=LIBRARIES, timeout=100)
         assert done.returncode == code, done.stdout
     folder = tmp_path / "digits" / "version_0"
     once = {("loss", step): 1 for step in range(12)} | {("val", step): 1 for step in (5, 11)}
