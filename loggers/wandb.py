@@ -87,7 +87,7 @@ class WandbLogger(RemoteLogger):
         self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
     ) -> None:
         """Have W&B record gradients or parameters of a model; waits until the run is open."""
-        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)  # type: ignore[arg-type]
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def log_audio(self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Any) -> None:
         """Record sounds: arrays or paths of files. ``kwargs`` has a list for each argument of ``wandb.Audio``."""
