@@ -47,16 +47,21 @@ def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def run_case(name: str, directory: Path, *arguments: str) -> None:
-    env = {
+def variables(directory: Path) -> dict[str, str]:
+    """Return an environment in which the libraries keep everything in a directory, and find no account."""
+    temporary = directory / "temporary"
+    temporary.mkdir(exist_ok=True)
+    return {
+        "HOME": str(directory),
+        "TMPDIR": str(temporary),
         "TRACKIO_DIR": str(directory / "trackio"),
         "WANDB_SILENT": "true",
-        "NETRC": "/dev/null",
-        "HOME": str(directory),
     }
-    done = run_script(
-        calling("remote_cases"), name, str(directory), *arguments, env=env, libraries=LIBRARIES, timeout=100
-    )
+
+
+def run_case(name: str, directory: Path, *arguments: str) -> None:
+    case = (name, str(directory), *arguments)
+    done = run_script(calling("remote_cases"), *case, env=variables(directory), libraries=LIBRARIES, timeout=100)
     assert done.returncode == 0, done.stdout
 
 
@@ -87,10 +92,9 @@ def test_a_server_of_mlflow_that_dies_and_comes_back_gets_every_point(tmp_path: 
 
 def test_a_run_that_is_killed_twice_has_each_step_once_in_each_store(tmp_path: Path, tracking_uri: str) -> None:
     """Killed after step 5 of 12, which is past its newest checkpoint, and within step 10."""
-    env = {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_SILENT": "true"}
     for kill_at, where, code in (("5", "between", -9), ("9", "within", -9), ("0", "-", 0)):
         arguments = (str(tmp_path), tracking_uri, kill_at, where)
-        done = run_script(calling("remote_run"), *arguments, env=env, libraries=LIBRARIES, timeout=100)
+        done = run_script(calling("remote_run"), *arguments, env=variables(tmp_path), libraries=LIBRARIES)
         assert done.returncode == code, done.stdout
     folder = tmp_path / "digits" / "version_0"
     once = {("loss", step): 1 for step in range(12)} | {("val", step): 1 for step in (5, 11)}
