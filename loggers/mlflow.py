@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..framework.metrics.hparams_text import flattened
+from ..framework.system.environment import library_variable, set_library_default
 from .outbox import metrics_of
 from .remote import Identity, RemoteLogger
 from .sender import Record, Refused, Store, first_line
@@ -71,7 +72,7 @@ class MLFlowLogger(RemoteLogger):
         synchronous: bool | None = None,
     ) -> None:
         super().__init__(save_dir, experiment_name, run_id, prefix, log_model)
-        self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._tracking_uri = tracking_uri or library_variable("MLFLOW_TRACKING_URI")
         self._options: dict[str, Any] = {
             "experiment_name": experiment_name,
             "run_name": run_name,
@@ -135,7 +136,7 @@ class MLFlowStore(Store):
 
     def connect(self, records: Iterator[Record], sent: int) -> int:
         # MLflow would try for minutes by itself; the sender tries again, and knows when the run ends.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        set_library_default("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow import MlflowClient
 
         self.client = MlflowClient(self._uri)

@@ -46,8 +46,8 @@ class Outbox:
         """Skip the points that are in the file already when they are recorded again.
 
         Args:
-            position: the size of the file at the checkpoint; None if it is unknown.
-            step: the checkpoint's number of optimizer steps, used if ``position`` is None.
+            position: the size of the file at the checkpoint; ``None`` if it is unknown.
+            step: the checkpoint's number of optimizer steps, used without a ``position``.
         """
         repeats: Counter[tuple[int, str]] = Counter()
         for _, record in read_lines(self.path, position or 0):

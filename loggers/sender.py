@@ -13,7 +13,8 @@ from threading import Event, Thread
 from typing import Any
 
 from ..framework.metrics.json_lines import read_lines
-from ..framework.system.redaction import MASK, hiding
+from ..framework.system.environment import hiding_secrets
+from ..framework.system.redaction import MASK
 
 Record = dict[str, Any]
 
@@ -163,8 +164,8 @@ class Sender:
 
     def _describe(self, error: Exception) -> str:
         return (
-            f"{self._name}: the server cannot be reached ({type(error).__name__}: {first_line(error)}); training goes "
-            f"on, and the records are kept in {self._path} until it can."
+            f"{self._name}: the server cannot be reached ({type(error).__name__}: {first_line(error)}); training "
+            f"continues, and the records are kept in {self._path} until it can."
         )
 
     def _report(self, kind: str, sentence: str) -> None:
@@ -179,7 +180,7 @@ class Sender:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, shortened, without secrets and passwords in addresses."""
-    lines = hiding(os.environ)(str(error)).strip().splitlines() or [""]
+    lines = hiding_secrets()(str(error)).strip().splitlines() or [""]
     return re.sub(r"//[^/@\s]+@", f"//{MASK}@", lines[0])[:_MOST_CHARACTERS]
 
 

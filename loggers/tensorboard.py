@@ -15,6 +15,7 @@ from ..framework.core.arguments import check_names, keywords_of
 from ..framework.metrics.file_logger import FileLogger, plain_number
 from ..framework.metrics.hparams_text import as_mapping, flattened
 from ..framework.metrics.media import Media
+from .tensorboard_media import add_media
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -139,9 +140,6 @@ class TensorBoardLogger(FileLogger):
             self.experiment.add_graph(_Shell(model), _on_device_of(model, example))
 
     def log_media(self, media: Media) -> None:
-        # The import takes a tenth of a second, so it is made only when TensorBoard is used.
-        from .tensorboard_media import add_media
-
         add_media(self.experiment, self._with_prefix(media.key), media)
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:

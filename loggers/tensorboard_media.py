@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tensorboard.compat.proto.summary_pb2 import Summary
-
 from ..framework.metrics.image_files import png_size
 from ..framework.metrics.media import Histogram, Images, Media, Table, Text
 
@@ -16,6 +14,9 @@ if TYPE_CHECKING:
 def add_media(writer: SummaryWriter, tag: str, media: Media) -> None:
     """Record a media item under a tag; several images have their number after the tag, and a table is a text."""
     if isinstance(media, Images):
+        # The import takes a tenth of a second, so it is made only when TensorBoard is used.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         contents = media.contents()
         for number, content in enumerate(contents):
             name = f"{tag}/{number}" if len(contents) > 1 else tag

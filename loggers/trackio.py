@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..framework.metrics.hparams_text import flattened
+from ..framework.system.environment import library_variable
 from .outbox import metrics_of
 from .remote import Identity, RemoteLogger
 from .sender import Record, Refused, Store
@@ -76,7 +77,7 @@ class TrackioStore(Store):
         self._directory = directory
         # Monitors of the machine would write steps of their own.
         self._options = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False, **options}
-        destinations = [options.get(name) or os.environ.get(f"TRACKIO_{name.upper()}") for name in _DESTINATIONS]
+        destinations = [options.get(name) or library_variable(f"TRACKIO_{name.upper()}") for name in _DESTINATIONS]
         self._is_local = not any(destinations)
         # Trackio keeps the points for a remote store itself; what was handed over is not handed over again.
         self.keeps_position = not self._is_local

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ..framework.core.errors import ConfigurationError
+from ..framework.system.environment import library_variable
 from .outbox import metrics_of
 from .remote import Identity, RemoteLogger
 from .sender import Record, Refused, Store, first_line
-from .wandb_files import history
+from .wandb_files import history, records
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 _STEP = "trainer/global_step"
 # The number of the record that a row was made from. W&B hides names that begin with an underscore.
 _RECORD = "_record"
+# How long, and how often, the end of an offline run looks whether its file is complete.
+_WRITTEN_SECONDS = 5.0
+_PERIOD_SECONDS = 0.05
 
 
 class WandbLogger(RemoteLogger):
@@ -67,7 +72,7 @@ class WandbLogger(RemoteLogger):
         add_file_policy: str = "mutable",
         **kwargs: Any,
     ) -> None:
-        project = project or os.environ.get("WANDB_PROJECT")
+        project = project or library_variable("WANDB_PROJECT")
         super().__init__(save_dir, project, version or id, prefix, log_model)
         self._options = {
             "name": name,
@@ -172,6 +177,15 @@ class WandbStore(Store):
     def close(self, status: str) -> None:
         if self._given is None:
             self.run.finish(exit_code=0 if status == "success" else 1)
+            if self.run.offline:
+                self._wait_until_written()
+
+    def _wait_until_written(self) -> None:
+        """Wait for the process of W&B to write the last record; a run that resumes reads which rows there are."""
+        file = Path(self.run.dir).parent / f"run-{self.run.id}.wandb"
+        until = time.monotonic() + _WRITTEN_SECONDS
+        while time.monotonic() < until and not any(record.HasField("exit") for record in records(file)):
+            time.sleep(_PERIOD_SECONDS)
 
     def _opened(self) -> Run:
         """Open the run; offline if that fails, as W&B gives up after a while without a network or an API key."""

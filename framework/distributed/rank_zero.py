@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from torch import distributed
+
+from ..system.environment import library_variable
 
 
 def set_rank_zero_functions(rank: int) -> None:
@@ -22,4 +23,4 @@ def is_rank_zero() -> bool:
     """Whether this process is rank 0 of its process group, or by its launcher's variables if there is no group."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank() == 0
-    return int(os.environ.get("RANK") or 0) == 0
+    return int(library_variable("RANK") or 0) == 0

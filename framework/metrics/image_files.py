@@ -1,4 +1,4 @@
-"""Images as arrays of bytes and as PNG files, from tensors, arrays, PIL images, matplotlib figures and files."""
+"""Images as arrays of bytes and as PNG files, from tensors, arrays, PIL images, files, or a figure of matplotlib."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pictures(images: Any) -> list[Any]:
             to 1, integers from 0 to 255.
 
     Raises:
-        ConfigurationError: an image is none of these.
+        ConfigurationError: an image has another type or shape.
     """
     if isinstance(images, Tensor) and images.dim() == 4:
         images = list(images)
@@ -99,7 +99,7 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
     channels = pixels.shape[2] if pixels.ndim == 3 else 1
     rows = pixels.tobytes()
     length = width * channels
-    # The first byte of each row is the number of its filter; 0 is none.
+    # The first byte of each row is the number of its filter; 0 leaves the row as it is.
     unfiltered = b"".join(b"\0" + rows[start : start + length] for start in range(0, height * length, length))
     header = struct.pack(">IIBBBBB", width, height, 8, _PNG_TYPES[channels], 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(unfiltered, 1)), (b"IEND", b""))

@@ -1,4 +1,4 @@
-"""``MediaMethods``: the methods of a logger for images, tables, texts, figures and histograms."""
+"""``MediaMethods``: the methods of a logger for images, tables, texts and histograms."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MediaMethods:
             caption: a text for each image.
 
         Raises:
-            ConfigurationError: an image is none of these, or the number of captions is not that of the images.
+            ConfigurationError: an image has another type or shape, or the number of captions is not that of the images.
         """
         if not is_rank_zero():
             return

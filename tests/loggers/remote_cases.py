@@ -156,8 +156,8 @@ def wandb_resumed(directory: Path) -> None:
     media = Counter(name.split("/")[0] for row in rows for name in row if name.endswith("/_type"))
     assert media == dict.fromkeys(("p-samples", "p-rows", "p-note", "p-weights"), 1), rows
     artifacts = [record.artifact for file in files for record in records(file) if record.HasField("artifact")]
-    models = [(each.name, list(each.aliases)) for each in artifacts if each.type == "model"]
-    assert models == [(f"model-{run.id}", ["latest", "best"])]
+    models = {(each.name, each.digest, *each.aliases) for each in artifacts if each.type == "model"}
+    assert [(name, aliases) for name, _, *aliases in models] == [(f"model-{run.id}", ["latest", "best"])]
 
 
 def wandb_without_a_key(directory: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ from phalanx.loggers.wandb_files import history
 HERE = Path(__file__).parent
 # Importing MLflow takes seconds: once for all processes of these tests.
 LIBRARIES = ("mlflow.server",)
+# That may take a minute on a busy machine.
+pytestmark = pytest.mark.timeout(300)
 
 
 def calling(module: str) -> str:
@@ -49,11 +53,8 @@ def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def variables(directory: Path) -> dict[str, str]:
     """Return an environment in which the libraries keep everything in a directory, and find no account."""
-    temporary = directory / "temporary"
-    temporary.mkdir(exist_ok=True)
     return {
         "HOME": str(directory),
-        "TMPDIR": str(temporary),
         "TRACKIO_DIR": str(directory / "trackio"),
         "WANDB_SILENT": "true",
     }
@@ -96,6 +97,9 @@ def test_a_run_that_is_killed_twice_has_each_step_once_in_each_store(tmp_path: P
         arguments = (str(tmp_path), tracking_uri, kill_at, where)
         done = run_script(calling("remote_run"), *arguments, env=variables(tmp_path), libraries=LIBRARIES)
         assert done.returncode == code, done.stdout
+    # W&B could not remove its own.
+    for left in Path(tempfile.gettempdir()).glob("tmp*wandb-*"):
+        shutil.rmtree(left)
     folder = tmp_path / "digits" / "version_0"
     once = {("loss", step): 1 for step in range(12)} | {("val", step): 1 for step in (5, 11)}
     lines = [json.loads(line) for line in (tmp_path / "phalanx_logs/version_0/metrics.jsonl").open()]

@@ -118,7 +118,7 @@ def test_a_refused_record_is_left_out_with_one_report(tmp_path: Path) -> None:
     outbox.close()
 
 
-def test_a_later_sender_goes_on_where_the_store_is(tmp_path: Path) -> None:
+def test_a_later_sender_continues_where_the_store_is(tmp_path: Path) -> None:
     outbox = filled(tmp_path, range(4))
     store = Memory(has=3)
     Sender(outbox.path, store, pytest.fail, "L").finish("success", 30)

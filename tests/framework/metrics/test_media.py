@@ -52,7 +52,7 @@ def test_an_image_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("image", [torch.zeros(5, 2, 2), torch.zeros(2), torch.zeros(0, 2), 3, np.zeros((3, 2, 5))])
-def test_what_is_no_image_is_refused(image: Any) -> None:
+def test_other_objects_than_images_are_refused(image: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"channels|not an image"):
         pictures(image)
 
