@@ -76,7 +76,8 @@ def _pixels(image: Tensor) -> np.ndarray[Any, Any]:
         image = (torch.nan_to_num(image.float()).clamp(0, 1) * 255).round()
     elif image.dtype == torch.bool:
         image = image.to(torch.uint8) * 255
-    array: np.ndarray[Any, Any] = image.clamp(0, 255).to(torch.uint8).contiguous().clone().numpy()
+    # A copy in any case, made by clamp.
+    array: np.ndarray[Any, Any] = image.clamp(0, 255).to(torch.uint8).contiguous().numpy()
     return array
 
 
