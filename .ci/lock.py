@@ -33,7 +33,9 @@ def belongs(entry: str) -> bool:
     """Whether an entry is installed on Linux with every build of torch."""
     first = entry.splitlines()[0]
     name = normalized(first.partition("==")[0])
-    return name != "torch" and OF_TORCH.fullmatch(name) is None and _ELSEWHERE.search(first) is None
+    # An alternative such as Windows, or an old version of Python anywhere, includes Linux.
+    on_linux = any(_ELSEWHERE.search(alternative) is None for alternative in first.split(" or "))
+    return name != "torch" and OF_TORCH.fullmatch(name) is None and on_linux
 
 
 def main(arguments: list[str]) -> int:

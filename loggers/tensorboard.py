@@ -14,6 +14,8 @@ from torch import nn
 from ..framework.core.arguments import check_names, keywords_of
 from ..framework.metrics.file_logger import FileLogger, plain_number
 from ..framework.metrics.hparams_text import as_mapping, flattened
+from ..framework.metrics.media import Media
+from .tensorboard_media import add_media
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -136,6 +138,9 @@ class TensorBoardLogger(FileLogger):
             return
         with torch.no_grad():
             self.experiment.add_graph(_Shell(model), _on_device_of(model, example))
+
+    def log_media(self, media: Media) -> None:
+        add_media(self.experiment, self._with_prefix(media.key), media)
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
         # TensorBoard then hides the records of earlier files from this step.

@@ -77,16 +77,16 @@ def run_on_ranks(
         raise
 
 
-def warm_python(device: str = "cpu") -> WarmPython | NewPython:
-    """Return the process that scripts and warm ranks are forked from.
+def warm_python(device: str = "cpu", libraries: tuple[str, ...] = ()) -> WarmPython | NewPython:
+    """Return the process that scripts and warm ranks are forked from; it has imported further ``libraries``.
 
     Those with devices of the machine are new interpreters, as those of users are: a driver may refuse a forked process.
     """
     if device != "cpu" and not cuda_machine.EMULATED:
         return NewPython()
-    if device not in _WARM:
-        _WARM[device] = WarmPython(variables_for(device))
-    return _WARM[device]
+    if (device, libraries) not in _WARM:
+        _WARM[device, libraries] = WarmPython(variables_for(device), libraries)
+    return _WARM[device, libraries]
 
 
 def variables_for(device: str) -> dict[str, str]:
@@ -225,7 +225,7 @@ def _slowness() -> float:
 
 # By the number of ranks, and the type of their devices.
 _POOLS: dict[tuple[int, str], _Pool] = {}
-_WARM: dict[str, WarmPython] = {}
+_WARM: dict[tuple[str, tuple[str, ...]], WarmPython] = {}
 
 
 def serve(rank: int, num_ranks: int, port: int, device: str, store_fd: int, pipe_fd: int) -> None:
@@ -406,12 +406,13 @@ def started_script(
     flags: Sequence[str] = (),
     is_new: bool = False,
     device: str = "cpu",
+    libraries: tuple[str, ...] = (),
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a script, given as a path or as its source, in a directory of its own; see ``started_command``.
 
-    It finds torch and phalanx imported, unless the interpreter ``is_new``; that takes seconds, and is for tests of how
-    a process starts, of the interpreter's ``flags``, and of what libraries read from the environment.
-    ``device="cuda"`` gives it the CUDA devices of the machine, or two emulated ones.
+    It finds torch, phalanx and further ``libraries`` imported, unless the interpreter ``is_new``; that takes seconds,
+    and is for tests of how a process starts, of the interpreter's ``flags``, and of what libraries read from the
+    environment. ``device="cuda"`` gives it the CUDA devices of the machine, or two emulated ones.
     """
     variables = {**variables_for(device), **(env or {})}
     directory = Path(tempfile.mkdtemp(prefix="script-"))
@@ -423,7 +424,7 @@ def started_script(
             with started_command([sys.executable, *flags, str(path), *args], directory, variables) as process:
                 yield process
         else:
-            process = warm_python(device).start(path, args, directory, {**os.environ, **variables})
+            process = warm_python(device, libraries).start(path, args, directory, {**os.environ, **variables})
             with _ended(process):
                 yield process
     finally:
@@ -438,13 +439,15 @@ def run_script(
     flags: Sequence[str] = (),
     is_new: bool = False,
     device: str = "cpu",
+    libraries: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end; ``stdout`` holds both its streams, in order.
 
     Raises:
         AssertionError: it took longer than ``timeout`` seconds; all it started was killed.
     """
-    with started_script(script, *args, env=env, flags=flags, is_new=is_new, device=device) as process:
+    given = {"env": env, "flags": flags, "is_new": is_new, "device": device, "libraries": libraries}
+    with started_script(script, *args, **given) as process:  # type: ignore[arg-type]
         return completed(process, timeout)
 
 

@@ -92,13 +92,13 @@ class WarmProcess(subprocess.Popen[str]):
 
 
 class WarmPython:
-    """A process that has imported what scripts need, and that they are forked from."""
+    """A process that has imported what scripts need, and further ``libraries``, and that they are forked from."""
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
+    def __init__(self, variables: Mapping[str, str], libraries: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, str(Path(__file__)), str(theirs.fileno())],
+                [sys.executable, str(Path(__file__)), str(theirs.fileno()), *libraries],
                 env={**os.environ, **variables},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -186,9 +186,9 @@ def _tie_to(parent: int) -> Callable[[], None]:
 # ---- in the process that scripts are forked from ---------------------------------------------------------------------
 
 
-def serve(line: socket.socket) -> NoReturn:
+def serve(line: socket.socket, libraries: Sequence[str]) -> NoReturn:
     """Fork scripts until nobody asks for more."""
-    for name in _LIBRARIES:
+    for name in (*_LIBRARIES, *libraries):
         importlib.import_module(name)
     # What is looked up once would be this process's in each of them.
     tempfile.tempdir = None
@@ -324,4 +324,4 @@ def _wait_to_serve(requests: Connection) -> NoReturn:
 if __name__ == "__main__":
     # This file's own folder: scripts begin with theirs.
     del sys.path[0]
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -11,6 +11,9 @@ from ...framework.fabric.fabric import Fabric
 from ...framework.metrics.logger import Logger
 from .configuration import ProjectConfiguration
 
+# The argument that takes the project's name, for loggers whose ``name`` is that of the run.
+_PROJECT_ARGUMENTS = {"mlflow": "experiment_name", "trackio": "project", "wandb": "project"}
+
 
 class Trackers:
     """The loggers of an Accelerator.
@@ -58,7 +61,11 @@ class Trackers:
             if isinstance(given, Logger):
                 self._loggers[given.name] = given
                 continue
-            options = {"save_dir": self._project.logging_dir or ".", "name": project_name, "version": ""}
+            options = {"save_dir": self._project.logging_dir or "."}
+            if argument := _PROJECT_ARGUMENTS.get(given):
+                options[argument] = project_name
+            else:
+                options.update(name=project_name, version="")
             self._loggers[given] = LOGGERS.load(given)(**{**options, **init_kwargs.get(given, {})})
         return list(self._loggers.values())
 

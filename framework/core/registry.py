@@ -189,10 +189,14 @@ LOGGERS = Registry(
     "phalanx.loggers",
     {
         "csv": ".loggers.csv_file:CSVLogger",
+        "jsonl": ".loggers.json_lines:JSONLinesLogger",
+        "mlflow": ".loggers.mlflow:MLFlowLogger",
         "tensorboard": ".loggers.tensorboard:TensorBoardLogger",
+        "trackio": ".loggers.trackio:TrackioLogger",
+        "wandb": ".loggers.wandb:WandbLogger",
     },
     instead=dict.fromkeys(
-        ("wandb", "mlflow", "comet", "comet_ml", "neptune", "clearml", "aim", "dvclive", "trackio", "swanlab"),
+        ("comet", "comet_ml", "neptune", "clearml", "aim", "dvclive", "swanlab"),
         _OWN_LOGGER,
     ),
 )

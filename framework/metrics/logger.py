@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.arguments import NamesArguments
+from .media_methods import MediaMethods
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class Logger(NamesArguments, ABC):
+class Logger(MediaMethods, NamesArguments, ABC):
     """Base class of loggers.
 
     All loggers of a run share its directory: ``attach`` passes it before anything is written, unless the user set
@@ -88,6 +89,11 @@ class Logger(NamesArguments, ABC):
     def finalize(self, status: str) -> None:
         """Flush buffered records and close; ``status`` is ``"success"``, ``"failed"`` or ``"interrupted"``."""
         self.save()
+
+    @property
+    def close_seconds(self) -> float:
+        """The longest time that the end of a run waits for ``finalize``."""
+        return 5.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after everything recorded so far, in JSON values, for a checkpoint."""

@@ -13,13 +13,15 @@ from typing import Any
 from torch import nn
 
 from .logger import Logger
+from .media import Media
 
 # How often a writer polls for new calls, in seconds. Waking a thread for each call costs more than logging.
 _PERIOD_SECONDS = 0.25
 # Calls beyond this many in a queue are dropped: the logger is too slow, and the queue would fill the memory.
 _CAPACITY = 100_000
-# How long the end of a run waits for a logger that hangs, and after what time it reports this.
-_FINALIZE_SECONDS = 5.0
+# Media items beyond this memory in a queue are dropped for the same reason.
+_MEDIA_BYTES = 256 << 20
+# After this time the end of a run reports that it waits for a logger; Logger.close_seconds limits the waiting.
 _PATIENCE_SECONDS = 1.0
 # After so many failures of a method in a row a logger is no longer called: its disk is full, or its server is gone.
 _FAILURES_IN_A_ROW = 3
@@ -62,6 +64,8 @@ class LoggerFanout:
         """Record metrics, which must be plain numbers here, at an optimizer step."""
         for observe in self._observers:
             observe(metrics, step)
+        for writer in self._writers:
+            writer.newest_step = step
         self._send("log_metrics", dict(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -116,8 +120,10 @@ class LoggerFanout:
         busy = [writer for writer in self._writers if writer.is_busy()]
         if busy:
             names = ", ".join(writer.name for writer in busy)
-            self._note(f"Waiting for {names} to finish writing, at most {_FINALIZE_SECONDS:.0f} s.")
-            self._wait_until(began + _FINALIZE_SECONDS)
+            limit = max(writer.logger.close_seconds for writer in busy)
+            self._note(f"Waiting for {names} to finish writing, at most {limit:.0f} s.")
+            for writer in busy:
+                writer.join(max(0.0, began + writer.logger.close_seconds - time.monotonic()))
         self._report_lost()
         self._leave_out_failed()
 
@@ -137,7 +143,7 @@ class LoggerFanout:
         for writer in self._writers:
             if writer.is_busy() and writer.error is None:
                 writer.error = TimeoutError(
-                    f"it did not finish in {_FINALIZE_SECONDS:.0f} s, and {writer.waiting} calls were dropped"
+                    f"it did not finish in {writer.logger.close_seconds:.0f} s, and {writer.waiting} calls were dropped"
                 )
             if writer.lost:
                 self._note(f"{writer.name} was too slow: {writer.lost} calls were dropped.")
@@ -175,6 +181,11 @@ class _Writer:
         self._written: Event | None = None
         self._keeps_up = True
         self._thread: Thread | None = None
+        self.newest_step = 0
+        """The step of the newest metrics that were sent to the logger."""
+        # Bytes of media put by the training thread, and those recorded by this thread: each has one writer.
+        self._media_put = self._media_recorded = 0
+        logger.use_thread(self)
 
     @property
     def waiting(self) -> int:
@@ -188,6 +199,24 @@ class _Writer:
         self._calls.append((method, partial(getattr(self.logger, method), *arguments)))
         if self._thread is None:
             self._start()
+
+    def put_media(self, media: Media) -> None:
+        """Have the logger record a media item, unless its queue holds too many of them."""
+        if self._media_put - self._media_recorded + media.num_bytes > _MEDIA_BYTES:
+            self.lost += 1
+            return
+        self._media_put += media.num_bytes
+        self._calls.append(("log_media", partial(self._log_media, media)))
+        if self._thread is None:
+            self._start()
+
+    def _log_media(self, media: Media) -> None:
+        self._media_recorded += media.num_bytes
+        self.logger.log_media(media)
+
+    def note(self, sentence: str) -> None:
+        """Have a sentence printed by the thread that sends calls."""
+        self.reports.append(sentence)
 
     def call(self, method: str, function: Callable[[], Any]) -> None:
         """Make a call in this thread."""
@@ -246,6 +275,7 @@ class _Writer:
         self._thread.join(seconds)
         if not self._thread.is_alive():
             self._thread = None
+            self.logger.use_thread(None)
 
     def is_busy(self) -> bool:
         return self._thread is not None
@@ -253,6 +283,7 @@ class _Writer:
     def _start(self) -> None:
         self._finishing = False
         self._wanted.clear()
+        self.logger.use_thread(self)
         # A daemon thread: a logger that hangs forever must not keep the process from ending.
         self._thread = Thread(target=self._run, name=f"phalanx-{self.name}", daemon=True)
         self._thread.start()

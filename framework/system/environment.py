@@ -114,6 +114,16 @@ def nvme_path() -> str | None:
     return os.environ.get(_NVME_PATH) or None
 
 
+def library_variable(name: str) -> str | None:
+    """Return a variable of another library, None if it is not set or empty."""
+    return os.environ.get(name) or None
+
+
+def set_library_default(name: str, value: str) -> None:
+    """Set a variable of another library, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
 def is_quiet() -> bool:
     """Whether the user wants to see warnings and errors only."""
     return os.environ.get(_QUIET, "0") not in ("", "0")

@@ -125,8 +125,8 @@ def _curves(directory: Path) -> list[str]:
     """Return the command to display curves, depending on the loggers."""
     if next(directory.glob(_TENSORBOARD_FILES), None) is not None:
         return [f"curves     {_tensorboard()} --logdir {shlex.quote(shortened(directory))}"]
-    table = directory / "metrics.csv"
-    return [f"metrics    {shortened(table)}"] if table.is_file() else []
+    tables = (directory / name for name in ("metrics.csv", "metrics.jsonl"))
+    return [f"metrics    {shortened(table)}" for table in tables if table.is_file()]
 
 
 def _tensorboard() -> str:

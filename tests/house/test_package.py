@@ -16,7 +16,18 @@ import pytest
 import phalanx
 
 ROOT = Path(phalanx.__file__).parent
-HEAVY = {"deepspeed", "tensorboard", "torchmetrics", "rich", "lightning", "pytorch_lightning", "accelerate"}
+HEAVY = {
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "mlflow",
+    "pytorch_lightning",
+    "rich",
+    "tensorboard",
+    "torchmetrics",
+    "trackio",
+    "wandb",
+}
 
 # Modules that start-up does not pay for: they are imported when one of their functions is first called.
 LOADED_WHEN_CALLED = {

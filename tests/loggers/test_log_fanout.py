@@ -103,7 +103,7 @@ def test_a_logger_that_keeps_raising_is_reported_and_left_out() -> None:
 
 def test_a_logger_that_hangs_neither_stops_the_steps_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_fanout, "_PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(log_fanout, "_FINALIZE_SECONDS", 0.2)
+    monkeypatch.setattr(Hanging, "close_seconds", 0.2)
     monkeypatch.setattr(log_fanout, "_CAPACITY", 10)
     notes: list[str] = []
     good, hanging = Recorder(), Hanging()

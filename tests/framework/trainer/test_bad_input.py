@@ -95,8 +95,8 @@ def test_unknown_arguments_get_a_hint(arguments: dict[str, Any], expected: str) 
         ({"precision": "transformer-engine"}, "use 'fp8-mixed'"),
         ({"accelerator": "tpu"}, "CPUs and CUDA devices"),
         ({"accelerator": "mps"}, "CPUs and CUDA devices"),
-        ({"logger": "wandb"}, "phalanx.loggers.Logger"),
-        ({"logger": "mlflow"}, "phalanx.loggers.Logger"),
+        ({"logger": "comet"}, "phalanx.loggers.Logger"),
+        ({"logger": "neptune"}, "phalanx.loggers.Logger"),
     ],
 )
 def test_names_of_other_frameworks_get_what_to_use_instead(arguments: dict[str, Any], expected: str) -> None:

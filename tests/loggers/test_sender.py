@@ -1,0 +1,209 @@
+"""``Outbox`` and ``Sender``: each record reaches the store once and in order, whatever the store does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_script, wait_until
+
+from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.metrics.json_lines import read_lines
+from phalanx.loggers import MLFlowLogger, TrackioLogger, WandbLogger, remote, sender
+from phalanx.loggers.outbox import Outbox, metrics_of
+from phalanx.loggers.sender import Record, Refused, Sender, Store
+
+
+class Memory(Store):
+    """A store in memory that may be out of reach, and refuses negative steps."""
+
+    batch_records = 3
+
+    def __init__(self, has: int = 0, keeps_position: bool = False) -> None:
+        self.has = has
+        self.keeps_position = keeps_position
+        self.reachable = True
+        self.records: list[tuple[int, int]] = []
+        self.statuses: list[str] = []
+        self.attempts = 0
+        self.hang = threading.Event()
+        self.hang.set()
+
+    def connect(self, records: Iterator[Record], sent: int) -> int:
+        self._reach()
+        return max(self.has, sent)
+
+    def deliver(self, first: int, records: Sequence[Record]) -> None:
+        self._reach()
+        if any(record["step"] < 0 for record in records):
+            raise Refused("negative")
+        self.records += [(first + number, record["step"]) for number, record in enumerate(records)]
+
+    def close(self, status: str) -> None:
+        self.statuses.append(status)
+
+    def _reach(self) -> None:
+        self.attempts += 1
+        self.hang.wait(30)
+        if not self.reachable:
+            raise ConnectionError("no route")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "_PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(sender, "_LONGEST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(sender, "_FAILING_SECONDS", 0.2)
+
+
+def filled(path: Path, steps: Sequence[int]) -> Outbox:
+    outbox = Outbox(path / "a.jsonl")
+    for step in steps:
+        outbox.add_metrics({"loss": float(step)}, step)
+    return outbox
+
+
+def test_records_are_delivered_in_batches_and_the_store_is_closed(tmp_path: Path) -> None:
+    outbox, store = filled(tmp_path, range(7)), Memory()
+    thread = Sender(outbox.path, store, pytest.fail, "L")
+    assert thread.finish("success", 30) == 0
+    assert store.records == [(step, step) for step in range(7)]
+    assert store.statuses == ["success"]
+    outbox.close()
+
+
+def test_a_store_that_comes_back_gets_everything_after_one_sentence(tmp_path: Path) -> None:
+    notes: list[str] = []
+    outbox, store = filled(tmp_path, range(2)), Memory()
+    store.reachable = False
+    thread = Sender(outbox.path, store, notes.append, "L")
+    wait_until(lambda: store.attempts > 3)
+    outbox.add_metrics({"loss": 2.0}, 2)
+    store.reachable = True
+    wait_until(lambda: len(store.records) == 3)
+    store.reachable = False
+    outbox.add_metrics({"loss": 3.0}, 3)
+    wait_until(lambda: store.attempts > 10)
+    store.reachable = True
+    assert thread.finish("success", 30) == 0
+    assert store.records == [(step, step) for step in range(4)]
+    assert len(notes) == 1
+    assert "L: the server cannot be reached (ConnectionError: no route)" in notes[0]
+    outbox.close()
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_the_end_does_not_wait_for_a_store_out_of_reach(tmp_path: Path, hangs: bool) -> None:
+    outbox, store = filled(tmp_path, range(2)), Memory()
+    store.reachable = False
+    if hangs:
+        store.hang.clear()
+    thread = Sender(outbox.path, store, lambda sentence: None, "L")
+    wait_until(lambda: store.attempts > 0)
+    assert thread.finish("success", 0.2) == 2
+    assert store.statuses == []
+    store.hang.set()
+    outbox.close()
+
+
+def test_a_refused_record_is_left_out_with_one_report(tmp_path: Path) -> None:
+    notes: list[str] = []
+    outbox, store = filled(tmp_path, [0, -1, 2, -3, 4]), Memory()
+    assert Sender(outbox.path, store, notes.append, "L").finish("success", 30) == 0
+    assert store.records == [(0, 0), (2, 2), (4, 4)]
+    assert notes == ["L leaves out what was refused (negative)."]
+    outbox.close()
+
+
+def test_a_later_sender_continues_where_the_store_is(tmp_path: Path) -> None:
+    outbox = filled(tmp_path, range(4))
+    store = Memory(has=3)
+    Sender(outbox.path, store, pytest.fail, "L").finish("success", 30)
+    assert store.records == [(3, 3)]
+    for expected in ([(number, number) for number in range(4)], []):
+        store = Memory(keeps_position=True)
+        Sender(outbox.path, store, pytest.fail, "L").finish("success", 30)
+        assert store.records == expected
+    outbox.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_points_that_a_resumed_run_repeats_are_recorded_once(tmp_path: Path, known: bool) -> None:
+    outbox = filled(tmp_path, range(2))
+    position = outbox.size if known else None
+    outbox.add_metrics({"loss": 2.0, "epoch": 0}, 2)
+    outbox.add_media({"key": "image"}, 2)
+    outbox.close()
+    again = Outbox(outbox.path)
+    again.resume(position, 2)
+    again.add_metrics({"loss": 2.5, "epoch": 0}, 2)
+    again.add_metrics({"val": 1.0, "epoch": 0}, 2)
+    again.add_media({"key": "image"}, 2)
+    again.add_metrics({"loss": float("inf")}, 3)
+    again.close()
+    records = [record for _, record in read_lines(outbox.path)]
+    assert [(record["step"], record.get("metrics", record.get("media"))) for record in records] == [
+        (0, {"loss": 0.0}),
+        (1, {"loss": 1.0}),
+        (2, {"loss": 2.0, "epoch": 0}),
+        (2, {"key": "image"}),
+        (2, {"val": 1.0, "epoch": 0}),
+        (3, {"loss": "inf"}),
+    ]
+    assert metrics_of(records[-1]) == {"loss": float("inf")}
+
+
+@pytest.mark.parametrize("cls", [MLFlowLogger, TrackioLogger, WandbLogger])
+def test_a_missing_library_is_one_sentence_with_the_command(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "find_spec", lambda module: None)
+    with pytest.raises(ConfigurationError) as caught:
+        cls()
+    name = cls.LIBRARY
+    assert str(caught.value) == f"{cls.__name__} needs {name}: pip install 'phalanx[{name}]'."
+
+
+def test_a_directory_with_the_name_of_a_library_is_not_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B makes such a directory where a program runs."""
+
+    class Other(WandbLogger):
+        LIBRARY = "no_such_library"
+
+    (tmp_path / "no_such_library").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match="needs no_such_library"):
+        Other()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="give True, False or 'all'"):
+        MLFlowLogger(log_model="best")
+    with pytest.raises(ConfigurationError, match="Did you mean 'tracking_uri'"):
+        MLFlowLogger(tracking_url="x")  # type: ignore[call-arg]
+
+
+def test_other_ranks_than_0_have_an_experiment_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    logger = WandbLogger(save_dir=tmp_path, offline=True)
+    logger.experiment.log({"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_message_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "abcdef123456")
+    error = ConnectionError("GET http://me:secret@host/x?key=abcdef123456 failed\nmore")
+    assert sender.first_line(error) == "GET http://***@host/x?key=*** failed"
+
+
+def test_loggers_by_name_import_none_of_the_libraries() -> None:
+    done = run_script(
+        "import sys\n"
+        "from phalanx import Trainer\n"
+        "loggers = Trainer(accelerator='cpu', logger=['jsonl', 'mlflow', 'trackio', 'wandb']).loggers\n"
+        "print(*(type(logger).__name__ for logger in loggers), *{'mlflow', 'trackio', 'wandb'} & {*sys.modules})\n"
+    )
+    assert done.stdout.splitlines()[-1] == "JSONLinesLogger MLFlowLogger TrackioLogger WandbLogger", done.stdout
