@@ -68,7 +68,7 @@ class AutomaticStep(TrainingStep):
         # An instance attribute, so that the collective trace can replace it temporarily.
         self.backward = backward_of(module, self.strategy)
         self.scaler = run.scaler
-        self.batch_weight = module.batch_weight if is_overridden("batch_weight", module) else None
+        self.batch_weight = self.meter.adding(module.batch_weight) if is_overridden("batch_weight", module) else None
         self.totals = ReducedTotals(run, self.filler) if self.is_distributed else LocalTotals()
         self.flags = self._flags()
         update = UserUpdate(run, self.before_update, clipping)

@@ -14,10 +14,11 @@ from ..core.errors import ConfigurationError, MetricError, NonFiniteError
 from ..core.progress import Progress
 from ..distributed.control import Sent, Signal, Triggers
 from ..metrics.metric_log import MetricLog
+from ..profiling.meter import Meter
 from ..state.average_settings import AverageSettings
 from ..state.weight_average import Average
 from ..state.weight_averages import Averages
-from .overrides import is_overridden
+from .overrides import is_overridden, unit_of
 from .run_metrics import RunMetrics
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Run:
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
         self.triggers.compare_names(self.train_log)
+        self.meter = Meter(self.world, unit_of(module))
         self.latest_loss: Any = None
         self.redone_from: dict[str, Any] | None = None
         """This rank's state at the start of a section that a resumed run repeats; None outside of such sections."""

@@ -21,6 +21,7 @@ from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.compilation import is_compiled
 from ..parallel.strategy import Routed
 from ..parallel.sync_batch_norm import share_batch_statistics
+from ..profiling.flop_count import FlopCount
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
 from ..resume.checkpoint_saver import Saver
 from ..resume.checkpoint_search import Origin
@@ -216,6 +217,11 @@ def _attach_step(
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
     # Checked before the ranks start too, but strategy="auto" has been replaced since then.
     check_backward(run.module, run.strategy)
+    run.meter.use_peak(settings.given.device_peak_flops, run.precision.compute_dtype)
+    # Of compiled code nothing is counted. The passes of manual optimization add to gradients in ways of their own.
+    compiles = any(is_compiled(part) for part in run.module.modules())
+    if run.module.automatic_optimization and not settings.barebones and not compiles:
+        run.meter.count_flops(FlopCount())
     if run.module.automatic_optimization:
         step: Any = AutomaticStep(run, train_transfer, settings.given.nonfinite, settings.clipping, loop.windows)
     else:

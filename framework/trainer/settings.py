@@ -30,6 +30,7 @@ from .rules import (
     interval,
     one_of,
     optional_duration,
+    positive_number,
     unsupported,
 )
 
@@ -126,6 +127,12 @@ class TrainerSettings:
     )
     use_distributed_sampler: bool = _setting(True, "shard loaders over ranks; False leaves them as they are.", flag)
     profiler: None = _setting(None, "must be None.", unsupported("run fit under torch.profiler"))
+    device_peak_flops: float | None = _setting(
+        None,
+        "FLOPs per second that one device reaches at most in the run's precision, for the model FLOPs utilization "
+        "(MFU); None looks them up for known GPUs.",
+        positive_number,
+    )
     detect_anomaly: bool = _setting(False, "find the operation whose gradient is NaN; slow.", flag)
     barebones: bool = _setting(False, "no logger, no callbacks, no sanity check: for measuring.", flag)
     sync_batchnorm: bool = _setting(False, "compute batch statistics over all ranks.", flag)

@@ -27,15 +27,16 @@ ROOMS: dict[str, str] = {
     "state": "core system distributed checkpoint parallel",
     "watchdog": "core system distributed",
     "launch": "core system distributed data watchdog",
+    "profiling": "core system distributed",
     "fabric": "core system distributed metrics checkpoint parallel data state launch",
     "api": "core distributed metrics checkpoint parallel state fabric",
     "memory": "core api",
-    "run": "core system distributed metrics checkpoint parallel data state watchdog fabric api",
+    "run": "core system distributed metrics checkpoint parallel data state watchdog profiling fabric api",
     "diagnostics": "core system distributed metrics checkpoint parallel api run",
     "resume": "core system distributed checkpoint parallel data state launch api run",
-    "loop": "core distributed metrics parallel data state watchdog api run diagnostics resume",
-    "trainer": "core system distributed metrics checkpoint parallel data state watchdog launch fabric api memory run "
-    "diagnostics resume loop",
+    "loop": "core distributed metrics parallel data state watchdog profiling api run diagnostics resume",
+    "trainer": "core system distributed metrics checkpoint parallel data state watchdog launch profiling fabric api "
+    "memory run diagnostics resume loop",
 }
 Import = tuple[str, int, bool]
 """The dotted name below ``phalanx`` that is imported, the line, and whether it stands inside a function."""
