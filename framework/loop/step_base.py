@@ -129,7 +129,8 @@ class TrainingStep:
         self.progress.consumed(consumed)
         if self.flop_count is not None and self.meter.open_units > 0:
             self.meter.end_flop_count()
-            self.flop_count, self.forward = None, self.routed()
+            self.flop_count = None
+            self.forward = self.routed()
         if self.is_distributed:
             self.pace.updated()
 

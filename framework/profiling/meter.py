@@ -102,7 +102,7 @@ class Meter:
         self.open_units = self._open_wait = 0.0
         self._steps += 1.0
 
-    # ---- sharing over ranks -------------------------------------------------------------------------------------------
+    # ---- sharing over ranks -----------------------------------------------------------------------------------------
 
     def unsent(self) -> tuple[float, ...]:
         """Return this rank's counts of the steps that ended since the last call, to be summed over the ranks."""
@@ -122,7 +122,7 @@ class Meter:
             known.steps + steps,
         )
 
-    # ---- reading ------------------------------------------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------------------------------
 
     @property
     def counts(self) -> Counts:

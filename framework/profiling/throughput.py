@@ -62,11 +62,15 @@ class Throughput:
     def __str__(self) -> str:
         parts = [f"{_short(self.per_second)} {_SHORT[self.unit]}/s"]
         if self.mfu is not None:
-            parts.append(f"MFU {self.mfu:.0%}".replace("%", " %"))
-        parts.append(f"data {self.data_share:.0%}".replace("%", " %"))
+            parts.append(f"MFU {_percent(self.mfu)}")
+        parts.append(f"data {_percent(self.data_share)}")
         if self.peak_memory_bytes is not None:
             parts.append(size_text(self.peak_memory_bytes))
         return ", ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{0 if share >= 0.0095 else 1}f} %"
 
 
 def _short(number: float) -> str:
