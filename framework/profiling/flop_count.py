@@ -40,7 +40,7 @@ class FlopCount(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._flops = 0.0
         self._failed = False
         self._formulas = _formulas()

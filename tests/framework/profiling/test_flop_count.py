@@ -35,7 +35,8 @@ def gpt_flops(layers: int, width: int, length: int, **settings: Any) -> tuple[fl
     module = example().LanguageModel(layers=layers, width=width, heads=4, context=length)
     tokens = torch.randint(0, 128, (3, length))
     trainer = quiet_trainer(Path(), [], max_epochs=1, **settings)
-    trainer.fit(module, DataLoader([(tokens, tokens)] * 4, batch_size=None))
+    batches: Any = [(tokens, tokens)] * 4
+    trainer.fit(module, DataLoader(batches, batch_size=None))
     assert trainer.throughput is not None
     assert trainer.throughput.unit == "tokens"
     assert trainer.throughput.flops_per_unit is not None
@@ -122,7 +123,7 @@ def test_flops_by_hand(kind: str, flops: int) -> None:
             with torch.no_grad():
                 module(x)
         elif kind == "own function":
-            Double.apply(x, torch.ones(4, 4, requires_grad=True))
+            Double.apply(x, torch.ones(4, 4, requires_grad=True))  # type: ignore[no-untyped-call]
         elif kind.startswith("checkpointed"):
             checkpoint(module, x, use_reentrant="reentrant" in kind)
         else:
