@@ -13,7 +13,7 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 PLUGINS = ("strategies", "precisions", "callbacks", "loggers")
 FOLDERS = ("framework", *PLUGINS, "cli", "compat")
-FACES = ("__init__", "checkpoint", "errors", "registry")
+FACES = ("__init__", "checkpoint", "errors", "profilers", "registry")
 
 # The sub-packages of framework, in order: each may import those named here, all of which stand above it.
 ROOMS: dict[str, str] = {
@@ -29,7 +29,7 @@ ROOMS: dict[str, str] = {
     "launch": "core system distributed data watchdog",
     "profiling": "core system distributed",
     "fabric": "core system distributed metrics checkpoint parallel data state launch",
-    "api": "core distributed metrics checkpoint parallel state fabric",
+    "api": "core distributed metrics checkpoint parallel state profiling fabric",
     "memory": "core api",
     "run": "core system distributed metrics checkpoint parallel data state watchdog profiling fabric api",
     "diagnostics": "core system distributed metrics checkpoint parallel api run",
