@@ -86,7 +86,8 @@ class SimpleProfiler(Profiler):
         total = max(self.total_seconds, 1e-12)
         cells = [_HEAD, *((name, calls, f"{part:.3f}", f"{100 * part / total:.1f} %") for name, calls, part in rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
-        return "\n".join(
-            f"{row[0]:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:]))
-            for row in cells
-        )
+        lines = []
+        for name, *numbers in cells:
+            aligned = [f"  {number:>{width}}" for number, width in zip(numbers, widths[1:], strict=True)]
+            lines.append(f"{name:<{widths[0]}}" + "".join(aligned))
+        return "\n".join(lines)
