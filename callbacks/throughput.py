@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..framework.api.callback import Callback
+from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError
 from ..framework.profiling.meter import Interval
+from .absent import THROUGHPUT_MONITOR
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
     from ..framework.api.train_module import TrainModule
 
 
+@lacks(THROUGHPUT_MONITOR)
 class ThroughputMonitor(Callback):
     """Log the speed of the steps since the previous logged one, at the steps that ``log_every_n_steps`` logs.
 
@@ -20,11 +24,19 @@ class ThroughputMonitor(Callback):
     ranks they are those of all ranks, except ``peak_memory_bytes``. A step that is logged has not ended yet, so it is
     part of the next values.
 
+    Args:
+        batch_size_fn: Accepted for programs written for Lightning: the samples of a batch are counted without it.
+        length_fn: The same. Define ``batch_weight`` in the module to count tokens.
+
     Raises:
         ConfigurationError: The Trainer has no logger.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, batch_size_fn: Callable[[Any], int] | None = None, length_fn: Callable[[Any], int] | None = None
+    ) -> None:
+        self.batch_size_fn = batch_size_fn
+        self.length_fn = length_fn
         self._every = 1
         self._logged_step = -1
         self._interval: Interval | None = None

@@ -11,8 +11,8 @@ from ..core.errors import NonFiniteError
 from ..diagnostics.loss_spikes import DeviceLossWatch, LossSpikes
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
 from ..distributed.control import Signal
-from ..metrics.log_arguments import batch_items
 from ..parallel.strategy import StepFunction
+from ..profiling.sample_count import SampleCount
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from .step_output import LossWatch, no_manual_backward
@@ -50,7 +50,7 @@ class TrainingStep:
         self.keep_loss = run.keep_loss
         self.spikes = LossSpikes()
         self.meter = run.meter
-        self.counts_samples = run.meter.unit == "samples"
+        self.count_samples = SampleCount() if run.meter.unit == "samples" else None
         # For the first window in which this rank has data; then the step is routed again, without it.
         self.flop_count = run.meter.flop_count
         self.pace = run.triggers.pace
@@ -140,8 +140,8 @@ class TrainingStep:
             batch = self.transfer(batch)
         self.index = index
         self.log.begin_batch(batch)
-        if self.counts_samples:
-            self.meter.add(batch_items(batch))
+        if self.count_samples is not None:
+            self.meter.add(self.count_samples(batch))
         for hook in self.batch_start:
             if hook(batch, index) == -1:
                 self.epoch_skipped = True

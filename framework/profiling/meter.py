@@ -36,7 +36,8 @@ class Counts(NamedTuple):
     """Spent on waiting for data."""
     wait_seconds: float = 0.0
     """Spent on waiting for the control reductions of other ranks."""
-    steps: float = 0.0
+    steps: int = 0
+    """Optimizer steps, the same on every rank."""
 
     def since(self, other: Counts) -> Counts:
         """Return the difference to earlier counts."""
@@ -65,8 +66,10 @@ class Meter:
         """Units of the step in progress, on this rank."""
         self._open_wait = 0.0
         # Of ended steps on this rank; with several ranks, since the last call of `unsent`.
-        self._units = self._seconds = self._data_seconds = self._wait_seconds = self._steps = 0.0
-        self._shared = Counts()
+        self._units = self._seconds = self._data_seconds = self._wait_seconds = 0.0
+        # Of all ranks; in attributes of their own, since a tuple takes longer to make than to add up.
+        self._all_units = self._all_seconds = self._all_data_seconds = self._all_wait_seconds = 0.0
+        self._steps = self._sent_steps = self._all_steps = 0
 
     # ---- counting, in every step ------------------------------------------------------------------------------------
 
@@ -100,27 +103,25 @@ class Meter:
         self._units += self.open_units
         self._wait_seconds += self._open_wait
         self.open_units = self._open_wait = 0.0
-        self._steps += 1.0
+        self._steps += 1
 
     # ---- sharing over ranks -----------------------------------------------------------------------------------------
 
     def unsent(self) -> tuple[float, ...]:
         """Return this rank's counts of the steps that ended since the last call, to be summed over the ranks."""
-        counts = self._units, self._seconds, self._data_seconds, self._wait_seconds, self._steps
-        self._units = self._seconds = self._data_seconds = self._wait_seconds = self._steps = 0.0
+        counts = self._units, self._seconds, self._data_seconds, self._wait_seconds
+        self._units = self._seconds = self._data_seconds = self._wait_seconds = 0.0
+        self._sent_steps = self._steps
         return counts
 
     def receive(self, totals: Sequence[float]) -> None:
         """Add the sums over the ranks of what they returned from ``unsent``."""
-        units, seconds, data_seconds, wait_seconds, steps = totals
-        known = self._shared
-        self._shared = Counts(
-            known.units + units,
-            known.seconds + seconds,
-            known.data_seconds + data_seconds,
-            known.wait_seconds + wait_seconds,
-            known.steps + steps,
-        )
+        units, seconds, data_seconds, wait_seconds = totals
+        self._all_units += units
+        self._all_seconds += seconds
+        self._all_data_seconds += data_seconds
+        self._all_wait_seconds += wait_seconds
+        self._all_steps = self._sent_steps
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +129,9 @@ class Meter:
     def counts(self) -> Counts:
         """The counts so far; with several ranks, without the last step of an epoch in progress."""
         if self._is_shared:
-            return self._shared
+            return Counts(
+                self._all_units, self._all_seconds, self._all_data_seconds, self._all_wait_seconds, self._all_steps
+            )
         return Counts(self._units, self._seconds, self._data_seconds, self._wait_seconds, self._steps)
 
     def count_flops(self, count: FlopCount) -> None:
@@ -152,15 +155,15 @@ class Meter:
         ranks = self._world.size
         if not counts.steps or counts.seconds <= 0:
             return None
-        seconds, steps = counts.seconds / ranks, round(counts.steps / ranks)
+        seconds = counts.seconds / ranks
         units = counts.units * self._world.data_size / ranks
         flops = None if self.flops_per_unit is None else self.flops_per_unit * units / seconds
         return Throughput(
             unit=self.unit,
             count=units,
             per_second=units / seconds,
-            steps=steps,
-            step_seconds=seconds / steps,
+            steps=counts.steps,
+            step_seconds=seconds / counts.steps,
             train_seconds=seconds,
             data_share=counts.data_seconds / counts.seconds,
             rank_wait_share=counts.wait_seconds / counts.seconds if self._is_shared else None,

@@ -27,7 +27,7 @@ ROOMS: dict[str, str] = {
     "state": "core system distributed checkpoint parallel",
     "watchdog": "core system distributed",
     "launch": "core system distributed data watchdog",
-    "profiling": "core system distributed",
+    "profiling": "core system distributed metrics",
     "fabric": "core system distributed metrics checkpoint parallel data state launch",
     "api": "core distributed metrics checkpoint parallel state profiling fabric",
     "memory": "core api",

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 
 from phalanx.callbacks import LambdaCallback, ProgressBar, ThroughputMonitor
 from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.metrics.log_arguments import batch_items
 from phalanx.framework.profiling.meter import Interval, Meter
+from phalanx.framework.profiling.sample_count import SampleCount
 from phalanx.framework.profiling.throughput import Throughput
 from phalanx.loggers import CSVLogger
 
@@ -128,7 +130,10 @@ def test_copies_of_the_same_data_count_once() -> None:
     world: Any = SimpleNamespace(size=4, data_size=2, device=torch.device("cpu"))
     meter = Meter(world, "tokens")
     meter.flops_per_unit, meter.peak_flops = 10.0, 100.0
-    meter.receive((4 * 50.0, 4 * 2.0, 4 * 0.5, 4 * 0.2, 4 * 5.0))
+    for _ in range(5):
+        meter.end_step(0.0, 0.0)
+    assert len(meter.unsent()) == 4
+    meter.receive((4 * 50.0, 4 * 2.0, 4 * 0.5, 4 * 0.2))
     found = meter.throughput()
     assert found is not None
     assert (found.count, found.per_second, found.steps) == (100.0, 50.0, 5)
@@ -142,9 +147,11 @@ def test_an_interval_covers_the_steps_since_the_last_reading() -> None:
     meter = Meter(world)
     interval = Interval(meter, least_seconds=1.0)
     assert interval.take() is None
-    meter.receive((6.0, 1.0, 0.0, 0.0, 2.0))
-    assert interval.take() is None
-    meter.receive((4.0, 1.0, 0.0, 0.0, 2.0))
+    for units in (6.0, 4.0):
+        assert interval.take() is None
+        meter.end_step(0.0, 0.0)
+        meter.unsent()
+        meter.receive((units, 1.0, 0.0, 0.0))
     found = interval.take()
     assert found is not None
     assert (found.count, found.steps, found.per_second) == (10.0, 2, 10.0)
@@ -230,3 +237,27 @@ def test_a_failed_fit_has_its_speed(tmp_path: Path) -> None:
         trainer.fit(Tiny(), loader())
     written = json.loads((trainer.run_dir / "report.json").read_text())["throughput"]
     assert (written["steps"], written["count"]) == (2, 8.0)
+
+
+def test_samples_of_batches_of_any_structure() -> None:
+    three, five = torch.ones(3, 2), torch.ones(5, 2)
+    named = {"text": ["a", "b"], "x": three}
+    batches: list[tuple[Any, int]] = [
+        ((three, five), 3),
+        ((five, three), 5),
+        ((torch.tensor(1.0), five), 1),
+        ([five], 5),
+        ([named], 3),
+        (five, 5),
+        ({"x": three}, 3),
+        ({"y": five}, 5),
+        (named, 3),
+        (["a", "b"], 2),
+        ((), 1),
+        (three, 3),
+    ]
+    for _ in range(2):
+        count = SampleCount()
+        for batch, samples in batches:
+            assert [SampleCount()(batch), batch_items(batch), count(batch), count(batch)] == [samples] * 4, batch
+        batches.reverse()
