@@ -34,7 +34,7 @@ from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
 from .device_hints import device_hints
 from .loop_assembly import build_loop, check_limits, evaluation_plan
-from .plugins import check_callbacks
+from .plugins import merged_callbacks
 
 if TYPE_CHECKING:
     from ..api.callback import Callback
@@ -154,7 +154,7 @@ def _begin(session: Session, request: StageRequest, stage: str) -> Run:
     world = session.fabric.world
     configured = request.module.configure_callbacks()
     module_callbacks = cast("list[Callback]", list(configured) if isinstance(configured, Sequence) else [configured])
-    callbacks = _merged_callbacks(session.callbacks, module_callbacks)
+    callbacks = merged_callbacks(session.callbacks, module_callbacks)
     session.use_callbacks(callbacks)
     fanout = LoggerFanout(session.loggers if world.is_global_zero else [], session.note)
     run = Run(session.context(), session.fabric, request.module, callbacks, fanout, stage)
@@ -166,14 +166,6 @@ def _begin(session: Session, request: StageRequest, stage: str) -> Run:
     session.attach_run(run)
     run.heartbeat.mark_sync_point()
     return run
-
-
-def _merged_callbacks(callbacks: Sequence[Callback], module_callbacks: list[Callback]) -> list[Callback]:
-    """Return the Trainer's callbacks and the module's, which replace those of the same class."""
-    kinds = {type(callback) for callback in module_callbacks}
-    merged = [callback for callback in callbacks if type(callback) not in kinds] + module_callbacks
-    check_callbacks(merged)
-    return merged
 
 
 def _prepare(run: Run, request: StageRequest, stage: str) -> None:
