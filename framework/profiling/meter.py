@@ -41,7 +41,13 @@ class Counts(NamedTuple):
 
     def since(self, other: Counts) -> Counts:
         """Return the difference to earlier counts."""
-        return Counts(*(mine - its for mine, its in zip(self, other, strict=True)))
+        return Counts(
+            self.units - other.units,
+            self.seconds - other.seconds,
+            self.data_seconds - other.data_seconds,
+            self.wait_seconds - other.wait_seconds,
+            self.steps - other.steps,
+        )
 
 
 class Meter:

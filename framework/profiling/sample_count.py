@@ -18,7 +18,7 @@ class SampleCount:
     """
 
     def __init__(self) -> None:
-        self._class: type | None = None
+        self._class: Any = None
         self._key: Any = None
 
     def __call__(self, batch: Any) -> int:

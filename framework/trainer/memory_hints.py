@@ -54,7 +54,7 @@ def memory_hint(run: Run) -> str:
 
 def _named_tensors(run: Run) -> Iterator[tuple[str, str, int]]:
     """Yield the kind, the name and the bytes on this rank of each tensor of the model and its optimizers."""
-    names = {}
+    names: dict[Tensor, str] = {}
     for name, parameter in run.module.named_parameters():
         names[parameter] = name
         yield "parameters", name, _bytes(parameter)
@@ -63,10 +63,10 @@ def _named_tensors(run: Run) -> Iterator[tuple[str, str, int]]:
     for name, buffer in run.module.named_buffers():
         yield "buffers", name, _bytes(buffer)
     for optimizer in run.optimizers:
-        for parameter, slots in optimizer.state.items():
+        for trained, slots in optimizer.state.items():
             for slot, value in slots.items() if isinstance(slots, Mapping) else ():
                 if isinstance(value, Tensor):
-                    owner = names.get(parameter, "a parameter")
+                    owner = names.get(trained, "a parameter")
                     yield "optimizer state", f"{slot} of {owner}", _bytes(value)
 
 
