@@ -10,7 +10,7 @@ import re
 import torch
 
 # In TFLOPs per second: fp32 without and with TF32, and bf16 and fp16, which are equal.
-# Names are compared as they are listed, so a longer name has to stand above a shorter one that it contains.
+# Names are compared as they are listed, so a longer name precedes a shorter one that it contains.
 _TERAFLOPS: tuple[tuple[str, float, float, float], ...] = (
     ("GB200", 80.0, 1250.0, 2500.0),
     ("B200", 80.0, 1125.0, 2250.0),

@@ -72,7 +72,7 @@ class FlopCount(TorchDispatchMode):
         if formula is not None:
             try:
                 self._flops += formula(*args, **kwargs, out_val=output) * (1 + _gradients(operation, args))
-            except Exception:  # a formula of another version of torch, or the user's own; training must go on
+            except Exception:  # a formula of another version of torch, or the user's own; training continues
                 self._failed = True
         return output
 

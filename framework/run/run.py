@@ -56,8 +56,8 @@ class Run:
         self.trainer = context.view
         self.note = context.note
         self.fabric = fabric
-        self._use_parts(fabric)
         self.module = module
+        self._use_parts(fabric)
         self.callbacks = in_call_order(callbacks)
         self.loggers = loggers
         self.stage = stage
@@ -71,7 +71,6 @@ class Run:
         self.averages = Averages()
         self.train_log = MetricLog("train", self.world, module)
         self.triggers.compare_names(self.train_log)
-        self.meter = Meter(self.world, unit_of(module))
         self.latest_loss: Any = None
         self.redone_from: dict[str, Any] | None = None
         """This rank's state at the start of a section that a resumed run repeats; None outside of such sections."""
@@ -100,6 +99,7 @@ class Run:
         self.strategy, self.traits = fabric.strategy, fabric.strategy.traits
         self.precision, self.scaler, self.updater = fabric.precision, fabric.scaler, fabric.updater
         self.device_type = self.world.device.type
+        self.meter = Meter(self.world, unit_of(self.module))
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
 

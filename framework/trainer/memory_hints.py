@@ -33,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_hint(run: Run) -> str:
-    """Return what is known about the memory of a run on this rank. It waits for no device and no other rank."""
+    """Return the use of memory of a run on this rank, as text. It waits for no device and no other rank."""
     named = list(_named_tensors(run))
     by_kind: Counter[str] = Counter()
     for kind, _, size in named:
