@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         errors as errors,
         loggers as loggers,
         precisions as precisions,
+        profilers as profilers,
         registry as registry,
         strategies as strategies,
     )
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    ".": "callbacks checkpoint compat errors loggers precisions registry strategies",
+    ".": "callbacks checkpoint compat errors loggers precisions profilers registry strategies",
     ".framework.api.callback": "Callback",
     ".framework.api.contracts": "TrainerView",
     ".framework.api.data_module": "DataModule",

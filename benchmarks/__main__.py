@@ -19,6 +19,7 @@ from .collectives import collectives
 from .growth import growth
 from .imports import imports
 from .memory import memory
+from .meter import meter
 from .nonfinite import nonfinite
 from .sharded import by_hand, strategies
 from .step import bare_and_everyday, callbacks, logged_values
@@ -36,6 +37,7 @@ CONCERNS: dict[str, Callable[[int, bool], None]] = {
     "memory": memory,
     "checkpoints": checkpoints,
     "nonfinite": nonfinite,
+    "meter": meter,
     "growth": growth,
 }
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .progress_variants import RichProgressBar as RichProgressBar, TQDMProgressBar as TQDMProgressBar
     from .stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from .summary import ModelSummary as ModelSummary, RichModelSummary as RichModelSummary
+    from .throughput import ThroughputMonitor as ThroughputMonitor
     from .timer import Timer as Timer
     from .weight_averaging import EMAWeightAveraging as EMAWeightAveraging, WeightAveraging as WeightAveraging
 
@@ -41,6 +42,7 @@ _HOMES = {
     ".progress_variants": "RichProgressBar TQDMProgressBar",
     ".stochastic_weight_averaging": "StochasticWeightAveraging",
     ".summary": "ModelSummary RichModelSummary",
+    ".throughput": "ThroughputMonitor",
     ".timer": "Timer",
     ".weight_averaging": "EMAWeightAveraging WeightAveraging",
 }
@@ -53,7 +55,6 @@ _ABSENT = {
     "ModelPruning": "a pruned parameter has another name, which no checkpoint and no sharded strategy expects; call "
     "torch.nn.utils.prune on the module after the fit, and prune.remove before its weights are saved.",
     "SpikeDetection": "every fit reports loss spikes, with their value, rank and step.",
-    "ThroughputMonitor": "the progress bar shows the speed; to log it, call self.log with your own count per second.",
 }
 
 __all__, __getattr__, __dir__ = face(__name__, _HOMES, _ABSENT)

@@ -62,3 +62,8 @@ STOCHASTIC_WEIGHT_AVERAGING = {
     "transfer_weights": _AVERAGE,
     "update_parameters": _AVERAGE,
 }
+
+THROUGHPUT_MONITOR = {
+    "available_flops": "read trainer.throughput.device_peak_flops; Trainer(device_peak_flops=...) sets it",
+    "kwargs": "the callback has no further arguments",
+}

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..framework.api.callback import Callback
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError
+from ..framework.profiling.meter import Interval
 from .absent import PROGRESS_BAR
 from .progress_screens import UNKNOWN, Frame, Lines, Live, Screen
 
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
 _NEVER = float("inf")
 # Reading a loss from a GPU waits for all work queued there. At this interval the cost is negligible.
 _DEVICE_SECONDS = 0.5
+# Seconds of training that a displayed speed covers at least.
+_SPEED_SECONDS = 1.0
 
 
 @lacks(PROGRESS_BAR)
 class ProgressBar(Callback):
     """Display epoch, batches, speed, remaining time, loss, and the metrics logged with ``prog_bar=True``, on rank 0.
+
+    In training, these are followed by the samples or tokens of all ranks in a second, the model FLOPs utilization
+    (MFU) if it is known, the share of time in which the ranks waited for data, and this rank's memory at its peak.
 
     In a terminal, progress is a live bar, drawn by rich. Elsewhere it is lines of text: one about every ten seconds,
     and one at the end of each epoch. The cost per batch is one reading of the clock. No thread is started.
@@ -54,6 +60,9 @@ class ProgressBar(Callback):
         self._screen: Screen = Lines(line_seconds)
         self._frames: list[Frame] = []
         self._next_look = _NEVER
+        self._speed: Interval | None = None
+        self._epoch_speed: Interval | None = None
+        self._speed_text = ""
 
     @property
     def state_key(self) -> str:
@@ -135,6 +144,8 @@ class ProgressBar(Callback):
         last = trainer.max_epochs
         label = f"epoch {trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
         self._frames.clear()
+        self._speed, self._speed_text = Interval(trainer.run.meter, _SPEED_SECONDS), ""
+        self._epoch_speed = Interval(trainer.run.meter)
         self._begin(label, trainer.num_training_batches, trainer.progress.batch_in_epoch)
 
     def on_train_batch_end(
@@ -146,7 +157,7 @@ class ProgressBar(Callback):
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
         if self._frames:
             frame = self._frames.pop()
-            metrics_text = _as_text(self.get_metrics(trainer, module))
+            metrics_text = _as_text(self.get_metrics(trainer, module)) + _speed_of(self._epoch_speed)
             self._screen.end(frame.ended(trainer.progress.batch_in_epoch, metrics_text, time.monotonic()))
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
@@ -199,7 +210,10 @@ class ProgressBar(Callback):
         loss = trainer.latest_loss
         frame.look(done, time.monotonic())
         in_training = len(self._frames) == 1 and trainer.state.stage == "fit"
-        metrics_text = _as_text(self.get_metrics(trainer, module)) if in_training else ""
+        metrics_text = ""
+        if in_training:
+            self._speed_text = _speed_of(self._speed) or self._speed_text
+            metrics_text = _as_text(self.get_metrics(trainer, module)) + self._speed_text
         self._screen.draw(frame, metrics_text)
         on_device = isinstance(loss, Tensor) and loss.device.type != "cpu"
         pause = self._screen.pause(frame)
@@ -218,6 +232,11 @@ class ProgressBar(Callback):
             self._next_look = _NEVER
             if trainer.state.stage != "fit":
                 self._screen.close()
+
+
+def _speed_of(interval: Interval | None) -> str:
+    found = None if interval is None else interval.take()
+    return "" if found is None else f", {found}"
 
 
 def _as_text(metrics: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         core as core,
         fabric as fabric,
         loggers as loggers,
+        profilers as profilers,
         strategies as strategies,
         trainer as trainer,
         utilities as utilities,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     LightningModule = TrainModule
 
 _HOMES = {
-    ".": "callbacks core fabric loggers strategies trainer utilities",
+    ".": "callbacks core fabric loggers profilers strategies trainer utilities",
     ".examples": "cli_lightning_logo",
     "...": "__version__",
     "...framework.api.callback": "Callback",

@@ -12,7 +12,6 @@ ABSENT = {
     "loops": "there are no loop objects: read trainer.progress, or write your own loop with phalanx.Fabric.",
     "plugins": "name the precision with precision=...; ranks under SLURM, MPI and torchrun are found without "
     "a plug-in, and SyncBatchNorm is set with Trainer(sync_batchnorm=True).",
-    "profilers": "run fit under torch.profiler.",
     "pytorch": "remove '.pytorch': phalanx.compat.lightning stands in for lightning and for lightning.pytorch.",
     "tuner": "compare short fits, Trainer(max_steps=...), with several batch sizes or learning rates.",
 }

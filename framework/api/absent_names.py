@@ -16,7 +16,6 @@ TRAINER = {
     "init_module": "build large layers in the module's configure_model, which runs under the strategy",
     "precision_plugin": "read the precision's name from trainer.precision",
     "predict_loop": _LOOPS,
-    "profiler": "run fit under torch.profiler",
     "test_loop": _LOOPS,
     "val_check_batch": "read trainer.val_check_interval and trainer.num_training_batches",
     "validate_loop": _LOOPS,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..fabric.fabric import Fabric
     from ..metrics.logger import Logger
     from ..parallel.strategy import Strategy
+    from ..profiling.profiler import Profiler
     from ..state.average_settings import AverageSettings
     from ..state.weight_average import Average
 
@@ -94,6 +95,9 @@ class TrainerView(Protocol):
     def default_root_dir(self) -> str: ...
     @property
     def verbose(self) -> bool: ...
+
+    @property
+    def profiler(self) -> Profiler: ...
 
     # ---- ranks
     @property

@@ -215,6 +215,7 @@ CALLBACKS = Registry(
         "base_finetuning": ".callbacks.finetuning:BaseFinetuning",
         "base_prediction_writer": ".callbacks.prediction_writer:BasePredictionWriter",
         "prediction_writer": ".callbacks.prediction_writer:PredictionWriter",
+        "throughput_monitor": ".callbacks.throughput:ThroughputMonitor",
         "timer": ".callbacks.timer:Timer",
         "model_summary": ".callbacks.summary:ModelSummary",
         "on_exception_checkpoint": ".callbacks.on_exception_checkpoint:OnExceptionCheckpoint",

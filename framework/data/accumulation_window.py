@@ -113,14 +113,14 @@ class Windows:
                 return ([] if item is _END or item is NO_BATCH else [item]), 1
             return None if item is _END else ([item], 1)
         if not ahead and progress.batch_in_epoch + size <= self._assured:
-            ahead.append(self._fetch())
-            return FetchedInTurn(self._fetch, size), size
+            ahead.append(self.fetch())
+            return FetchedInTurn(self.fetch, size), size
         count = self._read_ahead(size)
         if self._several_ranks:
-            return FetchedInTurn(self._fetch, count), size
-        return (FetchedInTurn(self._fetch, count), count) if count else None
+            return FetchedInTurn(self.fetch, count), size
+        return (FetchedInTurn(self.fetch, count), count) if count else None
 
-    def _fetch(self) -> Any:
+    def fetch(self) -> Any:
         """Return this rank's next batch.
 
         Raises:

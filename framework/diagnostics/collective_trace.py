@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..core.errors import DesyncError
 from ..core.package_paths import OWN_FOLDERS
+from ..core.patches import patch
 from ..distributed.rendezvous import shared_store
 
 if TYPE_CHECKING:
@@ -104,16 +105,16 @@ class CollectiveTrace:
                 traced = self._traced(name, real, arguments)
                 for home in (dist, dist.distributed_c10d):
                     if getattr(home, name, None) is real:
-                        _patch(patches, home, name, traced)
+                        patch(patches, home, name, traced)
         world, strategy = self._world, self._run.strategy
-        _patch(patches, world, "control_reduce", self._before(world.control_reduce, "a control reduction", shaped=True))
-        _patch(patches, world, "barrier", self._before(world.barrier, "a barrier"))
-        _patch(patches, strategy, "sync_gradients", self._noting_sync(strategy.sync_gradients))
+        patch(patches, world, "control_reduce", self._before(world.control_reduce, "a control reduction", shaped=True))
+        patch(patches, world, "barrier", self._before(world.barrier, "a barrier"))
+        patch(patches, strategy, "sync_gradients", self._noting_sync(strategy.sync_gradients))
         backward = self._before_backward(strategy.backward)
-        _patch(patches, strategy, "backward", backward)
+        patch(patches, strategy, "backward", backward)
         if "backward" in vars(step):
             # The step holds a bound reference to the strategy's method, so patching the strategy has no effect on it.
-            _patch(patches, step, "backward", backward)
+            patch(patches, step, "backward", backward)
 
     def report_exit(self, error: BaseException) -> None:
         """Notify ranks that wait for this one that it has left the fit. Not collective."""
@@ -210,14 +211,6 @@ class CollectiveTrace:
     @staticmethod
     def _key(stream: str, number: int, rank: int) -> str:
         return f"{stream}/{number}/{rank}"
-
-
-def _patch(patches: ExitStack, home: Any, name: str, value: Any) -> None:
-    """Replace an attribute until ``patches`` is closed; an inherited attribute is inherited again then."""
-    before = getattr(home, name)
-    undo = functools.partial(setattr, home, name, before) if name in vars(home) else None
-    setattr(home, name, value)
-    patches.callback(undo or functools.partial(delattr, home, name))
 
 
 def _thread_name() -> str:

@@ -11,15 +11,17 @@ collectives, so the second exchange is a call of its own, which every rank makes
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from ..core.errors import DesyncError, did_you_mean
+from .control_vector import NUMBERS, ControlVector, NameTable, NoNames, NoTally, Tally
 from .straggler import Pace
 from .world import World
 
@@ -56,48 +58,6 @@ Sent = dict[int, Any]
 _STEP_MODULUS = 1 << 20
 
 
-class NameTable(Protocol):
-    """The metric names that this rank has logged for the end of the epoch."""
-
-    mark: int
-    """A number below 2**20 that differs for different sets of names."""
-
-    def epoch_names(self) -> list[str]: ...
-
-
-class _NoNames:
-    mark = 0
-
-    def epoch_names(self) -> list[str]:
-        return []
-
-
-class ControlVector(NamedTuple):
-    """The numbers that ranks sum for each optimizer step. The sums of a number and of its square show whether ranks
-    agree.
-
-    For ``n`` numbers, ``n * sum(x*x) == sum(x)**2`` holds exactly if all are equal.
-    """
-
-    weight: float
-    """Sum of the weights of this rank's micro-batches."""
-    batches: float
-    """Micro-batches of this rank's window."""
-    batches_squared: float
-    has_data: float
-    """1 where this rank has a micro-batch."""
-    has_raised: float
-    """1 where this rank has raised a trigger."""
-    step: float
-    step_squared: float
-    names: float
-    """A hash of the names that were logged for the end of the epoch."""
-    names_squared: float
-    own_seconds: float
-    """Seconds per step that this rank computes without waiting for other ranks; used to detect stragglers."""
-    own_seconds_squared: float
-
-
 @dataclass(frozen=True)
 class Agreement:
     """The result of the control reduction of an optimizer step, the same on all ranks."""
@@ -120,8 +80,9 @@ class Triggers:
         empty."""
         self.posted: deque[tuple[str, Any]] = deque()
         """Triggers that other threads of this rank have raised. The loop checks these as well."""
-        self.table: NameTable = _NoNames()
+        self.table: NameTable = NoNames()
         self.pace = Pace()
+        self.tally: Tally = NoTally()
         self._handlers: dict[Signal, Callable[[Sent], None]] = {}
         self._launched: tuple[torch.Tensor, Any, dict[str, Any]] | None = None
         self._read: ControlVector | None = None
@@ -131,6 +92,10 @@ class Triggers:
     def compare_names(self, table: NameTable) -> None:
         """Compare the metric names in ``table`` over the ranks in every step."""
         self.table = table
+
+    def sum_up(self, tally: Tally) -> None:
+        """Sum the numbers of ``tally`` over the ranks, in every step and in ``agree``."""
+        self.tally = tally
 
     # ---- handlers -------------------------------------------------------------------------------------------------
 
@@ -185,13 +150,11 @@ class Triggers:
         pace = self.pace
         pace.launched()
         at, mark, own = step % _STEP_MODULUS, self.table.mark, pace.own
-        vector = torch.tensor(
-            ControlVector(
-                weight, batches, batches * batches, batches > 0, bool(raised),
-                at, at * at, mark, mark * mark, own, own * own,
-            ),
-            dtype=torch.float64,
+        numbers = ControlVector(
+            weight, batches, batches * batches, batches > 0, bool(raised),
+            at, at * at, mark, mark * mark, own, own * own,
         )  # fmt: skip
+        vector = torch.tensor((*numbers, *self.tally.unsent()), dtype=torch.float64)
         self._step = step
         self._launched = (vector, self.world.control_reduce(vector), raised)
 
@@ -215,9 +178,13 @@ class Triggers:
         assert self._launched is not None
         vector, work, _ = self._launched
         self.pace.arrived()
+        began = time.perf_counter()
         work.wait()
-        total, size = ControlVector(*vector.tolist()), self.world.size
+        self.tally.waited(time.perf_counter() - began)
+        numbers = vector.tolist()
+        total, size = ControlVector(*numbers[:NUMBERS]), self.world.size
         self._read = total
+        self.tally.receive(numbers[NUMBERS:])
         equal = size * total.batches_squared == total.batches * total.batches
         return Agreement(total.weight, int(total.has_data), int(total.batches) // size if equal else None)
 
@@ -287,10 +254,12 @@ class Triggers:
             return self.fired
         self._accept()
         raised, self.raised = self.raised, {}
-        anywhere = torch.tensor([bool(raised)], dtype=torch.float64)
-        self.world.control_reduce(anywhere).wait()
+        vector = torch.tensor((bool(raised), *self.tally.unsent()), dtype=torch.float64)
+        self.world.control_reduce(vector).wait()
         self.fired = {}
-        if anywhere.item():
+        anywhere, *totals = vector.tolist()
+        self.tally.receive(totals)
+        if anywhere:
             self._fire(raised)
         return self.fired
 

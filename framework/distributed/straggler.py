@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 LASTING = 20
 """Consecutive steps in which ranks must differ before they exchange their times."""
@@ -20,8 +19,6 @@ RATIO = 1.5
 _RATE = 0.1
 _LEAST_SECONDS = 0.001
 _LEAST_SHARE = 0.1
-
-T = TypeVar("T")
 
 
 class Pace:
@@ -49,13 +46,9 @@ class Pace:
             self._step += _RATE * (now - self._updated - self._step)
         self._updated = now
 
-    def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a window; count the time of their fetches as computation."""
-        began = time.perf_counter()
-        for batch in batches:
-            self._fetched += time.perf_counter() - began
-            yield batch
-            began = time.perf_counter()
+    def fetched(self, seconds: float) -> None:
+        """Count the time in which a batch was fetched within a window as computation."""
+        self._fetched += seconds
 
     def launched(self) -> None:
         """Record the launch of the next control reduction."""

@@ -68,7 +68,7 @@ class AutomaticStep(TrainingStep):
         # An instance attribute, so that the collective trace can replace it temporarily.
         self.backward = backward_of(module, self.strategy)
         self.scaler = run.scaler
-        self.batch_weight = module.batch_weight if is_overridden("batch_weight", module) else None
+        self.batch_weight = self.meter.adding(module.batch_weight) if is_overridden("batch_weight", module) else None
         self.totals = ReducedTotals(run, self.filler) if self.is_distributed else LocalTotals()
         self.flags = self._flags()
         update = UserUpdate(run, self.before_update, clipping)
@@ -106,7 +106,7 @@ class AutomaticStep(TrainingStep):
             return True
         index, count = self.progress.batch_in_epoch, len(batches)
         batches, weights = with_weights(batches, self.batch_weight)
-        coming = with_fillers(batches, weights, self.pace if self.is_distributed else None, self.filler)
+        coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), self.filler)
         fetched, weight = next(coming)
         batch = self._start(fetched, index) if self.starts_early else FILLER
         passes = self.totals.open(fetched, weights, consumed)

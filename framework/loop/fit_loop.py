@@ -22,6 +22,7 @@ knows: ranks that decide differently would call different collectives, and the j
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ class FitLoop:
         self._warned_of_no_end = self._compared_ranks = False
         self._cut_at: dict[str, Any] | None = None
         """The state of this rank before the end of an epoch that a stop has cut short."""
+        run.triggers.sum_up(run.meter)
         self.ended: EndedFit | None = None
         """The state of the end of the fit, once that is reached."""
 
@@ -179,15 +181,19 @@ class FitLoop:
         progress, triggers = run.progress, run.triggers
         set_position, begin_step = run.heartbeat.set_position, run.heartbeat.step
         one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self.validation.in_epochs
+        clock, end_step = time.perf_counter, run.meter.end_step
         while progress.global_step < self._step_limit:
             set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
+            began = clock()
             window = take()
+            fetched = clock()
             # After fetching, so that the watchdog does not count a wait for data as part of the step.
             begin_step()
             if window is None or not step(*window):
                 if not step.epoch_skipped:
                     self._check_not_empty()
                 return True
+            end_step(began, fetched)
             # A skipped update does not increase the step count: the values of this count were published already.
             if progress.global_step % log_every == 0 and progress.global_step != progress.published:
                 self._publish_if_due()

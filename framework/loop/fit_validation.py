@@ -46,7 +46,7 @@ class FitValidation:
         progress = self.run.progress
         due = self.plan.validate_at_epoch_end and self._epoch_validates()
         if due and progress.validated_at != progress.global_batch:
-            self._validate()
+            self.validate()
 
     def _epoch_validates(self) -> bool:
         every = self.plan.check_val_every_n_epoch
@@ -69,7 +69,7 @@ class FitValidation:
             # the exact batch.
             validated = max(0, count - (progress.global_batch - progress.validated_at))
             if count // every > validated // every and (across or self._epoch_validates()):
-                self._validate()
+                self.validate()
         elif plan.validate_every_seconds is not None:
             self._run_by_clock(plan.validate_every_seconds)
 
@@ -78,11 +78,12 @@ class FitValidation:
         run = self.run
         if Signal.VALIDATE in run.triggers.fired:
             self._last_time = self._clock()
-            self._validate()
+            self.validate()
         elif run.world.is_global_zero and self._clock() - self._last_time >= seconds:
             run.triggers.set(Signal.VALIDATE)
 
-    def _validate(self) -> None:
+    def validate(self) -> None:
+        """Validate now. Collective."""
         run, plan = self.run, self.plan
         assert plan.validation is not None
         if self._expired:

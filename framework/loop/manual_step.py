@@ -144,7 +144,7 @@ class ManualStep(TrainingStep):
         # bypassed.
         self.forward = self.routed(training=self.reduced_before)
         module = run.module
-        self._backward = module.backward if is_overridden("backward", module) else Tensor.backward
+        self.own_backward = module.backward if is_overridden("backward", module) else Tensor.backward
         self.stepped = False
         self.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
         run.use_manual(self.manual_optimizers, self.manual_backward)
@@ -171,7 +171,7 @@ class ManualStep(TrainingStep):
             options = {**dict(zip(_BACKWARD_ARGUMENTS, args, strict=False)), **kwargs}
             self.strategy.backward(scaled, **{name: value for name, value in options.items() if value is not None})
         else:
-            self._backward(scaled, *args, **kwargs)
+            self.own_backward(scaled, *args, **kwargs)
         for hook in self.after_backward:
             hook()
 

@@ -12,6 +12,7 @@ from ..diagnostics.loss_spikes import DeviceLossWatch, LossSpikes
 from ..diagnostics.nonfinite_guard import NonFiniteGuard, Seen
 from ..distributed.control import Signal
 from ..parallel.strategy import StepFunction
+from ..profiling.sample_count import SampleCount
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
 from .step_output import LossWatch, no_manual_backward
@@ -48,13 +49,20 @@ class TrainingStep:
         self.watch = DeviceLossWatch(self.report, self.judge) if watches else None
         self.keep_loss = run.keep_loss
         self.spikes = LossSpikes()
+        self.meter = run.meter
+        self.count_samples = SampleCount() if run.meter.unit == "samples" else None
+        # For the first window in which this rank has data; then the step is routed again, without it.
+        self.flop_count = run.meter.flop_count
         self.pace = run.triggers.pace
         self.pace.count_forward(not self.strategy.traits.forward_has_collectives)
 
     def routed(self, training: bool = True) -> StepFunction:
         """Return the user's step in the precision's context, routed through the strategy."""
         context = self.run.fabric.forward_context()
-        return self.strategy.route(in_context(self.user_step(), context), training)
+        step = self.user_step()
+        if self.flop_count is not None:
+            step = self.flop_count.around(step)
+        return self.strategy.route(in_context(step, context), training)
 
     def plain(self) -> StepFunction:
         """Return the user's step in the precision's context, without the strategy's wrapper, as in an evaluation."""
@@ -119,6 +127,10 @@ class TrainingStep:
     def advance(self, consumed: int) -> None:
         """Count the batches of a window."""
         self.progress.consumed(consumed)
+        if self.flop_count is not None and self.meter.open_units > 0:
+            self.meter.end_flop_count()
+            self.flop_count = None
+            self.forward = self.routed()
         if self.is_distributed:
             self.pace.updated()
 
@@ -128,6 +140,8 @@ class TrainingStep:
             batch = self.transfer(batch)
         self.index = index
         self.log.begin_batch(batch)
+        if self.count_samples is not None:
+            self.meter.add(self.count_samples(batch))
         for hook in self.batch_start:
             if hook(batch, index) == -1:
                 self.epoch_skipped = True

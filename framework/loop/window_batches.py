@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ..data.accumulation_window import MicroBatches
-from ..distributed.straggler import Pace
 from .filler_batches import FILLER, LockstepFiller
+
+T = TypeVar("T")
 
 
 def with_weights(
@@ -22,11 +24,28 @@ def with_weights(
     return fetched, [float(batch_weight(batch)) for batch in fetched]
 
 
+def timed(batches: Iterable[T], notes: Sequence[Callable[[float], None]]) -> Iterator[T]:
+    """Yield the batches; call all ``notes`` with the seconds that each fetch took."""
+    began = time.perf_counter()
+    for batch in batches:
+        seconds = time.perf_counter() - began
+        for note in notes:
+            note(seconds)
+        yield batch
+        began = time.perf_counter()
+
+
 def with_fillers(
-    batches: MicroBatches, weights: Sequence[float], pace: Pace | None, filler: LockstepFiller | None
+    batches: MicroBatches,
+    weights: Sequence[float],
+    notes: Sequence[Callable[[float], None]],
+    filler: LockstepFiller | None,
 ) -> Iterator[tuple[Any, float]]:
-    """Yield each micro-batch, fetched when it is requested, and its weight; then fillers of weight 0 without end."""
-    coming = iter(batches) if pace is None or len(batches) < 2 else pace.timed(batches)
+    """Yield each micro-batch, fetched when it is requested, and its weight; then fillers of weight 0 without end.
+
+    All ``notes`` are called with the seconds that each fetch took, where there are several.
+    """
+    coming = iter(batches) if len(batches) < 2 else timed(batches, notes)
     yield from zip(coming if filler is None else filler.noted(coming), weights, strict=True)
     while True:
         yield FILLER, 0.0

@@ -55,6 +55,12 @@ def is_overridden(name: str, module: TrainModule) -> bool:
     return overriding.is_overridden(name, module, TrainModule)
 
 
+def unit_of(module: TrainModule) -> str:
+    """Return the unit in which batches are counted: ``"tokens"`` if ``batch_weight`` is overridden, else samples."""
+    uses_weights = module.automatic_optimization and is_overridden("batch_weight", module)
+    return "tokens" if uses_weights else "samples"
+
+
 @dataclass(frozen=True)
 class HookedLoss:
     """Passed to ``Strategy.backward`` in place of a loss: its ``backward`` is the module's own hook."""

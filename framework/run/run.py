@@ -14,10 +14,11 @@ from ..core.errors import ConfigurationError, MetricError, NonFiniteError
 from ..core.progress import Progress
 from ..distributed.control import Sent, Signal, Triggers
 from ..metrics.metric_log import MetricLog
+from ..profiling.meter import Meter
 from ..state.average_settings import AverageSettings
 from ..state.weight_average import Average
 from ..state.weight_averages import Averages
-from .overrides import is_overridden
+from .overrides import is_overridden, unit_of
 from .run_metrics import RunMetrics
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class Run:
         self.trainer = context.view
         self.note = context.note
         self.fabric = fabric
-        self._use_parts(fabric)
         self.module = module
+        self._use_parts(fabric)
         self.callbacks = in_call_order(callbacks)
         self.loggers = loggers
         self.stage = stage
@@ -98,6 +99,7 @@ class Run:
         self.strategy, self.traits = fabric.strategy, fabric.strategy.traits
         self.precision, self.scaler, self.updater = fabric.precision, fabric.scaler, fabric.updater
         self.device_type = self.world.device.type
+        self.meter = Meter(self.world, unit_of(self.module))
 
     # ---- state of the loops ---------------------------------------------------------------------------------------
 

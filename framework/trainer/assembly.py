@@ -21,6 +21,7 @@ from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.compilation import is_compiled
 from ..parallel.strategy import Routed
 from ..parallel.sync_batch_norm import share_batch_statistics
+from ..profiling.flop_count import FlopCount
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
 from ..resume.checkpoint_saver import Saver
 from ..resume.checkpoint_search import Origin
@@ -33,7 +34,7 @@ from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
 from .device_hints import device_hints
 from .loop_assembly import build_loop, check_limits, evaluation_plan
-from .plugins import check_callbacks
+from .plugins import merged_callbacks
 
 if TYPE_CHECKING:
     from ..api.callback import Callback
@@ -153,7 +154,7 @@ def _begin(session: Session, request: StageRequest, stage: str) -> Run:
     world = session.fabric.world
     configured = request.module.configure_callbacks()
     module_callbacks = cast("list[Callback]", list(configured) if isinstance(configured, Sequence) else [configured])
-    callbacks = _merged_callbacks(session.callbacks, module_callbacks)
+    callbacks = merged_callbacks(session.callbacks, module_callbacks)
     session.use_callbacks(callbacks)
     fanout = LoggerFanout(session.loggers if world.is_global_zero else [], session.note)
     run = Run(session.context(), session.fabric, request.module, callbacks, fanout, stage)
@@ -165,14 +166,6 @@ def _begin(session: Session, request: StageRequest, stage: str) -> Run:
     session.attach_run(run)
     run.heartbeat.mark_sync_point()
     return run
-
-
-def _merged_callbacks(callbacks: Sequence[Callback], module_callbacks: list[Callback]) -> list[Callback]:
-    """Return the Trainer's callbacks and the module's, which replace those of the same class."""
-    kinds = {type(callback) for callback in module_callbacks}
-    merged = [callback for callback in callbacks if type(callback) not in kinds] + module_callbacks
-    check_callbacks(merged)
-    return merged
 
 
 def _prepare(run: Run, request: StageRequest, stage: str) -> None:
@@ -216,6 +209,11 @@ def _attach_step(
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
     # Checked before the ranks start too, but strategy="auto" has been replaced since then.
     check_backward(run.module, run.strategy)
+    run.meter.use_peak(settings.given.device_peak_flops, run.precision.compute_dtype)
+    # Of compiled code nothing is counted. The passes of manual optimization add to gradients in ways of their own.
+    compiles = any(is_compiled(part) for part in run.module.modules())
+    if run.module.automatic_optimization and not settings.barebones and not compiles:
+        run.meter.count_flops(FlopCount())
     if run.module.automatic_optimization:
         step: Any = AutomaticStep(run, train_transfer, settings.given.nonfinite, settings.clipping, loop.windows)
     else:

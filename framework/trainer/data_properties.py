@@ -1,4 +1,4 @@
-"""Read-only attributes of a Trainer: its loaders and their numbers of batches, in the current or last stage."""
+"""Read-only attributes of a Trainer: its loaders, their numbers of batches, and the speed of its last fit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from .stage_records import rank_batches
 
 if TYPE_CHECKING:
     from ..core.progress import Progress
+    from ..profiling.throughput import Throughput
     from .session import Session
 
 
 class DataProperties:
-    """The loaders of a Trainer and the lengths of its loops. Before the first stage there are none."""
+    """The loaders of a Trainer, and the lengths and the speed of its loops. Before the first stage there are none."""
 
     _session: Session
 
@@ -23,6 +24,14 @@ class DataProperties:
     def progress(self) -> Progress:
         """The counters of the current or last fit."""
         raise NotImplementedError
+
+    # ---- speed ----------------------------------------------------------------------------------------------------
+
+    @property
+    def throughput(self) -> Throughput | None:
+        """The speed of the current or last fit, over all ranks; None before its first step has ended."""
+        loop = self._session.loop
+        return self._session.records.throughput if loop is None else loop.run.meter.throughput()
 
     # ---- loaders --------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError, ConfigurationError, add_hint
 from ..run.overrides import is_overridden
+from .memory_hints import is_out_of_memory, memory_hint
 
 if TYPE_CHECKING:
     from ..run.run import Run
@@ -41,6 +42,8 @@ def add_hints(error: BaseException, stage: str, run: Run | None, is_alone: bool)
 
 
 def _hint(error: Exception, stage: str, run: Run) -> str | None:
+    if is_out_of_memory(error):
+        return memory_hint(run)
     text = str(error)
     module = run.module
     if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:

@@ -156,3 +156,11 @@ def _by_name(registry: Registry, name: str, what: str) -> Any:
             f"give an object, {build.__name__}({', '.join(f'{each}=...' for each in needed)})."
         )
     return build()
+
+
+def merged_callbacks(callbacks: Sequence[Callback], module_callbacks: list[Callback]) -> list[Callback]:
+    """Return the Trainer's callbacks and the module's, which replace those of the same class."""
+    kinds = {type(callback) for callback in module_callbacks}
+    merged = [callback for callback in callbacks if type(callback) not in kinds] + module_callbacks
+    check_callbacks(merged)
+    return merged

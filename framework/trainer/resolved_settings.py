@@ -10,6 +10,7 @@ from typing import Any
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
 from ..parallel.optimizer_step import check_clipping
+from ..profiling.profiler import Profiler
 from ..system.environment import is_quiet
 from .rules import Limit
 from .settings import TrainerSettings
@@ -49,6 +50,7 @@ class Settings:
     preemption_signals: tuple[str, ...]
     time_limit_margin: timedelta
     stall_limits: tuple[float, ...]
+    profiler: Profiler
 
     @property
     def barebones(self) -> bool:
@@ -117,6 +119,7 @@ def resolve_settings(given: TrainerSettings) -> Settings:
         preemption_signals=value["preemption_signals"],
         time_limit_margin=value["time_limit_margin"],
         stall_limits=value["stall_timeout"],
+        profiler=value["profiler"],
     )
     if settings.fast_dev_run:
         _limit_to_dev_run(settings, settings.fast_dev_run)
@@ -146,7 +149,7 @@ def _check_combinations(given: TrainerSettings) -> None:
     if given.barebones:
         _refuse_both("barebones", True, "it disables all features that cost time",
                      fast_dev_run=given.fast_dev_run or None, detect_anomaly=given.detect_anomaly or None,
-                     num_sanity_val_steps=given.num_sanity_val_steps)  # fmt: skip
+                     num_sanity_val_steps=given.num_sanity_val_steps, profiler=given.profiler)  # fmt: skip
 
 
 def _check_order(low: str, lowest: int | None, high: str, highest: int | None) -> None:

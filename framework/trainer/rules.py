@@ -109,6 +109,13 @@ def directory(name: str, value: Any) -> Path:
     return Path(value).expanduser().absolute()
 
 
+def positive_number(name: str, value: Any) -> float | None:
+    """Rule of numbers above 0; None means that no number was given."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+        raise ConfigurationError(f"{name}={value!r} must be a number above 0.")
+    return None if value is None else float(value)
+
+
 def deterministic(name: str, value: Any) -> Any:
     """Rule of ``deterministic``."""
     if value not in (None, True, False, "warn"):

@@ -114,7 +114,7 @@ def checkpoints(run: Run, callbacks: list[Callback]) -> tuple[str, str]:
 
 def outcome(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
     """Return the outcome of a fit for its report. Times are in UTC."""
-    progress = run.progress
+    progress, throughput = run.progress, run.meter.throughput()
     best, last = checkpoints(run, session.callbacks)
     ended = time.time()
     return {
@@ -126,6 +126,7 @@ def outcome(session: Session, run: Run, exit_code: int) -> dict[str, Any]:
         "duration_seconds": round(ended - session.began, 3),
         "epochs": progress.epoch,
         "optimizer_steps": progress.global_step,
+        "throughput": None if throughput is None else throughput.as_dict(),
         "best_checkpoint": best or None,
         "last_checkpoint": last or None,
         "metrics": {name: float(value) for name, value in run.metrics.view("callback").items()},

@@ -49,6 +49,7 @@ class _View:
         self._progress = loop.run.progress
         self._heartbeat = session.heartbeat
         self._world = loop.run.world
+        self._meter = loop.run.meter
         self._on_cuda = loop.run.device_type == "cuda"
         steps, batches = loop.estimated_steps(), loop.windows.full
         self._known = {
@@ -69,6 +70,7 @@ class _View:
             "epoch": progress.epochs_done,
             "batch": progress.batch_in_epoch,
             "memory": self._memory(),
+            "throughput": None if (throughput := self._meter.throughput()) is None else throughput.as_dict(),
         }
 
     def _memory(self) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class SettingProperties:
     gradient_clip_algorithm = Setting(lambda settings: settings.clipping[1])
     enable_autolog_hparams = Setting(lambda settings: bool(settings.given.enable_autolog_hparams))
     barebones = Setting(lambda settings: settings.barebones)
+    profiler = Setting(lambda settings: settings.profiler)
     verbose = Setting(lambda settings: settings.verbose)
     reload_dataloaders_every_n_epochs = Setting(lambda settings: settings.given.reload_dataloaders_every_n_epochs)
     default_root_dir = Setting(lambda settings: str(settings.root))

@@ -16,6 +16,8 @@ from ..core.precision import Precision
 from ..data.worker_process import SIGNALS
 from ..launch.signals import check_signals
 from ..parallel.strategy import Strategy
+from ..profiling.profiler import Profiler
+from ..profiling.resolve import resolve_profiler
 from ..watchdog.heartbeat import StallTimeout, resolve_stall_timeout
 from .rules import (
     Limit,
@@ -30,6 +32,7 @@ from .rules import (
     interval,
     one_of,
     optional_duration,
+    positive_number,
     unsupported,
 )
 
@@ -131,7 +134,18 @@ class TrainerSettings:
         True, "evaluate under ``torch.inference_mode`` rather than ``torch.no_grad``.", flag
     )
     use_distributed_sampler: bool = _setting(True, "shard loaders over ranks; False leaves them as they are.", flag)
-    profiler: None = _setting(None, "must be None.", unsupported("run fit under torch.profiler"))
+    profiler: str | Profiler | None = _setting(
+        None,
+        'measures where the time of a fit goes, on every rank: ``"simple"`` by section, ``"advanced"`` by function, '
+        '``"torch"`` writes traces of some steps; or a ``Profiler``.',
+        resolve_profiler,
+    )
+    device_peak_flops: float | None = _setting(
+        None,
+        "FLOPs per second that one device reaches at most in the run's precision, for the model FLOPs utilization "
+        "(MFU); None looks them up for known GPUs.",
+        positive_number,
+    )
     detect_anomaly: bool = _setting(False, "find the operation whose gradient is NaN; slow.", flag)
     barebones: bool = _setting(False, "no logger, no callbacks, no sanity check: for measuring.", flag)
     sync_batchnorm: bool = _setting(False, "compute batch statistics over all ranks.", flag)

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from ..core.optimizer_config import SchedulerConfig
     from ..loop.evaluation_loop import EvaluationPlan
     from ..loop.fit_loop import FitLoop
+    from ..profiling.throughput import Throughput
     from ..resume.ended_fit import EndedFit
 
 # The stages whose loaders a stage replaces: a fit requests validation loaders as well.
 _REPLACED = {"fit": ("train", "validate")}
-_NUMBERS = ("batches", "training_batches", "length", "ckpt_path")
+_NUMBERS = ("batches", "training_batches", "length", "ckpt_path", "throughput")
 
 
 @dataclass
@@ -37,6 +38,8 @@ class StageRecords:
     training_batches: int | float = math.inf
     length: tuple[int | float, int | float, int | None, AccumulationSchedule] | None = None
     """The arguments of ``estimate_steps`` for the last fit."""
+    throughput: Throughput | None = None
+    """The speed of the last fit."""
     ckpt_path: str | None = None
     given_checkpoint: str | None = None
     """``ckpt_path`` of the last stage as the user gave it."""
@@ -56,7 +59,7 @@ class StageRecords:
             self.loaders.pop(name, None)
             self.batches.pop(name, None)
         if stage == "fit":
-            self.training_batches, self.length = math.inf, None
+            self.training_batches, self.length, self.throughput = math.inf, None, None
             self.optimizers, self.schedulers = [], []
             self.ended_fit = None
             self.no_fit = "the last fit ended with an error: resume from its newest checkpoint with ckpt_path='auto'"
@@ -87,6 +90,7 @@ class StageRecords:
         windows, plan = loop.windows, loop.plan
         self.training_batches = math.inf if windows.end is None else windows.end
         self.length = plan.epoch_limit, plan.step_limit, windows.full, windows.schedule
+        self.throughput = loop.run.meter.throughput()
         if loop.run.traits.replicates:
             self.optimizers, self.schedulers = loop.run.optimizers, loop.run.schedulers
 

@@ -26,6 +26,7 @@ from ..system.run_directory import CONFIG, REPORT
 from ..trainer import assemble_evaluation, assemble_fit, choose_strategy
 from ..watchdog import watched
 from .error_hints import add_hints
+from .profiled_stage import profiled_fit
 from .run_documents import configuration, outcome
 from .run_record import start_recording
 from .run_report import box, end_lines, start_lines
@@ -95,6 +96,8 @@ def _fit(session: Session, request: StageRequest) -> None:
                 modes.enter_context(torch.autograd.set_detect_anomaly(True))
             if session.settings.given.debug == "collectives":
                 modes.enter_context(comparing_collectives(loop.run, loop.step))
+            if session.settings.profiler.measures:
+                modes.enter_context(profiled_fit(session, loop))
             loop()
         loop.run.saver.end()
         _end(session, loop)

@@ -30,6 +30,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "GradientAccumulationScheduler": ({0: 1},),
     "OnExceptionCheckpoint": ("folder",),
     "StochasticWeightAveraging": (0.1,),
+    "ThroughputMonitor": (len,),
 }
 PRESENT = sorted(name for name in theirs.__all__ if name in callbacks.__all__)
 

@@ -20,7 +20,6 @@ ABSENT = {
     "LearningRateFinder",
     "ModelPruning",
     "SpikeDetection",
-    "ThroughputMonitor",
 }
 
 

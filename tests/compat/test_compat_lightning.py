@@ -177,7 +177,6 @@ def test_a_module_of_utilities_has_names_of_lightning_alone(module: str) -> None
         ("demos.mnist_datamodule", "keep 'from lightning"),
         ("loops", "there are no loop objects"),
         ("plugins", "name the precision"),
-        ("profilers.pytorch", "run fit"),
         ("pytorch", "remove '.pytorch'"),
         ("tuner", "compare"),
     ],

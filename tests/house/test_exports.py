@@ -20,6 +20,7 @@ FACES = (
     "phalanx",
     "phalanx.checkpoint",
     "phalanx.errors",
+    "phalanx.profilers",
     "phalanx.registry",
     "phalanx.strategies",
     "phalanx.precisions",

@@ -13,7 +13,7 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 PLUGINS = ("strategies", "precisions", "callbacks", "loggers")
 FOLDERS = ("framework", *PLUGINS, "cli", "compat")
-FACES = ("__init__", "checkpoint", "errors", "registry")
+FACES = ("__init__", "checkpoint", "errors", "profilers", "registry")
 
 # The sub-packages of framework, in order: each may import those named here, all of which stand above it.
 ROOMS: dict[str, str] = {
@@ -28,15 +28,16 @@ ROOMS: dict[str, str] = {
     "state": "core system distributed checkpoint parallel",
     "watchdog": "core system distributed",
     "launch": "core system distributed data watchdog report",
+    "profiling": "core system distributed metrics",
     "fabric": "core system distributed metrics checkpoint parallel data state launch",
-    "api": "core distributed metrics checkpoint parallel state fabric",
+    "api": "core distributed metrics checkpoint parallel state profiling fabric",
     "memory": "core api",
-    "run": "core system distributed metrics checkpoint parallel data state watchdog fabric api",
+    "run": "core system distributed metrics checkpoint parallel data state watchdog profiling fabric api",
     "diagnostics": "core system distributed metrics checkpoint parallel api run",
     "resume": "core system distributed checkpoint parallel data state launch api run",
-    "loop": "core distributed metrics parallel data state watchdog api run diagnostics resume",
-    "trainer": "core system distributed metrics checkpoint parallel data state watchdog launch fabric api memory run "
-    "diagnostics resume loop report",
+    "loop": "core distributed metrics parallel data state watchdog profiling api run diagnostics resume",
+    "trainer": "core system distributed metrics checkpoint parallel data state watchdog launch profiling fabric api "
+    "memory run diagnostics resume loop report",
 }
 Import = tuple[str, int, bool]
 """The dotted name below ``phalanx`` that is imported, the line, and whether it stands inside a function."""

@@ -17,6 +17,7 @@ from phalanx.framework.diagnostics.loss_spikes import MAX_NOTES, WARM_UP, LossSp
 from phalanx.framework.distributed.control import Triggers
 from phalanx.framework.distributed.straggler import LASTING, Pace
 from phalanx.framework.distributed.world import World
+from phalanx.framework.loop.window_batches import timed
 
 
 class Logs(Regressor):
@@ -114,7 +115,7 @@ def test_ranks_exchange_their_times_only_where_they_differ_for_long(times: list[
 
 def test_the_time_of_fetches_within_a_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("phalanx.framework.distributed.straggler.time.perf_counter", lambda: now)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
 
     def slow(count: int) -> Iterator[int]:
         nonlocal now
@@ -124,7 +125,7 @@ def test_the_time_of_fetches_within_a_window_counts(monkeypatch: pytest.MonkeyPa
 
     pace = Pace()
     pace.updated()
-    for _ in pace.timed(slow(3)):
+    for _ in timed(slow(3), [pace.fetched]):
         # The rest of the pass may wait for other ranks.
         now += 8.0
     pace.updated()

@@ -1,0 +1,1 @@
+"""The speed of a fit, and where its time goes."""
