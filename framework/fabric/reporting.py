@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.errors import ConfigurationError
 from ..core.registry import CALLBACKS, LOGGERS, Registry, as_list
 from ..metrics.logger import Logger
-from ..metrics.logger_threads import LoggerFanout
+from ..metrics.logger_fanout import LoggerFanout
 from ..parallel.resources import Resources
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ..core.optimizer_config import SchedulerConfig
     from ..fabric.fabric import Fabric
-    from ..metrics.logger_threads import LoggerFanout
+    from ..metrics.logger_fanout import LoggerFanout
     from .context import ManualOptimizer, RunContext, RunSaver
 
 Hook = Callable[..., Any]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ..core.progress import Progress
-    from ..metrics.logger_threads import LoggerFanout
+    from ..metrics.logger_fanout import LoggerFanout
     from ..metrics.metric_entry import Entry
     from ..metrics.metric_log import MetricLog
 

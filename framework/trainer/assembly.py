@@ -16,7 +16,7 @@ from ..distributed.collective_errors import on_rank_zero
 from ..distributed.seed import seed_rank
 from ..loop import ManualStep, statistics_pass
 from ..loop.automatic_step import AutomaticStep
-from ..metrics.logger_threads import LoggerFanout
+from ..metrics.logger_fanout import LoggerFanout
 from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.compilation import is_compiled
 from ..parallel.strategy import Routed

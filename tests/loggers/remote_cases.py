@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from ranks import wait_until
 
-from phalanx.framework.metrics.logger_threads import LoggerFanout
+from phalanx.framework.metrics.logger_fanout import LoggerFanout
 from phalanx.loggers import Logger, MLFlowLogger, TrackioLogger, WandbLogger
 
 
