@@ -86,9 +86,15 @@ _KEPT: list[object] = []
 
 
 def _thread() -> str:
-    # Not `current_thread`, which would register a thread of torch as one of Python's, for good.
+    # Not `current_thread`, which would register a thread of torch as a dummy, as other code may have done.
     ident = threading.get_ident()
-    return next((thread.name for thread in threading.enumerate() if thread.ident == ident), NATIVE)
+    named = (each.name for each in threading.enumerate() if each.ident == ident and not _is_dummy(each))
+    return next(named, NATIVE)
+
+
+def _is_dummy(thread: threading.Thread) -> bool:
+    """Whether Python has not started the thread."""
+    return isinstance(thread, threading._DummyThread)
 
 
 def _stack() -> tuple[str, ...]:
