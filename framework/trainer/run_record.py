@@ -16,7 +16,9 @@ from ..system.processes import resident_bytes
 from ..watchdog.heartbeat import SECTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from torch.optim import Optimizer
 
     from ..loop.fit_loop import FitLoop
     from .session import Session
@@ -35,8 +37,11 @@ def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
     }
     recorder = RunRecorder(session.directory.path, _View(session, loop).look, begin)
 
+    # Not the run, which holds this function: the workers of an interrupted fit would remain until garbage is collected.
+    optimizers = run.optimizers
+
     def log(values: Mapping[str, float], step: int) -> None:
-        recorder.log({**values, **_learning_rates(loop)}, step)
+        recorder.log({**values, **_learning_rates(optimizers)}, step)
 
     run.loggers.observe(log)
     return recorder
@@ -84,10 +89,10 @@ class _View:
         return {"used": used, "host_peak_bytes": peak, "device_peak_bytes": device_peak}
 
 
-def _learning_rates(loop: FitLoop) -> dict[str, float]:
+def _learning_rates(optimizers: Iterable[Optimizer]) -> dict[str, float]:
     """Return the learning rate of each optimizer's first group, as the next step uses it."""
     rates: dict[str, float] = {}
-    for number, optimizer in enumerate(loop.run.optimizers):
+    for number, optimizer in enumerate(optimizers):
         rate = optimizer.param_groups[0].get("lr")
         # A rate on a device is not read: the step would wait for it.
         if isinstance(rate, float) or (isinstance(rate, Tensor) and rate.is_cpu):

@@ -155,9 +155,14 @@ def wandb_resumed(directory: Path) -> None:
     assert steps == ["0", "1", "2", "3"], rows
     media = Counter(name.split("/")[0] for row in rows for name in row if name.endswith("/_type"))
     assert media == dict.fromkeys(("p-samples", "p-rows", "p-note", "p-weights"), 1), rows
-    artifacts = [record.artifact for file in files for record in records(file) if record.HasField("artifact")]
-    models = {(each.name, each.digest, *each.aliases) for each in artifacts if each.type == "model"}
-    assert [(name, aliases) for name, _, *aliases in models] == [(f"model-{run.id}", ["latest", "best"])]
+    models: set[Any] = set()
+    until = time.monotonic() + 30.0
+    # A process of W&B writes the files.
+    while not models and time.monotonic() < until:
+        artifacts = [record.artifact for file in files for record in records(file) if record.HasField("artifact")]
+        models = {(each.name, each.digest, *each.aliases) for each in artifacts if each.type == "model"}
+        time.sleep(0.1)
+    assert [(name, aliases) for name, _, *aliases in models] == [(f"model-{run.id}", ["latest", "best"])], models
 
 
 def wandb_without_a_key(directory: Path) -> None:
