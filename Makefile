@@ -13,7 +13,7 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test test-versions cuda wheels tools audit lock lint types ops parity matrix bench bench-cuda kill chaos deadlocks faults soak format clean
+.PHONY: help demo test services test-versions cuda wheels tools audit lock lint types ops parity matrix bench bench-cuda kill chaos deadlocks faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-versions  run the core of the suite with the oldest and the newest torch (VERSIONS='2.11.0 2.15.0')"
 	@echo "make cuda     run the tests on the CUDA devices of this machine, emulated ones without; 10 minutes, no network"
 	@echo "make wheels   download what such a machine lacks (WHEELS='--python 3.12 deepspeed hjson')"
+	@echo "make services  run the tests of loggers that start servers of MLflow and W&B"
 	@echo "make audit    compare the environment with constraints.txt, and its files with their recorded hashes"
 	@echo "make lock     write requirements.lock anew, from pyproject.toml and constraints.txt"
 	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
@@ -57,6 +58,10 @@ LEFT_OUT := Left out: the tests of NVMe offload, as libaio-dev is missing. As ro
 tools:
 	@PYTHON='$(PYTHON)' .ci/tools install
 	@test -z "$(COMPLETE)" || $(HAS_LIBAIO) || { echo "$(LEFT_OUT)"; exit 1; }
+
+# Not part of `make test`: the local service of W&B sometimes drops its connection.
+services: $(DEV)
+	PHALANX_TEST_SERVICES=1 $(PY) -m pytest tests/loggers/test_remote_loggers.py $(ARGS)
 
 # The core of the suite with the oldest and the newest torch that pyproject.toml allows, each in an environment of its
 # own without DeepSpeed, Lightning and Accelerate. Several gigabytes each, as there are no other builds for most versions.
