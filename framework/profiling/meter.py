@@ -7,12 +7,12 @@ end of the epoch. So every rank knows the sums over all ranks, without a collect
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..system.processes import peak_resident_bytes
 from .device_peaks import device_peak_flops
 from .throughput import Throughput
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ..distributed.world import World
     from .flop_count import FlopCount
-
-_RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 class Counts(NamedTuple):
@@ -184,16 +182,12 @@ class Meter:
             peak_memory_bytes=self.peak_memory(),
         )
 
-    def peak_memory(self) -> int | None:
+    def peak_memory(self) -> int:
         """Return the largest number of bytes that this rank has used: of its CUDA device, else of the process."""
         if self._world.device.type == "cuda":
             # Counted on the host.
             return torch.cuda.max_memory_allocated(self._world.device)
-        try:
-            import resource
-        except ImportError:  # not on Windows
-            return None
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT
+        return peak_resident_bytes()
 
 
 class Interval:

@@ -69,6 +69,12 @@ def start_of(pid: int) -> int | None:
         return None
 
 
+def peak_resident_bytes() -> int:
+    """Return the most bytes of memory that this process has occupied so far."""
+    # In kilobytes on Linux, and in bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def resident_bytes() -> int | None:
     """Return the memory that this process holds now; None if the system does not say so."""
     try:

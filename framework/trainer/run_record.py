@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 from ..report.recorder import RunRecorder
 from ..report.series import LEARNING_RATE
 from ..system.environment import attempt
-from ..system.processes import resident_bytes
+from ..system.processes import peak_resident_bytes, resident_bytes
 from ..watchdog.heartbeat import SECTIONS
 
 if TYPE_CHECKING:
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
 
     from ..loop.fit_loop import FitLoop
     from .session import Session
-
-# ru_maxrss is in kilobytes on Linux, and in bytes on macOS.
-_PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def start_recording(session: Session, loop: FitLoop) -> RunRecorder:
@@ -80,7 +75,7 @@ class _View:
 
     def _memory(self) -> dict[str, Any]:
         """Return the bytes in use and at their peak: of the device, or without one of this process."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
+        peak = peak_resident_bytes()
         if not self._on_cuda:
             return {"used": resident_bytes() or peak, "host_peak_bytes": peak, "device_peak_bytes": None}
         device = self._world.device

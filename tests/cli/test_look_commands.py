@@ -271,7 +271,7 @@ def test_a_run_that_trains(training: tuple[Path, subprocess.Popen[str]]) -> None
     assert "is training, at step " in command("why", cwd=root).stdout
     assert answer("runs", cwd=root)["runs"][0]["state"] == "running"
     assert command("report", cwd=root).returncode == 0
-    # A view in a terminal ends with q, and the run goes on; one in a pipe ends with the run.
+    # Pressing q closes the view in a terminal, without ending the run. In a pipe, the view closes when the run ends.
     view = Terminal(["top", "--interval", "0.1"], root)
     view.read_until("\x1b[?1049h")
     view.read_until("q ends the view")

@@ -1,6 +1,6 @@
-"""Where Python finds phalanx and missing packages without an installation or a network: ``offline.py ARGUMENTS``.
+"""Make phalanx and missing packages importable without an installation or a network.
 
-As a program, it runs ``python ARGUMENTS`` with them.
+``offline.py ARGUMENTS`` runs ``python ARGUMENTS`` with them.
 """
 
 from __future__ import annotations

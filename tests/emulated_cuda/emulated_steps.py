@@ -1,4 +1,4 @@
-"""What makes the host wait for the device in the optimizer steps of a fit or a loop, step by step."""
+"""Count the times that the host waits for the device in each optimizer step of a fit or a loop."""
 
 from __future__ import annotations
 
