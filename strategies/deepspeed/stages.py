@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .reduction_stream import order_reductions
+
 
 class Scaling(Protocol):
     """The part of ``EngineUpdate`` that a stage uses."""
@@ -150,6 +152,7 @@ class SplitParameters:
             if parameter.partition_numel() * rank_of(parameter) < parameter.ds_numel
         }
         self._gradients = self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        self._stream = order_reductions(self.zero)
 
     def _norms_of_step(self) -> list[Any]:
         known = self.update.known_norm()
@@ -180,6 +183,9 @@ class SplitParameters:
             return
         for number in self._mine.keys() - used:
             self._gradients[number].zero_()
+        if self._stream is not None:
+            # The engine looks for an overflow on that stream.
+            self._stream.follow()
 
     def complete(self) -> None:
         """Copy the missing gradients to offloaded masters: DeepSpeed copies only those of the last micro-batch."""

@@ -56,3 +56,33 @@ def test_ops_for_cuda_and_for_the_cpu_are_used_side_by_side() -> None:
     assert second == pytest.approx(first, rel=1e-2)
     assert {"fused_adam"} <= cpu_ops.keys() & cuda_ops.keys()
     assert cpu_ops["fused_adam"] != cuda_ops["fused_adam"]
+
+
+CYCLES = 200_000_000
+
+
+def read_in_order() -> tuple[float, float]:
+    import torch
+
+    from phalanx.strategies.deepspeed.reduction_stream import OrderedStream
+
+    written = torch.zeros(1, device="cuda")
+    stream = OrderedStream.of(torch.cuda.Stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(CYCLES)
+        written.fill_(1.0)
+    stream.synchronize()
+    first = written.clone()
+    torch.cuda._sleep(CYCLES)
+    written.fill_(2.0)
+    stream.follow()
+    with torch.cuda.stream(stream):
+        second = torch.empty(1, device="cuda").copy_(written)
+    torch.cuda.synchronize()
+    return first.item(), second.item()
+
+
+@needs_gpu("kernels of two streams that run side by side")
+@pytest.mark.timeout(120)
+def test_work_on_reduced_gradients_begins_after_their_reduction() -> None:
+    assert run_on_ranks(1, read_in_order, device="cuda") == [(1.0, 2.0)]
