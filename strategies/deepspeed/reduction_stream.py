@@ -18,9 +18,7 @@ class OrderedStream(torch.cuda.Stream):
     @classmethod
     def of(cls, stream: torch.cuda.Stream) -> OrderedStream:
         """Return another object for the same stream."""
-        return cls(
-            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-        )
+        return cls(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
     def synchronize(self) -> None:
         """Let work that is queued on the current stream from now on begin after the work of this stream."""
