@@ -11,28 +11,15 @@ from language_model import LanguageModel, adamw, token_loader
 from models import silent_trainer, weights_of
 from ranks import run_on_ranks
 from torch import Tensor
+from torch_strategies import RANKS, strategy_named
 
 from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.registry import STRATEGIES
-from phalanx.strategies import FSDPStrategy
 
 STEPS, GLOBAL_BATCH, WINDOW = 3, 8, 2
 ROWS = STEPS * GLOBAL_BATCH * WINDOW
-RANKS = {
-    "single": 1,
-    "ddp": 2,
-    "ddp_find_unused_parameters_true": 2,
-    "fsdp": 2,
-    "fsdp+checkpointing": 2,
-    "hsdp": 2,
-    "fsdp-offload": 2,
-}
 TOLERANCE_OF_BF16 = 2e-2
-
-
-def strategy_named(name: str) -> Any:
-    return FSDPStrategy(activation_checkpointing=True) if name == "fsdp+checkpointing" else name
 
 
 def trained(name: str, root: str, precision: str, stop: int, ckpt: str | None) -> tuple[list[float], Tensor | None]:

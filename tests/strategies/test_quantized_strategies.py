@@ -13,21 +13,12 @@ from quantized_model import KINDS, ROWS, STEPS, QuantizedModel, data, quantized
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch_strategies import RANKS, strategy_named
 
 from phalanx.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.registry import STRATEGIES
-from phalanx.strategies import FSDPStrategy
 
-RANKS = {
-    "single": 1,
-    "ddp": 2,
-    "ddp_find_unused_parameters_true": 2,
-    "fsdp": 2,
-    "fsdp+checkpointing": 2,
-    "hsdp": 2,
-    "fsdp-offload": 2,
-}
 WINDOW = 2
 
 
@@ -48,9 +39,12 @@ def by_hand(kind: str) -> tuple[list[float], Tensor]:
 def trained(name: str, kind: str, root: str, stop: int, ckpt: str | None) -> tuple[list[float], Tensor | None]:
     """Train until ``stop``, two micro-batches a step; save there; return losses, and weights on rank 0."""
     ranks, module = RANKS[name], QuantizedModel(kind)
-    strategy: Any = FSDPStrategy(activation_checkpointing=True) if name == "fsdp+checkpointing" else name
     trainer = silent_trainer(
-        devices=ranks, strategy=strategy, max_steps=stop, accumulate_grad_batches=WINDOW, default_root_dir=root
+        devices=ranks,
+        strategy=strategy_named(name),
+        max_steps=stop,
+        accumulate_grad_batches=WINDOW,
+        default_root_dir=root,
     )
     with torch.compiler.set_stance("force_eager"):
         trainer.fit(module, data(ROWS // ranks // WINDOW), ckpt_path=ckpt)
