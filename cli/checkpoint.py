@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as library
-from ..framework.core.errors import CheckpointError
-from .output import age, counted, say, say_json, show_difference, show_inspection, size, table
+from ..framework.core.errors import CheckpointError, ConfigurationError
+from ..framework.core.wording import counted
+from ..framework.report.finding import find_run, shown_path
+from ..framework.report.run_files import RunFiles, is_run
+from .command_parser import add_command
+from .output import age, left_out_text, say, say_json, show_difference, show_inspection, size, table
 from .user_module import find_module
 
 _REFUSED = CheckpointError.exit_code
@@ -18,7 +22,8 @@ _REFUSED = CheckpointError.exit_code
 
 def add_commands(commands: Any) -> None:
     """Add ``checkpoint`` and its subcommands to the subparsers of a parser."""
-    own = commands.add_parser("checkpoint", help="look into, check, compare and convert checkpoints")
+    text = "look into, check, compare and convert checkpoints"
+    own = commands.add_parser("checkpoint", help=text, description=f"{text[0].upper()}{text[1:]}.")
     verbs = own.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
     _inspect(verbs)
     _verify(verbs)
@@ -28,17 +33,54 @@ def add_commands(commands: Any) -> None:
     _convert(verbs)
 
 
+def _run_of(given: str) -> RunFiles | None:
+    """Return the files of the run that an argument refers to by its directory, its name or its number, if any."""
+    path = Path(given)
+    if path.exists():
+        return RunFiles(path) if is_run(path) else None
+    try:
+        return RunFiles(find_run(given, Path()))
+    except ConfigurationError:
+        return None
+
+
+def _folders_of(files: RunFiles) -> list[Path]:
+    """Return the existing directories of a run's checkpoints."""
+    return [folder for folder in dict.fromkeys(files.checkpoint_directories) if folder.is_dir()]
+
+
+def _checkpoint(given: str) -> str:
+    """Return an argument that refers to a checkpoint, or to nothing at all, which the library refuses.
+
+    Raises:
+        CheckpointError: it refers to a run.
+    """
+    if (files := None if library.is_complete(given) else _run_of(given)) is None:
+        return given
+    places = ", ".join(map(shown_path, _folders_of(files))) or "none of its directories"
+    raise CheckpointError(
+        f"{given!r} is a run and not a checkpoint: its checkpoints are in {places}; `phalanx checkpoint list {given}` "
+        "shows them."
+    )
+
+
+_EXAMPLES = {
+    "inspect": "runs/version_3/checkpoints/last.ckpt",
+    "verify": "runs/version_3/checkpoints/*.ckpt",
+    "list": "runs/version_3/checkpoints --verify",
+    "diff": "epoch=3-step=64.ckpt last.ckpt",
+    "consolidate": "last.ckpt model.safetensors --dtype bf16",
+    "convert": "lightning.ckpt resumable.ckpt --module models:GPT",
+}
+
+
 def _verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-    description = f"{text[0].upper()}{text[1:]}."
-    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=description)
-    parser.set_defaults(run=run, parser=parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    return add_command(verbs, name, run, text, f"phalanx checkpoint {name} {_EXAMPLES[name]}")
 
 
 def _inspect(verbs: Any) -> None:
     def run(given: argparse.Namespace) -> int:
-        found = library.inspect(given.path)
+        found = library.inspect(_checkpoint(given.path))
         say_json(found) if given.json else show_inspection(found)
         return 0
 
@@ -47,7 +89,7 @@ def _inspect(verbs: Any) -> None:
 
 def _verify(verbs: Any) -> None:
     def run(given: argparse.Namespace) -> int:
-        found = {path: library.verify(path) for path in given.paths}
+        found = {path: library.verify(_checkpoint(path)) for path in given.paths}
         if given.json:
             report = [{"path": path, "good": not problems, "problems": problems} for path, problems in found.items()]
             say_json(report[0] if len(report) == 1 else report)
@@ -61,6 +103,9 @@ def _verify(verbs: Any) -> None:
             elif not given.json:
                 manifest = library.inspect(path)
                 say(f"{path} is good: {counted(len(manifest.files), 'tensor file')}, {size(manifest.bytes)}, all read.")
+                for section in manifest.sections.values():
+                    if section.left_out:
+                        say(f"{path} leaves out {left_out_text(section)}.")
         return _REFUSED if any(found.values()) else 0
 
     text = "read every byte of checkpoints and compare it with the checksums"
@@ -69,7 +114,9 @@ def _verify(verbs: Any) -> None:
 
 def _list(verbs: Any) -> None:
     def run(given: argparse.Namespace) -> int:
-        found = library.checkpoints(given.path, verify=given.verify)
+        files = _run_of(given.path)
+        folders = [Path(given.path)] if files is None else _folders_of(files)
+        found = [one for folder in folders for one in library.checkpoints(folder, verify=given.verify)]
         if given.json:
             say_json(found)
         elif found:
@@ -80,8 +127,8 @@ def _list(verbs: Any) -> None:
             say(f"{given.path} holds no checkpoints.{there}")
         return _REFUSED if given.verify and any(one.status == "damaged" for one in found) else 0
 
-    parser = _verb(verbs, "list", run, "list the checkpoints of a directory, the furthest last")
-    parser.add_argument("path", help="a directory that holds checkpoints")
+    parser = _verb(verbs, "list", run, "list the checkpoints of a run or a directory, the furthest last")
+    parser.add_argument("path", metavar="RUN", help="a run's directory or name, or a directory that holds checkpoints")
     parser.add_argument("--verify", action="store_true", help="read every byte; the exit code is 65 if one is damaged")
 
 
@@ -110,7 +157,7 @@ def _show_list(found: list[Any]) -> None:
 
 def _diff(verbs: Any) -> None:
     def run(given: argparse.Namespace) -> int:
-        found = library.diff(given.path, given.other)
+        found = library.diff(_checkpoint(given.path), _checkpoint(given.other))
         if given.json:
             say_json({"equal": found.equal, "sections": found.sections, "documents": found.documents})
         else:
@@ -124,7 +171,7 @@ def _diff(verbs: Any) -> None:
 
 def _consolidate(verbs: Any) -> None:
     def run(given: argparse.Namespace) -> int:
-        out = library.consolidate(given.path, given.out, given.max_shard_size, given.dtype, given.section)
+        out = library.consolidate(_checkpoint(given.path), given.out, given.max_shard_size, given.dtype, given.section)
         say_json({"path": str(out)}) if given.json else say(f"wrote {out}")
         return 0
 

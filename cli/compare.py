@@ -13,7 +13,7 @@ from ..framework.report.loose import listed, mapping, text
 from ..framework.report.run_files import RunFiles
 from ..framework.report.series import as_number
 from ..framework.report.times import span_text
-from .looks import fitted_table, line_width, say_fitted, shortened, shown_number, spark
+from .looks import Curve, fitted_table, line_width, say_fitted, shortened, shown_number
 from .output import say, say_json
 
 _MOST_METRICS = 12
@@ -73,14 +73,13 @@ def _say_metrics(metrics: dict[str, list[dict[str, Any] | None]], reports: list[
     if not metrics:
         return
     lines = []
-    width = max(6, min(20, (line_width() - 60) // 2))
     for name, pair in list(metrics.items())[:_MOST_METRICS]:
-        line = [name]
+        line: list[str | Curve] = [name]
         for numbers, report in zip(pair, reports, strict=True):
             values = listed(mapping(mapping(report["curves"]).get(name)).get("value"))
-            line += ["-" if numbers is None else shown_number(numbers["last"]), spark(values, width)]
+            line += ["-" if numbers is None else shown_number(numbers["last"]), Curve(values)]
         lines.append([*line, _difference(pair)])
-    fitted_table(("metric", "A last", "", "B last", "", "B - A"), lines)
+    fitted_table(("metric", "A last", "", "B last", "", "B - A"), lines, yielding=0)
     if len(metrics) > _MOST_METRICS:
         say(f"{len(metrics) - _MOST_METRICS} more metrics: --json has all")
 

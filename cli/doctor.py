@@ -12,9 +12,11 @@ from ..framework.core.errors import ConfigurationError
 from ..framework.system.console import encodable
 from ..framework.system.provenance import provenance
 from .begin_commands import CHECK_FAILED
+from .gpu_checks import check_driver
+from .host_checks import check_hosts, parse_hosts
 from .looks import line_width, painted, say_wrapped, shortened
 from .machine_checks import check_limits, check_network, check_ranks, check_software, check_storage
-from .output import printable, say, say_json
+from .output import printable, say_json
 from .torch_checks import check_deepspeed, check_gpus, time_reduction
 
 
@@ -25,15 +27,20 @@ def examine(given: argparse.Namespace) -> int:
         raise ConfigurationError(f"{given.directory!r} is not a directory: give the one that runs will be in.")
     if given.ranks < 1:
         given.parser.error(f"--ranks {given.ranks}: give a number of ranks")
+    if not 0 <= given.port < 1 << 16:
+        given.parser.error(f"--port {given.port}: give a number from 1 to 65535")
+    hosts = parse_hosts(given.hosts)
     checks = chain(
         check_software(),
         check_storage(directory.absolute()),
         check_limits(given.ranks),
-        check_network(),
+        check_network(given.port),
         # Before anything uses CUDA here, after which no rank could be forked.
         check_ranks(time_reduction),
         check_gpus(),
+        check_driver(),
         check_deepspeed(given.build),
+        check_hosts(hosts),
     )
     found, group = [], ""
     for check in checks:
@@ -41,7 +48,7 @@ def examine(given: argparse.Namespace) -> int:
         if not given.json:
             if check.group != group:
                 group = check.group
-                say(painted(group, "bold"))
+                print(painted(group, "bold"))
             mark = painted("ok  ", "green") if check.good else painted("todo", "red")
             say_marked(mark, f"{check.name:<20} {check.found}")
             if not check.good:

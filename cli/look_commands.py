@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from typing import Any
 
 from . import compare_runs, explain_run, list_runs, show_report, watch_run
+from .command_parser import add_command
 
 _RUN = "a run's directory or its name, such as version_3 or 3; by default the newest run below this directory"
+_FILES = "Reads files alone, also those of a run that is training."
 MOST_RUNS = 20
 INTERVAL_SECONDS, LEAST_INTERVAL_SECONDS = 1.0, 0.1
 
@@ -22,26 +22,9 @@ def add_commands(commands: Any) -> None:
     _compare(commands)
 
 
-def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, example: str
-) -> argparse.ArgumentParser:
-    """Add a command with ``--json`` and an example in its help."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.\nReads files alone, also those of a run that is training.",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run, parser=parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
 def _runs(commands: Any) -> None:
     text = "list the runs below a directory, the newest first"
-    parser = _command(commands, "runs", list_runs, text, "phalanx runs experiments --limit 5")
+    parser = add_command(commands, "runs", list_runs, text, "phalanx runs experiments --limit 5", _FILES)
     parser.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to search (default: here)")
     limit = f"show N runs (default: {MOST_RUNS}; 0: all)"
     parser.add_argument("--limit", type=int, default=MOST_RUNS, metavar="N", help=limit)
@@ -49,7 +32,7 @@ def _runs(commands: Any) -> None:
 
 def _top(commands: Any) -> None:
     text = "watch a run while it trains; q or Ctrl-C ends the view"
-    parser = _command(commands, "top", watch_run, text, "phalanx top version_3 --interval 5")
+    parser = add_command(commands, "top", watch_run, text, "phalanx top version_3 --interval 5", _FILES)
     parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
     parser.add_argument("--once", action="store_true", help="print one view, and end")
     between = f"time between two views (default: {INTERVAL_SECONDS:g})"
@@ -58,19 +41,19 @@ def _top(commands: Any) -> None:
 
 def _report(commands: Any) -> None:
     text = "show the report of a run, and write its page"
-    parser = _command(commands, "report", show_report, text, "phalanx report version_3 --out report.html")
+    parser = add_command(commands, "report", show_report, text, "phalanx report version_3 --out report.html", _FILES)
     parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
     parser.add_argument("--out", metavar="FILE", help="where to write the page (default: report.html of the run)")
 
 
 def _why(commands: Any) -> None:
     text = "explain why a run ended, what was lost, and what resumes it"
-    parser = _command(commands, "why", explain_run, text, "phalanx why phalanx_logs/version_3")
+    parser = add_command(commands, "why", explain_run, text, "phalanx why phalanx_logs/version_3", _FILES)
     parser.add_argument("given_run", metavar="RUN", nargs="?", help=_RUN)
 
 
 def _compare(commands: Any) -> None:
     text = "compare the settings, results and curves of two runs"
-    parser = _command(commands, "compare", compare_runs, text, "phalanx compare version_3 version_4")
+    parser = add_command(commands, "compare", compare_runs, text, "phalanx compare version_3 version_4", _FILES)
     parser.add_argument("first", metavar="A", help="a run's directory or its name, such as version_3 or 3")
     parser.add_argument("second", metavar="B", help="another run")

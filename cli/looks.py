@@ -6,11 +6,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..framework.report.loose import text
 from ..framework.report.series import as_number
 from ..framework.report.times import number_text
+from ..framework.system.console import encodable
 from ..framework.system.environment import takes_colors
 from .output import printable, say
 
@@ -20,6 +21,14 @@ _OF_STATE = {
 }  # fmt: skip
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _UNLIMITED = 10_000
+_LEAST_CURVE, _MOST_CURVE = 6, 24
+_LEAST_CELL = 8
+
+
+class Curve(NamedTuple):
+    """A cell of a table that is drawn in the columns which the text leaves."""
+
+    values: Sequence[Any]
 
 
 def painted(shown: str, color: str) -> str:
@@ -44,11 +53,8 @@ def shortened(shown: str, width: int) -> str:
 
 def say_fitted(shown: str, color: str | None = None) -> None:
     """Print one line that does not wrap."""
-    plain = shortened(printable(shown), line_width())
-    if color is None:
-        say(plain)
-    else:
-        print(painted(plain, color))
+    plain = encodable(shortened(printable(shown), line_width()), sys.stdout)
+    print(plain if color is None else painted(plain, color))
 
 
 def say_wrapped(shown: str, indent: str = " ") -> None:
@@ -62,17 +68,22 @@ def say_wrapped(shown: str, indent: str = " ") -> None:
     say(line)
 
 
-def fitted_table(head: Sequence[str], lines: Sequence[Sequence[str]], last_color: Sequence[str] = ()) -> None:
-    """Print rows under a header; the last column is shortened where the terminal is too narrow.
+def fitted_table(
+    head: Sequence[str], lines: Sequence[Sequence[str | Curve]], last_color: Sequence[str] = (), yielding: int = -1
+) -> None:
+    """Print rows under a header. Where the terminal is too narrow, curves are shortened first, then one column.
 
     Args:
         last_color: the colour of the second column of each row.
+        yielding: the column that is shortened: by default the last one.
     """
-    cells = [[printable(cell) for cell in line] for line in (head, *lines)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     total = line_width()
+    cells = _drawn((head, *lines), total)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    excess = sum(widths) + 2 * (len(widths) - 1) - total
+    widths[yielding] -= max(0, min(excess, widths[yielding] - _LEAST_CELL))
     for number, line in enumerate(cells):
-        shown = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        shown = [shortened(cell, width).ljust(width) for cell, width in zip(line, widths, strict=True)]
         whole = shortened("  ".join(shown).rstrip(), total)
         if number and last_color and len(whole) > widths[0] + 2 + widths[1]:
             start, end = widths[0] + 2, widths[0] + 2 + widths[1]
@@ -82,11 +93,27 @@ def fitted_table(head: Sequence[str], lines: Sequence[Sequence[str]], last_color
         print(whole)
 
 
-def spark(values: Sequence[Any], width: int = 24) -> str:
+def _drawn(rows: Sequence[Sequence[str | Curve]], total: int) -> list[list[str]]:
+    """Return the cells as text; columns of curves are left out where they have no room or no curve can be drawn."""
+    columns = list(zip(*rows, strict=True))
+    of_curves = [any(isinstance(cell, Curve) for cell in column) for column in columns]
+    texts = [column for column, is_curve in zip(columns, of_curves, strict=True) if not is_curve]
+    left = total - sum(2 + max(len(printable(str(cell))) for cell in column) for column in texts) + 2
+    width = left // sum(of_curves) - 2 if any(of_curves) else 0
+    width = min(width, _MOST_CURVE) if width >= _LEAST_CURVE else 0
+    drawn = [
+        [spark(cell.values, width) if isinstance(cell, Curve) else printable(cell) for cell in column]
+        for column in columns
+    ]
+    kept = [column for column, is_curve in zip(drawn, of_curves, strict=True) if not is_curve or any(column)]
+    return [list(row) for row in zip(*kept, strict=True)]
+
+
+def spark(values: Sequence[Any], width: int = _MOST_CURVE) -> str:
     """Return a curve as a line of blocks; empty where the output has no such characters."""
     numbers = [number for value in values if (number := as_number(value)) is not None]
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
-    if len(numbers) < 2 or not encoding.startswith("utf"):
+    if len(numbers) < 2 or width < 1 or not encoding.startswith("utf"):
         return ""
     if len(numbers) > width:
         edges = [round(number * len(numbers) / width) for number in range(width + 1)]

@@ -112,11 +112,12 @@ def check_network(port: int = 0) -> Iterator[Check]:
         yield Check("network", "host name", False, f"{name} has no address",
                     f"ranks on several hosts need it: add {name} to /etc/hosts, or set MASTER_ADDR")  # fmt: skip
     try:
-        with socket.create_server(("127.0.0.1", port)) as server:
-            found = f"port {server.getsockname()[1]} of the loopback interface is free"
+        # On all interfaces, as the first rank listens.
+        with socket.create_server(("", port)) as server:
+            found = f"port {server.getsockname()[1]} is free"
         yield Check("network", "port", True, found)
     except OSError as error:
-        yield Check("network", "port", False, f"port {port}: {error.strerror}",
+        yield Check("network", "port", False, f"port {port}: {os.strerror(error.errno or 0)}",
                     "another process uses it: end that process, or set MASTER_PORT")  # fmt: skip
 
 

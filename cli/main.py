@@ -1,8 +1,8 @@
 """The command ``phalanx``: parses arguments, returns an exit code, and prints one sentence on stderr if it is not 0.
 
 0    done, good, equal
-65   a checkpoint is refused or damaged, or two checkpoints differ
-69   a check of this machine has failed
+65   a checkpoint is refused or damaged, two checkpoints differ, or a script to migrate is not Python
+69   a check has failed, or a run does not fit into memory
 74   a file or directory cannot be written
 78   the arguments are wrong
 130  interrupted
@@ -15,19 +15,26 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from itertools import chain
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..framework.core.errors import ConfigurationError, PhalanxError, did_you_mean
-from . import begin_commands, checkpoint, look_commands
+from . import begin_commands, checkpoint, launch_commands, look_commands, move_commands, run_commands
+from .command_parser import GroupedHelp, grouped
+from .other_names import suggestion
 from .output import printable
 
 _CHOICE = re.compile(r"argument (?P<what>.+): invalid choice: (?P<given>'.*') \(choose from (?P<known>.*)\)")
+_COMMAND = "COMMAND"
 _FOREIGN = re.compile(r"unrecognized arguments: (?P<given>\S+).*")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one sentence with the closest match, and exits with code 78."""
+    """A parser without abbreviations that reports an error in one sentence with the closest match: exit code 78."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{**arguments, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{self._sentence(message)} Try '{self.prog} --help'.")
@@ -35,8 +42,11 @@ class Parser(argparse.ArgumentParser):
     def _sentence(self, message: str) -> str:
         if match := _CHOICE.fullmatch(message):
             known = re.findall(r"[\w-]+", match["known"])
+            if self.formatter_class is GroupedHelp:
+                known = [*chain.from_iterable(grouped(known).values())]
             given = match["given"].strip("'")
-            return f"{given!r} is not a known {match['what']}.{did_you_mean(given, known)} Known: {', '.join(known)}."
+            close = (suggestion if match["what"] == _COMMAND else did_you_mean)(given, known)
+            return f"{given!r} is not a known {match['what']}.{close} Known: {', '.join(known)}."
         if match := _FOREIGN.fullmatch(message):
             options = [option for action in self._actions for option in action.option_strings]
             return f"{match['given']!r} is not known here.{did_you_mean(match['given'], options)}"
@@ -48,13 +58,12 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="phalanx",
         description="Train PyTorch models; look into their runs and checkpoints.",
-        epilog="example:\n  phalanx why    why the newest run below this directory ended, and what resumes it",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        epilog="example:\n  phalanx why    why the newest run below here ended, and what resumes it",
+        formatter_class=GroupedHelp,
     )
     parser.add_argument("--version", action="version", version=f"phalanx {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for each in (begin_commands, look_commands, checkpoint):
+    commands = parser.add_subparsers(dest="command", metavar=_COMMAND, required=True, title="commands")
+    for each in (begin_commands, run_commands, launch_commands, look_commands, checkpoint, move_commands):
         each.add_commands(commands)
     return parser
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..framework.core.wording import counted
 from ..framework.system.console import encodable
 
 
@@ -45,11 +46,6 @@ def size(count: int) -> str:
         value /= 1000
         units.pop(0)
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.3g} {units[0]}"
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number with its unit in singular or plural."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def age(seconds: float) -> str:
@@ -102,6 +98,8 @@ def show_inspection(found: Any) -> None:
         kinds = ", ".join(f"{code} {size(count)}" for code, count in section.bytes_by_dtype.items())
         what = f"{counted(section.tensors, 'tensor')}{tied}, {counted(section.elements, 'element')}"
         _line(name, f"{what}, {size(section.bytes)}{f': {kinds}' if kinds else ''}")
+        if section.left_out:
+            _line("left out", left_out_text(section))
     for index, optimizer in enumerate(found.optimizers):
         for number, group in enumerate(optimizer.groups):
             hyper = {key: value for key, value in group.items() if key != "parameters"}
@@ -114,6 +112,12 @@ def show_inspection(found: Any) -> None:
         _line("not saved", ", ".join(found.unsaved_hparams))
     for name, count in found.files.items():
         _line("file", f"{name}, {size(count)}")
+
+
+def left_out_text(section: Any) -> str:
+    """Return the number of weights that a checkpoint leaves out, and where they are."""
+    what = f"{counted(section.left_out, 'frozen tensor')} of {counted(section.left_out_elements, 'element')}"
+    return f"{what}: the base that the module is built with, known by a fingerprint of each"
 
 
 def show_difference(found: Any) -> None:
@@ -129,6 +133,7 @@ def show_difference(found: Any) -> None:
         _some("another shape", [f"{key}: {a} and {b}" for key, (a, b) in section.shapes.items()])
         _some("another dtype", [f"{key}: {a} and {b}" for key, (a, b) in section.dtypes.items()])
         _some("other values", [_values(key, value) for key, value in section.values.items()])
+        _some("other values, left out", section.fingerprints)
     if found.documents:
         say("other values:")
     _some("differs", [f"{path}: {a} and {b}" for path, a, b in found.documents])

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from ..framework.core.errors import StorageError
+from ..framework.core.wording import counted
 from ..framework.report.charts import bytes_text
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
 from ..framework.report.loose import listed, mapping, rows, text, whole
-from ..framework.report.page import render_page, tiles
+from ..framework.report.page import measured, render_page
 from ..framework.report.run_files import PAGE, RunFiles
 from ..framework.report.series import OWN_PREFIX, as_number
 from ..framework.report.times import span_text
 from ..framework.report.verdicts import shortened_command
 from ..framework.system.atomic_files import write_text
-from .looks import fitted_table, painted, say_fitted, say_wrapped, shown_number, spark, state_color
-from .output import printable, say, say_json
+from .looks import Curve, fitted_table, say_fitted, say_wrapped, shown_number, state_color
+from .output import say_json
 
 _MOST_METRICS, _MOST_CHECKPOINTS = 8, 3
 
@@ -32,8 +33,8 @@ def show_report(given: argparse.Namespace) -> int:
         say_json({**report, "page": None if page is None else str(page)})
         return 0
     state = text(report["state"])
-    say(f"{painted(printable(shown_path(directory)), 'bold')}  {painted(printable(state), state_color(state))}")
-    say_wrapped(f"{shown_path(directory)} {report['why']['sentence']}")
+    say_fitted(f"{shown_path(directory)}  {state}", state_color(state))
+    say_wrapped(report["why"]["sentence"])
     if report["why"]["lost"]:
         say_wrapped(report["why"]["lost"])
     _say_facts(report)
@@ -61,12 +62,13 @@ def _say_facts(report: dict[str, Any]) -> None:
     settings = mapping(report["settings"])
     resolved = mapping(settings.get("resolved"))
     ranks = whole(resolved.get("world_size"))
-    how = [text(resolved.get("strategy")), "" if ranks is None else f"{ranks} ranks", text(resolved.get("precision"))]
+    shown_ranks = "" if ranks is None else counted(ranks, "rank")
+    how = [text(resolved.get("strategy")), shown_ranks, text(resolved.get("precision"))]
     commit = text(report["git_commit"])[:12] + (" with changes" if report["git_dirty"] else "")
     command = shortened_command(text(report["command"]), text(report["directory"]))
     pairs = [
         ("how", ", ".join(each for each in how if each)),
-        ("result", ", ".join(f"{value} {label}" for value, label in tiles(report))),
+        ("result", ", ".join(f"{value} {label}" for value, label in measured(report))),
         ("from", " ".join(each for each in (command, commit and f"({commit})") if each)),
         ("changed", text(settings.get("changed"))),
     ]
@@ -81,15 +83,15 @@ def _say_facts(report: dict[str, Any]) -> None:
 
 def _say_metrics(report: dict[str, Any]) -> None:
     curves = mapping(report["curves"])
-    lines = []
+    lines: list[list[str | Curve]] = []
     for name, curve in _own_last(curves)[:_MOST_METRICS]:
         values = listed(mapping(curve).get("value"))
         known = [number for value in values if (number := as_number(value)) is not None]
         if known:
             ends = (shown_number(known[0]), shown_number(known[-1]), shown_number(min(known)), shown_number(max(known)))
-            lines.append([name, *ends, spark(values)])
+            lines.append([name, *ends, Curve(values)])
     if lines:
-        fitted_table(("metric", "first", "last", "least", "most", ""), lines)
+        fitted_table(("metric", "first", "last", "least", "most", ""), lines, yielding=0)
 
 
 def _own_last(curves: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..framework.core.wording import counted
 from ..framework.report.charts import bytes_text
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
@@ -80,12 +81,13 @@ def view(report: dict[str, Any], directory: Path) -> list[str]:
     """Return the lines of a view, each of which fits the terminal."""
     width, progress, state = line_width(), mapping(report["progress"]), text(report["state"])
     resolved = mapping(mapping(report["settings"]).get("resolved"))
-    how = f"{text(resolved.get('strategy'))}, {whole(resolved.get('world_size')) or 1} ranks on {text(report['host'])}"
+    ranks = counted(whole(resolved.get("world_size")) or 1, "rank")
+    how = f"{text(resolved.get('strategy'))}, {ranks} on {text(report['host'])}"
     name = printable(shown_path(directory))
     head = f"{painted(name, 'bold')}  {painted(state, state_color(state))}  {printable(how)}"
     plain = shortened(printable(f"{name}  {state}  {how}"), width)
     lines = [head if len(f"{name}  {state}  {how}") <= width else plain]
-    lines += [_position(progress, min(20, width // 4)), _pace(report, progress)]
+    lines += [_position(progress, min(20, width // 4), state in _LIVE), _pace(report, progress)]
     lines += _metric_lines(report)
     lines += [_rank_line(each) for each in rows(progress.get("ranks"))[:_MOST_RANKS]]
     if state not in _LIVE:
@@ -115,13 +117,14 @@ def _counts(progress: dict[str, Any]) -> list[str]:
     return parts
 
 
-def _position(progress: dict[str, Any], width: int) -> str:
+def _position(progress: dict[str, Any], width: int, is_live: bool) -> str:
+    """Return the progress with a bar; the position within the epoch is that of a run that trains."""
     step, steps = whole(progress.get("step")), whole(progress.get("steps"))
     batch, batches = whole(progress.get("batch")), whole(progress.get("batches"))
     parts = _counts(progress)
-    if batch is not None and batches:
+    if is_live and batch is not None and batches:
         parts.append(f"batch {batch} of {batches}")
-    if section := text(progress.get("section")):
+    if is_live and (section := text(progress.get("section"))):
         parts.append(f"in {section}")
     bar = ""
     if step is not None and steps:

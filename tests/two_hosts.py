@@ -88,6 +88,14 @@ class TwoHosts:
         command = [str(script), *arguments]
         return [self._start(n, [*_TORCHRUN, *meeting, f"--node-rank={n}", *command], folder) for n in range(2)]
 
+    def start_launched(
+        self, launcher: Path, script: Path, arguments: Sequence[str], folder: Path
+    ) -> list[subprocess.Popen[bytes]]:
+        """Start a script on both hosts with ``phalanx launch``, which another script runs; one rank on each."""
+        meeting = ["-n", "1", "--nodes", "2", "--rdzv", f"{ADDRESSES[0]}:{PORT}"]
+        command = [sys.executable, str(launcher), *meeting, "--node-rank"]
+        return [self._start(n, [*command, str(n), str(script), *arguments], folder) for n in range(2)]
+
     def start_as_slurm(self, script: Path, arguments: Sequence[str], folder: Path) -> list[subprocess.Popen[bytes]]:
         """Start a script on both hosts with the variables that srun sets."""
         job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}

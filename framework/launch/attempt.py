@@ -59,9 +59,10 @@ class RankProcess:
 
 
 class Attempt:
-    """The ranks of one start; they write their records into ``directory``."""
+    """The ranks of one start on this node, from ``first_rank``; they write their records into ``directory``."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, first_rank: int = 0) -> None:
+        self._first_rank = first_rank
         self.received: signal.Signals | None = None
         """The shutdown signal that the supervisor itself received."""
         self.records = RankRecords(directory)
@@ -75,11 +76,15 @@ class Attempt:
 
     def add(self, process: Process) -> None:
         """Add a rank that was just started."""
-        rank = RankProcess(len(self.ranks), process)
+        rank = RankProcess(self._first_rank + len(self.ranks), process)
         self.ranks.append(rank)
         if self.received is not None:
             # The signal arrived while ranks were being started: this rank has not received it.
             rank.send(self.received)
+
+    def find(self, rank: int) -> RankProcess:
+        """Return a rank by its number."""
+        return self.ranks[rank - self._first_rank]
 
     def receive(self, signum: signal.Signals) -> None:
         """Record the shutdown signal that the supervisor itself received."""

@@ -50,11 +50,13 @@ def write_error(text: str) -> None:
 def report_failure(rank: int, error: BaseException) -> None:
     """Record the error that ends this rank in a file for the supervisor.
 
-    It is printed instead if there is no supervisor, or if the file cannot be written, as on a full disk.
+    It is printed instead if there is no supervisor, or if the file cannot be written, as on a full disk. Of a run that
+    was asked to end, only the message is printed.
     """
     failure = Failure.of(rank, error, hiding_secrets())
     if error_dir() is None:
-        text = failure.message if isinstance(error, Preempted) else failure.traceback
+        asked = isinstance(error, Preempted | KeyboardInterrupt)
+        text = (failure.message or "interrupted") if asked else failure.traceback
         write_error("\n".join(f"[rank {rank}] {line}" for line in text.splitlines()))
         return
     try:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ..core.errors import ConfigurationError, RankError, StalledError
+from ..core.interception import intercept_loop
 from ..system.environment import adopt_environment, threads_for_ranks
 from ..system.failure_records import INTERRUPTED, exit_code_of
 from ..system.processes import ForkedProcess, die_with_parent
@@ -55,13 +56,14 @@ def launch_function(
         RankError: a rank failed, and the others were ended. The message holds its traceback.
         StalledError: a rank stalled, and all were ended. The message holds their stacks.
     """
+    intercept_loop()
     _check_fork(uses_cuda)
     with private_directory() as directory, launch_context(directory, num_ranks) as context:
         ranks = [partial(_run_rank, context, rank, function, args) for rank in range(num_ranks)]
         supervisor = Supervisor(context.directory)
         try:
             with _handling_interrupts(supervisor), _forked(ranks, supervisor):
-                context.listener.close()
+                context.close_listener()
                 verdict = supervisor.watch()
             result = _result(context, verdict)
         finally:
@@ -205,7 +207,7 @@ def _become_rank(context: LaunchContext, rank: int) -> None:
     if rank != 0 or not os.isatty(0):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if rank != 0:
-        context.listener.close()
+        context.close_listener()
     torch.set_num_threads(threads_for_ranks(context.num_ranks))
 
 

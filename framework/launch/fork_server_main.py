@@ -49,8 +49,8 @@ _PR_GET_NAME = 16
 _LOOK_SECONDS = 0.0005
 _CUDA_DRIVER = "libcuda.so.1"
 _NOT_INITIALIZED = 3
-# Whether a script can import modules from its own folder; before Python 3.11 only -I prevents it.
-_SEARCHES_OWN_FOLDER = not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+SEARCHES_OWN_FOLDER = not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+"""Whether a script can import modules from its own folder; before Python 3.11 only -I prevents it."""
 
 
 class Preparation(NamedTuple):
@@ -220,26 +220,26 @@ def _become_rank(request: RankRequest, descriptors: Sequence[int], command: list
     sys.orig_argv[:] = command
 
 
-def _run_target(given: Preparation) -> None:
-    """Run the script, or the module, as the interpreter would: as ``__main__``."""
+def run_as_main(target: str, is_module: bool, arguments: Sequence[str]) -> None:
+    """Run a script, or a module, as the interpreter would: as ``__main__``. The first folder of ``sys.path`` is new."""
     main = sys.modules["__main__"] = ModuleType("__main__")
-    own_folder = os.getcwd() if given.is_module else os.path.dirname(os.path.realpath(given.target))
-    if _SEARCHES_OWN_FOLDER:
+    own_folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
+    if SEARCHES_OWN_FOLDER:
         sys.path.insert(0, own_folder)
-    sys.argv[:] = [given.target, *given.arguments]
+    sys.argv[:] = [target, *arguments]
     main.__builtins__ = builtins  # type: ignore[attr-defined]
-    if given.is_module:
-        _run_module_as_main(given.target)
+    if is_module:
+        _run_module_as_main(target)
         return
-    loader = SourceFileLoader("__main__", given.target)
-    main.__file__, main.__loader__ = given.target, loader
-    exec(loader.source_to_code(loader.get_data(given.target), given.target), vars(main))
+    loader = SourceFileLoader("__main__", target)
+    main.__file__, main.__loader__ = target, loader
+    exec(loader.source_to_code(loader.get_data(target), target), vars(main))
 
 
 def _run(given: Preparation) -> NoReturn:
     """Run the target, and exit as Python does; the frames of this file are left out of a traceback."""
     try:
-        _run_target(given)
+        run_as_main(given.target, given.is_module, given.arguments)
     except SystemExit:
         raise
     except BaseException as error:
@@ -258,7 +258,7 @@ def main() -> NoReturn:
     name = _process_name(NAME)
     # With SIGCHLD ignored, which may be inherited, the kernel would drop the exit code of the intermediate process.
     on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if _SEARCHES_OWN_FOLDER:
+    if SEARCHES_OWN_FOLDER:
         # This file's own folder: its modules must not shadow those of the script.
         del sys.path[0]
     # The standard input is the connection to the supervisor; a rank gets the one of its request.

@@ -1,4 +1,4 @@
-"""``LaunchContext``: the private directory and the rendezvous socket that the ranks of one attempt share."""
+"""``LaunchContext``: the private directory and the place of the rendezvous that the ranks of one attempt share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from ..system.environment import rank_environment, threads_for_ranks
 from ..system.file_lock import lock, unheld, unlock
-from ..system.launcher_env import STORE_FD
+from ..system.launcher_env import LOOPBACK, STORE_FD, Placement
 from ..system.processes import is_running
 from .restart_policy import attempt_directory
 
@@ -24,31 +23,60 @@ _PREFIX = "phalanx-"
 
 
 @dataclass(frozen=True)
+class NodePlace:
+    """A node of a run on several nodes, and the address of the store in which all of them meet."""
+
+    rank: int
+    count: int
+    host: str
+    port: int
+    token: str = ""
+    """A value that differs between attempts, and is the same on all nodes."""
+
+
+@dataclass(frozen=True)
 class LaunchContext:
-    """A private directory for the records of the ranks, and a socket that listens only on the loopback interface."""
+    """A private directory for the records of the ranks, and the place of their rendezvous.
+
+    On one node that is a socket that listens only on the loopback interface, and that rank 0 inherits.
+    """
 
     directory: str
-    listener: socket.socket
+    listener: socket.socket | None
     num_ranks: int
+    """The number of ranks on this node."""
     attempt: int = 0
-    token: str = field(default_factory=partial(secrets.token_hex, 8))
+    node: NodePlace = field(default_factory=lambda: NodePlace(0, 1, LOOPBACK, 0, secrets.token_hex(8)))
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.node.rank * self.num_ranks, (self.node.rank + 1) * self.num_ranks)
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the full environment of a rank."""
-        return rank_environment(
+        place = Placement(
             rank=rank,
-            size=self.num_ranks,
-            port=self.listener.getsockname()[1],
-            store_fd=self.listener.fileno() if rank == 0 else None,
-            error_dir=self.directory,
-            threads=threads_for_ranks(self.num_ranks),
-            attempt=self.attempt,
-            token=self.token,
+            size=self.num_ranks * self.node.count,
+            local_rank=rank - self.ranks.start,
+            local_size=self.num_ranks,
+            node_rank=self.node.rank,
+            num_nodes=self.node.count,
+            master_addr=self.node.host,
+            master_port=self.listener.getsockname()[1] if self.listener else self.node.port,
+            run=self.node.token,
         )
+        store_fd = self.inherited(rank).get(STORE_FD)
+        return rank_environment(place, store_fd, self.directory, threads_for_ranks(self.num_ranks), self.attempt)
 
     def inherited(self, rank: int) -> dict[str, int]:
         """Return the descriptors that a rank inherits, by the environment variable with the descriptor's number."""
-        return {STORE_FD: self.listener.fileno()} if rank == 0 else {}
+        return {STORE_FD: self.listener.fileno()} if rank == 0 and self.listener else {}
+
+    def close_listener(self) -> None:
+        """Close this process's copy of the socket, once rank 0 has inherited it."""
+        if self.listener is not None:
+            self.listener.close()
 
 
 @contextlib.contextmanager
@@ -66,10 +94,15 @@ def private_directory() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def launch_context(launch_directory: str, num_ranks: int, attempt: int = 0) -> Iterator[LaunchContext]:
-    """Create the directory and the socket of an attempt."""
+def launch_context(
+    launch_directory: str, num_ranks: int, attempt: int = 0, node: NodePlace | None = None
+) -> Iterator[LaunchContext]:
+    """Create the directory of an attempt, and its socket unless ``node`` is one of several."""
     directory = attempt_directory(launch_directory, attempt)
     os.mkdir(directory)
+    if node is not None:
+        yield LaunchContext(directory, None, num_ranks, attempt, node)
+        return
     # Bound now and inherited by rank 0, so that no other process can take the port in between.
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(64, 4 * num_ranks))
     try:

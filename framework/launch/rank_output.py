@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .rank_screen import Screen, terminal
+from .rank_screen import Screen, follow_size, terminal
 
 FOLDER = "ranks"
 _CHUNK_BYTES = 1 << 16
@@ -101,7 +101,7 @@ class RankOutput:
         self._find_directory = find_directory
         self._head = f"--- {head}\n"
         self._selector = selectors.DefaultSelector()
-        self._logs: list[_RankLog] = []
+        self._logs: dict[int, _RankLog] = {}
         self._shows_all = shows_all
         self._hide = hide
         self._finishing = False
@@ -125,7 +125,7 @@ class RankOutput:
     def streams(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield the descriptors for a rank's standard output and error; this process closes its copies at the end."""
         log = _RankLog(rank, self._hide)
-        self._logs.append(log)
+        self._logs[rank] = log
         shown = rank == 0 or self._shows_all
         label = b"" if rank == 0 else b"[rank %d] " % rank
         output = self._stream(log, 1 if shown else None, label)
@@ -169,7 +169,7 @@ class RankOutput:
 
     def close(self) -> None:
         """Close the files."""
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
 
     def _run(self) -> None:
@@ -185,8 +185,9 @@ class RankOutput:
                     self.folder = directory / FOLDER
             if self.folder is not None:
                 # A copy of the list: ranks may still be added.
-                for log in list(self._logs):
+                for log in list(self._logs.values()):
                     log.open(self.folder, self._head)
+            self._follow_size()
             if finishing and not ready:
                 break
             if not self._num_open():
@@ -210,6 +211,13 @@ class RankOutput:
             _, screen = key.data
             if screen is not None:
                 screen.pause()
+
+    def _follow_size(self) -> None:
+        """Give the terminals of rank 0 the size of the one that shows them, which the user may have changed."""
+        for key in list(self._selector.get_map().values()):
+            _, screen = key.data
+            if screen is not None and screen.is_terminal:
+                follow_size(screen.descriptor, key.fd)
 
     def _num_open(self) -> int:
         return len(self._selector.get_map())

@@ -19,15 +19,15 @@ class Screen:
     """
 
     def __init__(self, descriptor: int, label: bytes, is_terminal: bool) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
+        self.is_terminal = is_terminal
         self._label = label
-        self._by_line = not is_terminal
         self._line = b""
         self._is_open = True
 
     def show(self, data: bytes) -> None:
         """Show output: immediately on a terminal, else its complete lines."""
-        if self._by_line:
+        if not self.is_terminal:
             *lines, self._line = (self._line + data).split(b"\n")
             data = b"".join(self._label + line + b"\n" for line in lines)
         self._write(data)
@@ -46,7 +46,7 @@ class Screen:
 
     def _write(self, data: bytes) -> None:
         if self._is_open:
-            self._is_open = _write(self._descriptor, data)
+            self._is_open = _write(self.descriptor, data)
 
 
 def _write(descriptor: int, data: bytes) -> bool:
@@ -69,6 +69,13 @@ def terminal() -> tuple[int, int]:
         # Otherwise it would write "\r\n" for each "\n", and the real terminal would convert it again.
         modes[1] &= ~termios.OPOST
         termios.tcsetattr(writing, termios.TCSANOW, modes)
-        size = fcntl.ioctl(1 if os.isatty(1) else 2, termios.TIOCGWINSZ, b"\0" * 8)
-        fcntl.ioctl(writing, termios.TIOCSWINSZ, size)
+        follow_size(1 if os.isatty(1) else 2, writing)
     return reading, writing
+
+
+def follow_size(shown: int, inside: int) -> None:
+    """Give a pseudo-terminal, by either of its ends, the size of the terminal that shows its output."""
+    with contextlib.suppress(OSError, termios.error):
+        size = fcntl.ioctl(shown, termios.TIOCGWINSZ, b"\0" * 8)
+        if size != fcntl.ioctl(inside, termios.TIOCGWINSZ, b"\0" * 8):
+            fcntl.ioctl(inside, termios.TIOCSWINSZ, size)

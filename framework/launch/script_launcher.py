@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..core.errors import ConfigurationError, PhalanxError
+from ..core.interception import intercept_loop
 from ..report import amend_report
 from ..system.entry_script import Script, can_rerun_script
 from ..system.environment import hiding_secrets
@@ -21,6 +22,7 @@ from ..system.processes import Process, die_with_parent
 from .exit_hooks import quick_exit, write_error
 from .fork_server import ForkServer, ServerGone
 from .launch_context import LaunchContext, launch_context, private_directory
+from .nodes import Nodes
 from .rank_output import RankOutput
 from .rank_states import RankStates
 from .restart_policy import RestartPolicy, run_directory
@@ -32,32 +34,44 @@ _LAST_LINES = 10
 
 
 def launch_script(
-    num_ranks: int, max_restarts: int = 0, keeps_files: bool = False, libraries: Sequence[str] = ()
+    num_ranks: int,
+    max_restarts: int = 0,
+    keeps_files: bool = False,
+    libraries: Sequence[str] = (),
+    script: Script | None = None,
+    nodes: Nodes | None = None,
 ) -> NoReturn:
-    """Run this script once for each rank, watch the ranks, and end with their exit code.
+    """Run a script once for each rank, watch the ranks, and end with their exit code.
 
     Args:
-        num_ranks: the number of ranks to start.
+        num_ranks: the number of ranks to start on this node.
         max_restarts: how often failed ranks may be restarted. Failures that a restart cannot change are not retried.
         keeps_files: whether the run has files for the ranks' output; if not, all output is shown.
         libraries: modules that every rank will import.
+        script: the script to run; by default that of this process.
+        nodes: the nodes of the run; by default there is only this one.
 
     Raises:
         SystemExit: always, once all ranks have ended. The code after this call runs only in the ranks.
         ConfigurationError: there is no script to run again.
     """
-    if not can_rerun_script():
+    intercept_loop()
+    if script is None and not can_rerun_script():
         raise ConfigurationError(
             "There is no script that could be run again for each rank; in a notebook or an interpreter, fork them."
         )
-    restarts = RestartPolicy(max_restarts)
+    restarts, nodes = RestartPolicy(max_restarts), nodes or Nodes()
     with private_directory() as directory:
         supervisor = Supervisor(directory, adopts_orphans=True)
-        launcher = _ScriptLauncher(Script.running(), supervisor, libraries, shows_all=not keeps_files)
+        launcher = _ScriptLauncher(script or Script.running(), supervisor, nodes, libraries, not keeps_files)
         in_main_thread = threading.current_thread() is threading.main_thread()
         signals = supervisor.handling_signals() if in_main_thread else contextlib.nullcontext()
         with signals, contextlib.closing(launcher):
-            verdict = _run_attempts(launcher, supervisor, restarts, directory, num_ranks)
+            verdict = None
+            try:
+                verdict = _run_attempts(launcher, supervisor, restarts, directory, num_ranks)
+            finally:
+                nodes.close(verdict, supervisor)
     if restarts.refusal:
         write_error(f"phalanx: {restarts.refusal}")
     if verdict.message:
@@ -70,9 +84,12 @@ def _run_attempts(
 ) -> Verdict:
     """Run the ranks until they succeed or are not restarted; return the verdict on the last attempt."""
     while True:
-        with launch_context(directory, num_ranks, restarts.done) as context:
+        nodes = launcher.nodes
+        if (ended := nodes.meet(restarts.done, num_ranks, supervisor)) is not None:
+            return ended
+        with launch_context(directory, num_ranks, restarts.done, nodes.place) as context:
             verdict = launcher.run_attempt(context, is_last=restarts.done >= restarts.allowed)
-        if supervisor.is_shutting_down:
+        if supervisor.is_shutting_down or nodes.is_lost:
             return verdict
         wait = restarts.wait_before_restart(verdict.exit_code, verdict.step)
         if wait is None:
@@ -88,7 +105,10 @@ def _run_attempts(
 class _ScriptLauncher:
     """Starts the ranks of a script, supervises them until they end, and may restart them."""
 
-    def __init__(self, script: Script, supervisor: Supervisor, libraries: Sequence[str], shows_all: bool) -> None:
+    def __init__(
+        self, script: Script, supervisor: Supervisor, nodes: Nodes, libraries: Sequence[str], shows_all: bool
+    ) -> None:
+        self.nodes = nodes
         self._script = script
         self._supervisor = supervisor
         self._libraries = libraries
@@ -105,25 +125,29 @@ class _ScriptLauncher:
 
     def run_attempt(self, context: LaunchContext, is_last: bool) -> Verdict:
         """Start the ranks once and supervise them until they end. The last attempt ends the fork server."""
-        self._supervisor.begin_attempt(context.directory)
+        self._supervisor.begin_attempt(context.directory, context.ranks.start)
         head = f"attempt {context.attempt + 1}, begun {time.strftime('%Y-%m-%d %H:%M:%S')}"
         if (ended := self._prepare_server(context)) is not None:
-            return ended
+            return self.nodes.agree(ended, self._supervisor)
         with RankOutput(partial(run_directory, context.directory), head, self._shows_all, hiding_secrets()) as output:
             try:
-                for rank in range(context.num_ranks):
+                for rank in context.ranks:
                     self._supervisor.add(self._start(context, rank, output))
-                context.listener.close()
+                context.close_listener()
                 if is_last:
                     self.close()
                 directory = partial(run_directory, context.directory)
                 states = RankStates(context.directory, directory, lambda: self._supervisor.running)
                 with contextlib.closing(states):
-                    verdict = self._supervisor.watch(output.is_blocked)
+                    nodes = self.nodes
+                    verdict = self._supervisor.watch(
+                        output.is_blocked, nodes.others_ended, nodes.report_failure, nodes.signal_of_others
+                    )
             except BaseException:
                 self._supervisor.stop()
                 raise
             output.finish()
+            verdict = self.nodes.agree(verdict, self._supervisor)
             _amend_report(verdict, run_directory(context.directory))
             _show_output(verdict, output, self._shows_all)
             output.close()
@@ -135,7 +159,8 @@ class _ScriptLauncher:
             return None
         if self._server is None or not self._server.is_alive():
             self.close()
-            self._server = ForkServer(self._script, context.environment(0), self._libraries)
+            environment = context.environment(context.ranks.start)
+            self._server = ForkServer(self._script, environment, self._libraries)
             self._supervisor.spare(self._server.pid)
         ended = self._supervisor.pause(until=self._server.is_ready_or_ended)
         if ended is None and self._server.is_spoiled and self._libraries:
@@ -190,7 +215,8 @@ def _amend_report(verdict: Verdict, directory: Path | None) -> None:
     if verdict.traceback:
         changes["traceback"] = verdict.traceback
     with contextlib.suppress(OSError, ValueError, PhalanxError):
-        amend_report(directory, changes)
+        # A rank 0 that was killed has recorded its last step up to a second before.
+        amend_report(directory, changes, {} if verdict.step is None else {"optimizer_steps": verdict.step})
 
 
 def _show_output(verdict: Verdict, output: RankOutput, shown: bool) -> None:

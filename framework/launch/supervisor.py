@@ -62,6 +62,8 @@ class Supervisor:
         self._deadline = math.inf
         """``time.monotonic()`` at which preempted ranks are stopped; inf: no deadline; -inf: now."""
         self._attempt = Attempt(directory)
+        self.has_to_leave = False
+        """Whether Ctrl-C came twice: nothing is waited for any more."""
         self._stall: Stall | None = None
         self._detector = StallDetector(self._attempt.heartbeats)
         self._waiting = WaitingRanks(self._attempt.heartbeats)
@@ -75,9 +77,20 @@ class Supervisor:
         """Whether this process received SIGINT or SIGTERM."""
         return self._attempt.received is not None
 
-    def begin_attempt(self, directory: str) -> None:
-        """Remove the ranks that have ended; the next ones write their records into ``directory``."""
-        before, self._attempt = self._attempt, Attempt(directory)
+    @property
+    def signal_to_pass_on(self) -> signal.Signals | None:
+        """The shutdown signal that this process received, or None; also None if the ranks have reported it themselves.
+
+        They have if they were members of a process group, in which all ranks stop together, and did not end well.
+        """
+        received = self._attempt.received
+        if received is None or all(rank.code == 0 for rank in self._attempt.ranks) or not self._attempt.any_joined:
+            return received
+        return None
+
+    def begin_attempt(self, directory: str, first_rank: int = 0) -> None:
+        """Remove the ranks that have ended; the next, from ``first_rank``, write their records into ``directory``."""
+        before, self._attempt = self._attempt, Attempt(directory, first_rank)
         if before.received is not None:
             # Read after the new attempt is in place: a signal that arrives in between must not be lost.
             self._attempt.receive(before.received)
@@ -113,18 +126,30 @@ class Supervisor:
         """Watch a rank that was just started."""
         self._attempt.add(process)
 
-    def watch(self, is_output_blocked: Callable[[], bool] = lambda: False) -> Verdict:
+    def watch(
+        self,
+        is_output_blocked: Callable[[], bool] = lambda: False,
+        others_ended: Callable[[], int | None] = lambda: None,
+        report_failure: Callable[[], None] = lambda: None,
+        signal_of_others: Callable[[], int | None] = lambda: None,
+    ) -> Verdict:
         """Wait until all ranks have ended, and return the verdict; when one fails, end the others.
 
-        While ``is_output_blocked`` returns True, for example for a pager that does not read, silent ranks do not count
-        as stalled: they wait for the screen.
+        Args:
+            is_output_blocked: while it returns True, for example for a pager that does not read, silent ranks do not
+                count as stalled: they wait for the screen.
+            others_ended: returns the exit code for which ranks of other nodes have ended, or None.
+            report_failure: called as soon as a rank has failed, before the others are ended.
+            signal_of_others: returns a signal to the launcher of another node that its ranks could not report, or None.
         """
         while self._poll():
+            self._take_over(signal_of_others())
             # Failures are checked first: an error on one rank explains the silence of the others, which wait for it.
             if self._has_failure():
+                report_failure()
                 self._wait_for_cause()
                 self.stop()
-            elif self._is_overdue():
+            elif self._is_overdue() or self._others_failed(others_ended()):
                 self.stop()
             elif not is_output_blocked() and self._has_stalled():
                 # Python handlers do not run in a rank that hangs in a collective, so SIGTERM would have no effect.
@@ -171,6 +196,7 @@ class Supervisor:
         received = self._attempt.received
         if signum == signal.SIGINT and received is signal.SIGINT:
             self._deadline = -math.inf
+            self.has_to_leave = True
             return
         # Ctrl-C after SIGTERM still interrupts; SIGTERM after Ctrl-C is only forwarded.
         if signum == signal.SIGINT or (signum == signal.SIGTERM and received is None):
@@ -179,6 +205,11 @@ class Supervisor:
         # Ctrl-C in a terminal has reached the ranks already; they count two within a second as one (signals.py).
         for rank in self._attempt.ranks:
             rank.send(signum)
+
+    def _take_over(self, signum: int | None) -> None:
+        """Handle a signal to the launcher of another node like one to this one, unless this one has received it too."""
+        if signum is not None and self._attempt.received not in (signum, signal.SIGINT):
+            self._on_signal(signum, None)
 
     def _poll(self) -> bool:
         """Check all processes; return whether any rank is still running."""
@@ -207,6 +238,13 @@ class Supervisor:
         if math.isfinite(self._deadline) and self._attempt.is_in_stage:
             self._deadline = time.monotonic() + PREEMPT_SECONDS
         return time.monotonic() >= self._deadline
+
+    def _others_failed(self, code: int | None) -> bool:
+        """Whether ranks of other nodes have failed. If they were preempted, those of this node get the usual time."""
+        if code in (Preempted.exit_code, INTERRUPTED):
+            self._deadline = min(self._deadline, time.monotonic() + PREEMPT_SECONDS)
+            return False
+        return code is not None
 
     def _has_stalled(self) -> bool:
         running, ended = self._attempt.running, self._attempt.ended_well

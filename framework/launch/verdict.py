@@ -50,11 +50,11 @@ def judge(attempt: Attempt, stall: Stall | None) -> Verdict:
     7. Otherwise no rank failed: the ranks were preempted, ended by SIGTERM, or successful.
     """
     # Each step below reads files that the ranks wrote, which no longer change as all ranks have ended.
-    if attempt.received is signal.SIGINT:
-        return Verdict(INTERRUPTED, "interrupted", failed=True)
     failures = attempt.failures()
+    if attempt.received is signal.SIGINT:
+        return _interrupted(failures)
     if stall is not None and not failures:
-        rank = attempt.ranks[stall.ranks[0]]
+        rank = attempt.find(stall.ranks[0])
         step = _step(attempt.last_heartbeat(rank))
         return Verdict(StalledError.exit_code, stall.message, failed=True, step=step, rank=rank.rank)
     if crashed := _unexplained_crashes(attempt, {failure.rank for failure in failures}):
@@ -96,14 +96,20 @@ def _first_error(attempt: Attempt, failures: list[Failure]) -> Verdict:
     # Exit code 0 looks like success, but inside a stage it leaves the others waiting for a rank that has ended.
     if (quitter := _first_to_quit(attempt, first.seconds)) is not None:
         text = f"rank {quitter.rank} (pid {quitter.pid}) exited the process group with exit code 0"
-        return _blame(attempt, attempt.ranks[quitter.rank], first.exit_code, text, quitter)
+        return _blame(attempt, attempt.find(quitter.rank), first.exit_code, text, quitter)
     # SIGINT was sent to ranks instead of the supervisor.
     if all(failure.exit_code == INTERRUPTED for failure in failures):
-        return Verdict(INTERRUPTED, "interrupted", failed=True)
+        return _interrupted(failures)
     # The same error on every rank is a common decision, and its message names the cause.
     everywhere = len(failures) == len(attempt.ranks) > 1 and len({(one.kind, one.message) for one in failures}) == 1
     text = "all ranks failed" if everywhere else f"rank {first.rank} (pid {first.pid}) failed"
-    return _blame(attempt, attempt.ranks[first.rank], first.exit_code, text, first)
+    return _blame(attempt, attempt.find(first.rank), first.exit_code, text, first)
+
+
+def _interrupted(failures: list[Failure]) -> Verdict:
+    """Return the verdict on a Ctrl-C: in the words of a rank that has stopped at a step and saved, if one has."""
+    messages = [failure.message for failure in failures if failure.exit_code == INTERRUPTED and failure.message]
+    return Verdict(INTERRUPTED, messages[0] if messages else "interrupted", failed=True)
 
 
 def _blame(attempt: Attempt, rank: RankProcess, exit_code: int, text: str, failure: Failure | None = None) -> Verdict:

@@ -10,32 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from called_command import CalledCommand
 from hostile import good
+from made_runs import ended, write_run
 from safetensors.torch import load_file
 
 from phalanx import checkpoint
-from phalanx.cli.main import main
 from phalanx.cli.output import age, moment, printable, size
 
 ROOT = Path(checkpoint.__file__).parent
 
 
-class Outcome:
-    """What a command came to."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def command(*arguments: Any) -> Outcome:
-        capsys.readouterr()
-        code = main(["checkpoint", *map(str, arguments)])
-        shown = capsys.readouterr()
-        return Outcome(code, shown.out, shown.err)
-
-    return command
+def run(capsys: pytest.CaptureFixture[str]) -> CalledCommand:
+    return CalledCommand("checkpoint", capsys)
 
 
 def damaged(path: Path) -> Path:
@@ -94,6 +82,24 @@ def test_the_directory_of_checkpoints_is_printed(tmp_path: Path, run: Any) -> No
     for above in (tmp_path, tmp_path / "logs", tmp_path / "logs" / "version_0"):
         assert run("list", above).out == f"{above} holds no checkpoints. There are some in {place}.\n"
     assert "It is a directory of 1: `phalanx checkpoint list` shows them." in run("inspect", place).err
+
+
+def test_a_run_is_listed_and_its_checkpoints_are_named(
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "phalanx_logs/version_0", report=ended(0)) / "checkpoints"
+    folder.mkdir()
+    good(folder / "a.ckpt")
+    monkeypatch.chdir(tmp_path)
+    for name in ("0", "version_0", "phalanx_logs/version_0"):
+        assert [line.split()[0] for line in run("list", name).out.splitlines()] == ["name", "a.ckpt"]
+        expected = f"{name!r} is a run and not a checkpoint: its checkpoints are in phalanx_logs/version_0/checkpoints;"
+        for arguments in (["inspect", name], ["verify", name], ["diff", name, name], ["consolidate", name, "out"]):
+            done = run(*arguments)
+            assert (done.code, len(done.err.splitlines())) == (65, 1)
+            assert expected in done.err
+    assert "checkpoint '1' does not exist." in run("inspect", "1").err
+    assert "'1' does not exist; give" in run("list", "1").err
 
 
 def test_list(tmp_path: Path, run: Any) -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from command_terminal import warm_command
 from ranks import run_command
 
 from phalanx.cli import torch_checks
@@ -96,5 +97,5 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     for arguments in (["nowhere"], ["--ranks", "0"]):
-        done = run_command([sys.executable, "-m", "phalanx", "doctor", *arguments], tmp_path)
+        done = warm_command("doctor", *arguments, cwd=tmp_path)
         assert (done.returncode, len(done.stdout.splitlines())) == (78, 1)

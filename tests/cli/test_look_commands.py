@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from made_runs import HOSTILE, ended, running, write_run
-from ranks import completed, read_terminal, run_command, run_script, started_script, wait_until
+from command_terminal import Terminal, answer, command, shown_lines
+from made_runs import CONFIG, GONE, HOSTILE, ended, running, write_run
+from ranks import completed, run_command, run_script, started_script, wait_until
 
 SCRIPT = """
 import os, signal, sys, time
@@ -74,57 +68,6 @@ def fit(root: Path, what: str, ranks: int = 1, restarts: int = 0, lr: float = 0.
     done = run_script(SCRIPT, str(root), what, str(ranks), str(restarts), str(lr), timeout=150.0)
     (directory,) = root.glob("phalanx_logs/version_*")
     return done.returncode, directory
-
-
-def command(*arguments: Any, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return run_command([sys.executable, "-m", "phalanx", *map(str, arguments)], cwd, env)
-
-
-def answer(*arguments: Any, cwd: Path) -> Any:
-    """Return what a command prints with ``--json``."""
-    done = command(*arguments, "--json", cwd=cwd)
-    assert done.returncode == 0, done.stdout
-    return json.loads(done.stdout)
-
-
-class Terminal:
-    """A command in a terminal of 80 columns."""
-
-    def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str] | None = None) -> None:
-        self.mine, inside = pty.openpty()
-        fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.modes = termios.tcgetattr(inside)
-        known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", *arguments], stdin=inside, stdout=inside, stderr=inside, cwd=cwd,
-            env={**known, "TERM": "xterm", **(env or {})}, start_new_session=True,
-        )  # fmt: skip
-        self.inside = inside
-
-    def read_until(self, text: str) -> str:
-        """Return what is shown up to a text."""
-        shown, until = "", time.monotonic() + 60.0
-        while text not in shown:
-            assert time.monotonic() < until, shown
-            if select.select([self.mine], [], [], 0.5)[0]:
-                shown += os.read(self.mine, 1 << 16).decode()
-        return shown
-
-    def end(self) -> str:
-        """Return what is shown, once the command has ended."""
-        try:
-            assert self.process.wait(60.0) == 0
-        finally:
-            self.process.kill()
-            self.process.wait()
-        assert termios.tcgetattr(self.inside) == self.modes
-        os.close(self.inside)
-        return read_terminal(self.mine)
-
-
-def shown_lines(text: str) -> list[str]:
-    """Return the lines that a terminal shows, without colours."""
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "").splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -209,13 +152,19 @@ def test_the_report_in_the_terminal_in_json_and_as_a_page_has_the_same_facts(run
     found = answer("report", "failed", cwd=runs)
     assert (found["restarts"], found["repeated_steps"], found["optimizer_steps"]) == (1, 2, 6)
     assert found["settings"]["changed"]["max_restarts"] == 1
-    assert found["curves"]["train/loss"]["step"] == list(range(6))
+    # Rank 0 writes its curves once a second, and is ended when another rank has failed.
+    steps = found["curves"]["train/loss"]["step"]
+    assert steps == list(range(len(steps)))
+    assert 4 <= len(steps) <= 6
     assert found["page"] == "failed/phalanx_logs/version_0/report.html"
     assert "ValueError: planted &lt;b&gt;" in before
     assert "planted <b>" not in before
     assert "Restarts and time lost" in before
     text = command("report", "failed", "--out", runs / "page.html", cwd=runs).stdout
     assert "restarts 1, 2 steps trained again" in text
+    assert "1 restart, " not in text
+    assert text.splitlines()[:2] == ["failed/phalanx_logs/version_0  failed", f" {found['why']['sentence']}"]
+    assert "\nhow      ddp, 2 ranks, 32-true\n" in text
     assert (runs / "page.html").read_text() == page.read_text()
     # The supervisor wrote both files, after rank 0 had written them for its own end.
     written = json.loads((page.parent / "report.json").read_text())
@@ -289,6 +238,15 @@ def test_a_run_that_trains(training: tuple[Path, subprocess.Popen[str]]) -> None
     assert last.startswith("preempted: ended after ")
 
 
+def test_top_of_a_finished_run_does_not_show_where_in_an_epoch_it_is(tmp_path: Path) -> None:
+    config = {**CONFIG, "resolved": {"strategy": "single", "world_size": 1}}
+    status = {**running(pid=GONE, age=1e6), "step": 40, "epoch": 2, "batch": 0, "section": "epoch"}
+    write_run(tmp_path / "a/version_0", status=status, report=ended(0), config=config)
+    head, position, *_ = command("top", "--once", cwd=tmp_path).stdout.splitlines()
+    assert head.startswith("a/version_0  finished  single, 1 rank on ")
+    assert position == "[====================] 100 %  step 40 of 40, epoch 2 of 2"
+
+
 def test_a_run_of_another_host_and_hostile_names(tmp_path: Path) -> None:
     status = {**running(host="elsewhere"), "metrics": {HOSTILE: 1.0}}
     write_run(tmp_path / "a/version_0", status=status, events=[{"step": 1, "time": 1.0, "values": {HOSTILE: 1.0}}])
@@ -298,6 +256,32 @@ def test_a_run_of_another_host_and_hostile_names(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
         assert done.stdout.replace("\n", "").isprintable()
     assert {each["state"] for each in answer("runs", cwd=tmp_path)["runs"]} == {"running", "failed"}
+
+
+def curved(directory: Path, name: str, scale: float) -> Path:
+    """Write a run with a curve of 50 values between 12.3 and 9,876.5 times ``scale``."""
+    values = [scale * (12.3 + 9864.2 * ((7 * step) % 50) / 49) for step in range(50)]
+    events = [{"step": step, "time": 1.0, "values": {name: value}} for step, value in enumerate(values)]
+    return write_run(directory, report=ended(0), events=events)
+
+
+@pytest.mark.parametrize(("length", "with_curves"), [(28, {"compare", "report"}), (44, {"report"}), (90, set())])
+def test_a_narrow_terminal_cuts_curves_and_names_but_no_number(
+    length: int, with_curves: set[str], tmp_path: Path
+) -> None:
+    name = "val/" + "n" * (length - 4)
+    curved(tmp_path / "a/version_0", name, 1.0)
+    curved(tmp_path / "b/version_0", name, 0.1)
+    for arguments, heads, number in (
+        (["compare", "a", "b"], ["metric", "A", "last", "B", "last", "B", "-", "A"], "-7.8e+03"),
+        (["report", "a"], ["metric", "first", "last", "least", "most"], "9876"),
+    ):
+        lines = shown_lines(Terminal(arguments, tmp_path).end())
+        head = next(index for index, line in enumerate(lines) if line.startswith("metric"))
+        assert lines[head].split() == heads
+        assert len(lines[head + 1]) <= 80
+        assert number in lines[head + 1].split()
+        assert any(block in lines[head + 1] for block in "▁▂▃▄▅▆▇█") == (arguments[0] in with_curves)
 
 
 def test_wrong_names_are_answered_in_one_line(tmp_path: Path) -> None:

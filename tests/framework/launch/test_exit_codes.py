@@ -91,3 +91,18 @@ def test_an_error_outside_of_a_script_is_shown_as_usual(
     exit_hooks.end_script(type(error), error, None)
     assert shown == [(type(error), error, None)]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (KeyboardInterrupt("stopped after step 3"), "[rank 1] stopped after step 3\n"),
+        (KeyboardInterrupt(), "[rank 1] interrupted\n"),
+        (KeyError("mine"), "[rank 1] KeyError: 'mine'\n"),
+    ],
+)
+def test_a_rank_of_another_launcher_prints_its_error_and_of_an_interrupt_one_line(
+    error: BaseException, shown: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exit_hooks.report_failure(1, error)
+    assert capfd.readouterr().err == shown

@@ -35,7 +35,15 @@ def launch(restarts=0, libraries=("torch._dynamo",)):
 
 def servers(session: int) -> list[int]:
     """Return the processes of a session that ranks are forked from."""
-    return [pid for pid in session_pids(session) if Path(f"/proc/{pid}/comm").read_bytes().strip() == NAME]
+    return [pid for pid in session_pids(session) if name_of(pid) == NAME]
+
+
+def name_of(pid: int) -> bytes | None:
+    """Return the name of a process; None if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_bytes().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_an_error_of_all_ranks_is_not_the_fault_of_one(tmp_path: Path) -> None:
 def test_ranks_that_were_interrupted_have_not_failed(tmp_path: Path) -> None:
     for rank in range(2):
         recorded(tmp_path, rank, KeyboardInterrupt("rank 1 got SIGINT"))
-    assert watch(tmp_path, "sh -c 'exit 130'", "sh -c 'exit 130'") == Verdict(130, "interrupted", failed=True)
+    assert watch(tmp_path, "sh -c 'exit 130'", "sh -c 'exit 130'") == Verdict(130, "rank 1 got SIGINT", failed=True)
 
 
 def test_preempted_ranks_are_waited_for(tmp_path: Path) -> None:

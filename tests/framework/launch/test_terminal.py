@@ -8,6 +8,8 @@ import os
 import pty
 import re
 import select
+import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -17,8 +19,10 @@ from pathlib import Path
 
 import pytest
 from ranks import end_session
+from screens import screen_of
 
 CTRL_C = b"\x03"
+HIDES_CURSOR, SHOWS_CURSOR = "\x1b[?25l", "\x1b[?25h"
 SCRIPT = """
 import sys, time
 import torch
@@ -42,23 +46,27 @@ class Model(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 if __name__ == "__main__":
-    trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, default_root_dir=root, logger=False)
+    trainer = Trainer(devices=RANKS, accelerator="cpu", max_epochs=1, default_root_dir=root, logger=False)
     loader = DataLoader(TensorDataset(torch.randn(64, 4)), 1, num_workers=1)
     trainer.fit(Model(), loader)
 """
 
 
 # Every rank reaches the breakpoint.
-DEBUGGED = SCRIPT.replace(
-    """        if self.global_step >= 2:
+DEBUGGED = (
+    SCRIPT.replace("RANKS", "2")
+    .replace(
+        """        if self.global_step >= 2:
             time.sleep(float(seconds))
 """,
-    """        answer = 41
+        """        answer = 41
         if self.global_step == 2:
             breakpoint()
             print("ANSWER", answer, "ON", self.global_rank, flush=True)
 """,
-).replace("default_root_dir=root", "default_root_dir=root, verbose=False, stall_timeout=float(seconds)")
+    )
+    .replace("default_root_dir=root", "default_root_dir=root, verbose=False, stall_timeout=float(seconds)")
+)
 
 
 @contextlib.contextmanager
@@ -85,13 +93,15 @@ def in_terminal(root: Path, source: str, seconds: float) -> Iterator[tuple[subpr
         os.close(terminal)
 
 
-def run_in_terminal(root: Path, seconds: float, *pauses: float) -> tuple[int, str, float]:
-    """Run the script, whose steps last so long from the third on, and press Ctrl-C in that after each of the pauses.
+def run_in_terminal(
+    root: Path, seconds: float, *pauses: float, ranks: int = 2, awaited: bytes = b"AT STEP 2"
+) -> tuple[int, str, float]:
+    """Run the script, whose steps last so long from the third on; press Ctrl-C from some output on, after each pause.
 
     Return its exit code, what the terminal showed, and how long it took from the last press to its end.
     """
-    with in_terminal(root, SCRIPT, seconds) as (process, terminal):
-        shown = read_until(terminal, b"AT STEP 2")
+    with in_terminal(root, SCRIPT.replace("RANKS", str(ranks)), seconds) as (process, terminal):
+        shown = read_until(terminal, awaited)
         pressed = time.monotonic()
         for pause in pauses:
             time.sleep(pause)
@@ -114,19 +124,28 @@ def read_until(terminal: int, text: bytes | None, seconds: float = 60.0) -> byte
     return shown
 
 
-def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path) -> None:
-    code, shown, _ = run_in_terminal(tmp_path, 0.05, 0.0)
-    assert code == 130, shown
-    assert "got SIGINT: stopped after optimizer step " in shown
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_finishes_the_step_saves_and_ends_with_one_line(ranks: int, tmp_path: Path) -> None:
+    # The bar hides the cursor when it is first drawn, which may be after the third step.
+    code, shown, _ = run_in_terminal(tmp_path, 0.05, 0.0, ranks=ranks, awaited=HIDES_CURSOR.encode())
+    # A shell reports 130 for a process that ends by this signal, too.
+    assert code == (130 if ranks > 1 else -signal.SIGINT), shown
     assert "Traceback" not in shown
-    # The bar had hidden the cursor.
-    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l")
-    assert len(list(tmp_path.rglob("preempted.ckpt"))) == 1
+    assert shown.rfind(SHOWS_CURSOR) > shown.rfind(HIDES_CURSOR) >= 0
+    (checkpoint,) = tmp_path.rglob("preempted.ckpt")
+    *_, last = (line for line in screen_of(shown) if line)
+    assert "SIGINT" in last
+    assert str(checkpoint.relative_to(tmp_path)) in last
+    assert shown.count("stopped after optimizer step") == 1
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
-    code, shown, seconds = run_in_terminal(tmp_path, 20.0, 0.2, 1.5)
-    assert code == 130, shown
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_ctrl_c_does_not_wait_for_the_step(ranks: int, tmp_path: Path) -> None:
+    code, shown, seconds = run_in_terminal(tmp_path, 20.0, 0.2, 1.5, ranks=ranks)
+    assert code == (130 if ranks > 1 else -signal.SIGINT), shown
+    *_, last = (line for line in screen_of(shown) if line)
+    assert last.endswith("interrupted")
+    assert "Traceback" not in shown
     # Its step would take as long again, and more.
     assert seconds < 12.0
     assert not list(tmp_path.rglob("preempted.ckpt"))
@@ -147,20 +166,44 @@ def test_a_breakpoint_stops_rank_0_in_the_terminal_for_longer_than_a_stall_may_l
     assert "ANSWER 41 ON 1" in file.read_text()
 
 
+# Rank 0 waits for its terminal to become narrower.
+RESIZED = """
+import subprocess, sys
+from phalanx.framework.launch.rank_output import RankOutput
+rank = (
+    "import os, time; until = time.monotonic() + 30; print('READY', flush=True)\\n"
+    "while os.get_terminal_size().columns != 55 and time.monotonic() < until: time.sleep(0.01)\\n"
+    "print(os.get_terminal_size().columns, 'COLUMNS')"
+)
+with RankOutput(lambda: None, "") as output, output.streams(0) as (out, err):
+    subprocess.run([sys.executable, "-c", rank], stdout=out, stderr=err)
+"""
+
+
+def test_the_terminal_of_rank_0_follows_a_new_size(tmp_path: Path) -> None:
+    with in_terminal(tmp_path, RESIZED, 0.0) as (process, terminal):
+        shown = read_until(terminal, b"READY")
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 31, 55, 0, 0))
+        shown += read_until(terminal, None)
+        assert process.wait(30.0) == 0, shown
+    assert b"55 COLUMNS" in shown
+
+
 # A live bar without a run, which needs no torch.
 WITH_BAR = """
-from phalanx.callbacks.progress_screens import Frame, Live
+from phalanx.callbacks.progress_live import Live
+from phalanx.callbacks.progress_screens import Frame
 
 bar, frame = Live(0.1), Frame("epoch 0", 10, 0.0, 0, 0.0, 0)
-bar.draw(frame, "")
+bar.draw(frame, [])
 ENTRY
 print("STEPPED", flush=True)
-bar.draw(frame, "")
+bar.draw(frame, [])
 print("ABOVE", flush=True)
-bar.draw(frame, "")
+bar.draw(frame, [])
 bar.close()
 """
-BAR, ERASED, SHOWS_CURSOR = "━", "\x1b[1A\x1b[2K", "\x1b[?25h"
+BAR, ERASED = "━", "\x1b[1A\x1b[2K"
 # Readline may switch the terminal's mode before the prompt.
 PROMPT = re.compile(r"\n(\x1b\[[?0-9]*[a-z]|\r)*\(Pdb\) $")
 

@@ -1,0 +1,99 @@
+"""``phalanx launch``: runs a script on the ranks of this node, or writes the job that does so on a platform."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from ..framework.core.errors import ConfigurationError
+from ..framework.system.environment import import_without_warnings
+from . import launch_ranks
+from .given_file import require_file
+from .job import Job, job_name
+from .submission import submit_job, write_job
+
+_FOR_JOBS = ("output", "submit", "name", "image", "cpu", "json")
+
+
+def run_or_write(given: argparse.Namespace) -> int:
+    """Run a script on several ranks, or write and submit a job; return the exit code.
+
+    Raises:
+        ConfigurationError: the arguments are wrong.
+        SystemExit: the ranks have ended; with their exit code.
+    """
+    _check_numbers(given)
+    if given.on is None:
+        for name in _FOR_JOBS:
+            if getattr(given, name):
+                raise ConfigurationError(f"--{name} is for a job: give --on slurm, ray or kubernetes as well.")
+        _check_script(given.script)
+        node = _node(given)
+        if node is not None:
+            import_without_warnings("torch")
+        return launch_ranks(given.script, given.arguments, given.devices, given.max_restarts, node)
+    job = _job(given)
+    finish = submit_job if given.submit else write_job
+    return finish(job, given.on, given.output, given.json)
+
+
+def _check_numbers(given: argparse.Namespace) -> None:
+    for option, value, least in (
+        ("--devices", given.devices, 1),
+        ("--nodes", given.nodes, 1),
+        ("--max-restarts", given.max_restarts, 0),
+        ("--node-rank", given.node_rank, 0),
+    ):
+        if value is not None and value < least:
+            raise ConfigurationError(f"{option} {value} must be a whole number of at least {least}.")
+
+
+def _check_script(script: str) -> None:
+    if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
+        raise ConfigurationError(f"{script!r} is a directory: give a script, such as {script.rstrip('/')}/train.py.")
+    if not os.path.isdir(script):
+        require_file(script, "script")
+
+
+def _node(given: argparse.Namespace) -> tuple[int, int, str, int] | None:
+    """Return the number of this node, the number of nodes, and the address of node 0; None for a single node."""
+    if given.nodes == 1:
+        if given.rdzv is not None or given.node_rank:
+            raise ConfigurationError("--rdzv and --node-rank are for several nodes: give --nodes as well.")
+        return None
+    if given.rdzv is None or given.node_rank is None:
+        missing = "--rdzv HOST:PORT" if given.rdzv is None else "--node-rank K"
+        raise ConfigurationError(
+            f"--nodes {given.nodes} needs {missing}: run the command on each node, with --node-rank 0 to "
+            f"{given.nodes - 1} and the same --rdzv, a port of node 0."
+        )
+    if given.node_rank >= given.nodes:
+        raise ConfigurationError(f"--node-rank {given.node_rank} of --nodes {given.nodes} must be below the latter.")
+    host, _, port = given.rdzv.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigurationError(f"--rdzv {given.rdzv!r} must be of the form HOST:PORT, such as host-a:29500.")
+    return given.node_rank, given.nodes, host.strip("[]"), int(port)
+
+
+def _job(given: argparse.Namespace) -> Job:
+    if given.node_rank is not None or given.rdzv is not None:
+        raise ConfigurationError(f"--node-rank and --rdzv have no place in a job: {given.on} assigns both.")
+    if given.devices is None:
+        raise ConfigurationError(f"--on {given.on} needs -n, the number of ranks on each node.")
+    if (given.image is None) == (given.on == "kubernetes"):
+        say = "needs --image, a container image with the script" if given.image is None else "takes no --image"
+        raise ConfigurationError(f"--on {given.on} {say}.")
+    if given.on != "kubernetes":
+        _check_script(given.script)
+    return Job(
+        name=job_name(given.name or Path(given.script).stem),
+        script=given.script,
+        arguments=tuple(given.arguments),
+        nodes=given.nodes,
+        devices=given.devices,
+        max_restarts=given.max_restarts,
+        gpus=0 if given.cpu else given.devices,
+        image=given.image or "",
+        directory=os.getcwd(),
+    )

@@ -1,0 +1,110 @@
+"""Imported names of other frameworks, and the expressions of a file that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from .edits import Outcome
+from .names import Framework, Missing, Target, counterpart, framework_of, other_framework_of
+from .source import Source, bound_name, dotted
+
+
+@dataclass
+class Binding:
+    """One imported name of a file.
+
+    Attributes:
+        name: the name in the file.
+        path: the full dotted name that it was imported from.
+        uses: the expressions that begin with the name, with the full names that they have.
+    """
+
+    name: str
+    path: str
+    statement: cst.Import | cst.ImportFrom
+    alias: cst.ImportAlias
+    framework: Framework
+    uses: list[tuple[cst.Name | cst.Attribute, str]] = field(default_factory=list)
+
+    @property
+    def target(self) -> Target | Missing | None:
+        return counterpart(self.path)
+
+    @property
+    def is_renamed(self) -> bool:
+        return self.alias.asname is not None
+
+
+def imported_frameworks(source: Source) -> set[Framework]:
+    """Return the known frameworks that a file imports, phalanx among them."""
+    paths = [path for statement in source.walk(cst.Import, cst.ImportFrom) for path, _ in _imported(statement)]
+    return {framework for path in paths if (framework := framework_of(path)) is not None}
+
+
+def bindings(source: Source, outcome: Outcome) -> list[Binding]:
+    """Return the imports of other frameworks; one of all names with ``*`` is left."""
+    found = []
+    for statement in source.walk(cst.Import, cst.ImportFrom):
+        for path, alias in _imported(statement):
+            if (framework := other_framework_of(path)) is None:
+                continue
+            if alias is None:
+                outcome.leave(
+                    source.line(statement), f"name what is imported from {path} instead of *.", framework.page
+                )
+                continue
+            found.append(Binding(bound_name(alias), path, statement, alias, framework))
+    _collect_uses(source, found)
+    return found
+
+
+def _imported(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, cst.ImportAlias | None]]:
+    if isinstance(statement, cst.Import):
+        for alias in statement.names:
+            yield alias.evaluated_name, alias
+    elif not statement.relative and (module := dotted(statement.module)):
+        if isinstance(statement.names, cst.ImportStar):
+            yield module, None
+            return
+        for alias in statement.names:
+            yield f"{module}.{alias.evaluated_name}", alias
+
+
+def _collect_uses(source: Source, found: Iterable[Binding]) -> None:
+    """Give each binding the longest expressions that are names of its framework."""
+    by_name: dict[str, list[Binding]] = {}
+    for binding in found:
+        by_name.setdefault(binding.name.partition(".")[0], []).append(binding)
+    inside: set[cst.CSTNode] = set()
+    for node in source.references():
+        text = dotted(node)
+        if node in inside or text is None or text.partition(".")[0] not in by_name:
+            continue
+        for path in source.imported_names(node):
+            # The name of an attribute of a class is not one of the framework, but its beginning is.
+            if counterpart(path) is None or other_framework_of(path) is None:
+                continue
+            if isinstance(node, cst.Attribute):
+                inside.update(_parts(node))
+            for binding in by_name[text.partition(".")[0]]:
+                if _is_reached(path, binding):
+                    binding.uses.append((node, path))
+            break
+
+
+def _is_reached(path: str, binding: Binding) -> bool:
+    """Whether a binding gives access to a full name; ``import a.b`` binds ``a``, so it does for all names below."""
+    if isinstance(binding.statement, cst.Import) and not binding.is_renamed:
+        return path.partition(".")[0] == binding.path.partition(".")[0]
+    return path == binding.path or path.startswith(f"{binding.path}.")
+
+
+def _parts(node: cst.Attribute) -> Iterator[cst.CSTNode]:
+    value = node.value
+    while isinstance(value, cst.Attribute):
+        yield value
+        value = value.value
+    yield value

@@ -1,0 +1,87 @@
+"""The rewriting of one Python file."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import libcst as cst
+
+from .bindings import Binding, bindings, imported_frameworks
+from .calls import check_calls
+from .composer import migrate_composer
+from .edits import Outcome, outermost
+from .hf_trainer import migrate_hf_trainer
+from .hooks import check_accelerators, check_methods
+from .imports import ImportRewriter
+from .names import Target, counterpart
+from .source import Source
+
+
+class NotPython(ValueError):
+    """A file that cannot be parsed; the message says where."""
+
+
+def migrate_script(text: bytes, is_package_file: bool = False) -> Outcome:
+    """Return the edits of a Python file and the lines that are left.
+
+    Args:
+        text: the content of the file.
+        is_package_file: whether it is an ``__init__.py``, whose imported names other files may use.
+
+    Raises:
+        NotPython: the file cannot be parsed.
+    """
+    try:
+        source = Source(text)
+    except (cst.ParserSyntaxError, SyntaxError, UnicodeDecodeError) as error:
+        raise NotPython(_reason(text, error)) from error
+    outcome = Outcome()
+    if frameworks := imported_frameworks(source):
+        found = bindings(source, outcome)
+        rewriter = ImportRewriter(source, found, outcome, is_package_file)
+        _rename_in_strings(source, found, rewriter.new_names, outcome)
+        check_calls(source, outcome)
+        check_methods(source, frameworks, outcome)
+        check_accelerators(source, outcome)
+    migrate_hf_trainer(source, outcome)
+    migrate_composer(source, outcome)
+    outcome.edits = outermost(outcome.edits)
+    outcome.left.sort()
+    return outcome
+
+
+def _reason(text: bytes, error: Exception) -> str:
+    """Return why a text was refused, with the line that Python itself names."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"its text cannot be decoded: {error}"
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError) as own:
+        error = own
+    line = getattr(error, "lineno", None) or getattr(error, "raw_line", None)
+    return f"line {line} is not valid Python" if line else f"it is not valid Python: {error}"
+
+
+def _rename_in_strings(source: Source, found: list[Binding], renamed: dict[str, str], outcome: Outcome) -> None:
+    """Rename imported names in annotations that are written as strings."""
+    modules = {each.name: each.path for each in found if isinstance(each.target, Target) and each.target.is_module}
+
+    def new_name(match: re.Match[str]) -> str:
+        first, _, rest = match[0].partition(".")
+        if first in renamed:
+            return renamed[first] + match[0][len(first) :]
+        target = counterpart(f"{modules[first]}.{rest}") if rest and first in modules else None
+        return target.dotted if isinstance(target, Target) and not target.is_module else match[0]
+
+    for annotation in source.walk(cst.Annotation):
+        for string in _strings(annotation):
+            old = source.code(string)
+            new = re.sub(r"(?<![\w.])[A-Za-z_]\w*(?:\.\w+)*", new_name, old)
+            if new != old:
+                outcome.replace(source.span(string), new, source.line(string))
+
+
+def _strings(node: cst.CSTNode) -> list[cst.SimpleString]:
+    own = [node] if isinstance(node, cst.SimpleString) else []
+    return own + [each for child in node.children for each in _strings(child)]

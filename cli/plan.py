@@ -1,0 +1,227 @@
+"""``phalanx plan``: the batch, the memory of a rank and the communication of a step, without training."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..framework.core.accumulation import resolve_accumulation
+from ..framework.core.errors import ConfigurationError
+from ..framework.core.global_batch import pieces_of, resolve_global_batch
+from ..framework.core.precision import resolve_precision
+from ..framework.core.size_text import size_text
+from ..framework.core.wording import counted
+from ..framework.memory.alternatives import Alternatives, alternatives
+from ..framework.memory.available_memory import gpu_libraries
+from ..framework.memory.communication import Transfer, communication
+from ..framework.memory.formulas import LAYOUTS, Ranks
+from ..framework.memory.memory_plan import MemoryPlan, PlanRow, TrainingData
+from .begin_commands import CHECK_FAILED
+from .looks import fitted_table, painted, say_wrapped
+from .output import say, say_json
+from .planned_program import canonical_strategy, of_class, of_script
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The content of an answer, in the terminal and as JSON."""
+
+    target: str
+    model: str
+    plan: MemoryPlan
+    row: PlanRow
+    """The strategy that the answer is about."""
+    window: int
+    global_batch: int | None
+    """Samples of an optimizer step where the program sets them; None: micro-batch x window x ranks."""
+    transfers: tuple[Transfer, ...]
+    instead: Alternatives | None
+    """None if the run fits."""
+
+
+def show_plan(given: argparse.Namespace) -> int:
+    """Print the plan of a script or a class; return the exit code: 69 if the run does not fit."""
+    for name in ("device_memory", "host_memory"):
+        _check_unit(f"--{name.replace('_', '-')}", getattr(given, name))
+    chosen = None if given.strategy is None else canonical_strategy(given.strategy)
+    fit = of_class(given.target) if ":" in given.target else of_script(given.target, given.arguments)
+    are_other = given.ranks is not None or given.ranks_per_node is not None
+    plan = fit.trainer.plan(
+        fit.module,
+        fit.loaders,
+        datamodule=fit.datamodule,
+        activation_bytes=fit.activation_bytes,
+        ranks=fit.ranks if given.ranks is None else given.ranks,
+        ranks_per_node=given.ranks_per_node if are_other else fit.ranks_per_node,
+        device_memory=given.device_memory,
+        host_memory=given.host_memory,
+    )
+    row = _row(plan, chosen or fit.strategy)
+    precision = resolve_precision(fit.settings.precision)
+    schedule = resolve_accumulation(fit.settings.accumulate_grad_batches)
+    window = schedule.constant or schedule.largest
+    whole = resolve_global_batch(fit.settings.global_batch_size, fit.settings.micro_batch_size)
+    if whole is not None and plan.data is not None and plan.data.micro_batch is not None:
+        window = len(pieces_of(whole.share(plan.world_size), plan.data.micro_batch))
+    ranks = Ranks(plan.world_size, plan.local_size)
+    transfers = communication(LAYOUTS[row.name], plan.size, ranks, precision, window)
+    instead = alternatives(plan, row.name, precision) if not row.fits else None
+    samples = None if whole is None else whole.samples
+    answer = _Answer(given.target, type(fit.module).__name__, plan, row, window, samples, transfers, instead)
+    if given.json:
+        say_json(_document(answer))
+    else:
+        _show(answer)
+    return 0 if row.fits and row.refusal is None else CHECK_FAILED
+
+
+def _check_unit(option: str, size: str | None) -> None:
+    if size is not None and size.strip()[-1:].isdigit():
+        raise ConfigurationError(f"{option} {size} has no unit: give a size such as 80GB.")
+
+
+def _reserved(plan: MemoryPlan) -> int:
+    """Return the bytes of a device that are not available to a run, as libraries take them."""
+    return 0 if plan.memory.device_is_host else gpu_libraries(plan.local_size or plan.world_size)
+
+
+def _row(plan: MemoryPlan, name: str) -> PlanRow:
+    if name == "auto":
+        return plan[plan.chosen]
+    if name not in LAYOUTS:
+        raise ConfigurationError(
+            f"There is no formula for strategy={name!r}: give --strategy with one of {', '.join(LAYOUTS)}."
+        )
+    return plan[name]
+
+
+def _batch(answer: _Answer) -> dict[str, int | None]:
+    """Return the arithmetic of a step; None for what is not known."""
+    plan, window = answer.plan, answer.window
+    data, samples = plan.data or TrainingData(), answer.global_batch
+    if samples is None and data.micro_batch is not None:
+        samples = data.micro_batch * window * plan.world_size
+    span = samples if answer.global_batch is not None else (data.micro_batch or 0) * plan.world_size
+    steps, last = _steps(data, span, samples)
+    return {
+        "micro_batch": data.micro_batch,
+        "window": window,
+        "ranks": plan.world_size,
+        "global_batch": samples,
+        "samples": data.samples,
+        "steps_per_epoch": steps,
+        "samples_of_last_step": last,
+    }
+
+
+def _steps(data: TrainingData, span: int | None, samples: int | None) -> tuple[int | None, int | None]:
+    """Return the optimizer steps of an epoch, and the samples of the last one; None if they are unknown.
+
+    Args:
+        data: the training data.
+        span: samples that are dropped together with ``drop_last``.
+        samples: samples of an optimizer step.
+    """
+    if not samples or not span or not data.samples:
+        return None, None
+    used = data.samples // span * span if data.drop_last else data.samples
+    return -(-used // samples), (used - 1) % samples + 1 if used else 0
+
+
+def _document(answer: _Answer) -> dict[str, Any]:
+    plan, row = answer.plan, answer.row
+    return {
+        "schema": 1,
+        "target": answer.target,
+        "model": answer.model,
+        "parameters": plan.size.elements,
+        "frozen": plan.size.frozen,
+        "precision": plan.precision,
+        "strategy": row.name,
+        "ranks": plan.world_size,
+        "ranks_per_node": plan.local_size,
+        "fits": row.fits,
+        "refusal": row.refusal,
+        "shortage": row.shortage,
+        "batch": _batch(answer),
+        "reserved": _reserved(plan),
+        "available": plan.memory,
+        "needs": row.needs,
+        "communication": answer.transfers,
+        "strategies": [
+            {"name": each.name, "fits": each.fits, "refusal": each.refusal, "needs": each.needs} for each in plan
+        ],
+        "instead": answer.instead,
+        "notes": plan.notes,
+    }
+
+
+def _show(answer: _Answer) -> None:
+    plan, row = answer.plan, answer.row
+    frozen = f" ({plan.size.frozen:,} frozen)" if plan.size.frozen else ""
+    nodes = counted(-(-plan.world_size // (plan.local_size or plan.world_size)), "node")
+    say_wrapped(f"{answer.target}: {answer.model}, {plan.size.elements:,} parameters{frozen}", "")
+    say(f"strategy   {row.name}, {counted(plan.world_size, 'rank')} on {nodes}, precision {plan.precision}")
+    _show_batch(_batch(answer))
+    _show_memory(plan, row)
+    for each in answer.transfers:
+        often = "once" if each.times == 1 else f"{each.times} times"
+        say(f"step       {each.operation} of the {each.what}, {often}: a rank sends {size_text(each.sent)}")
+    if not answer.transfers:
+        say("step       no communication but a few bytes")
+    for note in plan.notes:
+        say_wrapped(f"note: {note}", "")
+    _show_verdict(plan, row, answer.instead)
+
+
+def _show_batch(batch: dict[str, int | None]) -> None:
+    if batch["micro_batch"] is None:
+        say(f"batch      the micro-batch is not known; window x ranks: {batch['window']} x {batch['ranks']}")
+        return
+    factors = (batch["micro_batch"], batch["window"] or 0, batch["ranks"] or 0)
+    if prod(factors) == batch["global_batch"]:
+        product = f"{' x '.join(map(str, factors))} = {batch['global_batch']:,}"
+        say(f"batch      micro-batch x window x ranks: {product} samples")
+    else:
+        ranks = counted(factors[2], "rank")
+        say(f"batch      {batch['global_batch']:,} samples on {ranks}, in micro-batches of {factors[0]}")
+    if batch["steps_per_epoch"] is None:
+        return
+    steps, last = counted(batch["steps_per_epoch"], "step"), batch["samples_of_last_step"]
+    rest = "" if last == batch["global_batch"] else f", the last of which has {last:,}"
+    say(f"epoch      {batch['samples']:,} samples: {steps}{rest}")
+
+
+def _show_memory(plan: MemoryPlan, row: PlanRow) -> None:
+    """Print what a rank holds by category and place."""
+    places = {"device": row.needs.device, "host": row.needs.host, "disk": row.needs.disk}
+    if plan.memory.device_is_host:
+        places = {"memory": row.needs.device + row.needs.host, "disk": row.needs.disk}
+    available = {"memory": plan.memory.device, **vars(plan.memory)}
+    places = {name: held for name, held in places.items() if held.total}
+    kinds = [name for name in vars(row.needs.device) if any(getattr(held, name) for held in places.values())]
+    lines = [[name.replace("_", " "), *(size_text(getattr(held, name)) for held in places.values())] for name in kinds]
+    lines.append(["at its peak", *(size_text(held.total) for held in places.values())])
+    if reserved := _reserved(plan):
+        # The device is the first place.
+        lines.append(["for CUDA libraries", size_text(reserved), *("" for _ in list(places)[1:])])
+    lines.append(["available", *(size_text(available[name]) for name in places)])
+    fitted_table([f"{'a rank':<18}", *(f"{name:>8}" for name in places)], lines)
+
+
+def _show_verdict(plan: MemoryPlan, row: PlanRow, instead: Alternatives | None) -> None:
+    if row.refusal is not None:
+        say_wrapped(f"cannot be used: {row.refusal}", "")
+        return
+    if instead is None:
+        print(painted("fits", "green"))
+        return
+    print(painted(f"does not fit: too large for the {row.shortage}", "red"))
+    ways = [f"strategy {', '.join(instead.strategies)}"] if instead.strategies else []
+    ways += [f"a micro-batch of {instead.micro_batch}"] if instead.micro_batch else []
+    ways += [f"{instead.ranks} ranks of such memory"] if instead.ranks else []
+    # A note of the plan has it if no strategy fits.
+    if ways or plan.fits:
+        say_wrapped(f"what fits instead: {'; or '.join(ways) or 'nothing, by these formulas'}", "")

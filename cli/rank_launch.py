@@ -1,0 +1,47 @@
+"""``launch_ranks``: runs a script on the ranks of this node, beside those of other nodes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..framework.core.errors import ConfigurationError
+from ..framework.distributed.devices import num_devices
+from ..framework.launch import launch_script
+from ..framework.launch.nodes import Nodes
+from ..framework.launch.several_nodes import SeveralNodes
+from ..framework.system.entry_script import Script
+from ..framework.system.environment import environment_placement, query_devices_by_nvml
+
+
+def launch_ranks(
+    script: str,
+    arguments: Sequence[str],
+    num_ranks: int | None,
+    max_restarts: int,
+    node: tuple[int, int, str, int] | None,
+) -> NoReturn:
+    """Run a script once for each rank of this node, and end with the exit code of the run.
+
+    Args:
+        num_ranks: the number of ranks on this node; None for one on each GPU, or one on a machine without.
+        node: the number of this node, the number of nodes, and host and port of node 0; None for a single node.
+
+    Raises:
+        SystemExit: the ranks have ended.
+        ConfigurationError: this process is itself a rank, or the address of node 0 cannot be used.
+    """
+    place = environment_placement()
+    if place.launcher in ("phalanx", "torchrun"):
+        raise ConfigurationError(
+            f"{place.launcher} has started this process as rank {place.rank} of {place.size}, and phalanx launch "
+            "starts ranks itself: run it directly."
+        )
+    if num_ranks is None:
+        query_devices_by_nvml()
+        num_ranks = max(1, num_devices())
+    nodes = Nodes() if node is None else SeveralNodes(*node, num_ranks)
+    entry = Script([sys.executable], os.path.abspath(script), False, list(arguments))
+    launch_script(num_ranks, max_restarts, script=entry, nodes=nodes)

@@ -1,0 +1,40 @@
+"""``Nodes``: the nodes of a run, as the launcher of one of them sees them; here, of a run on one node."""
+
+from __future__ import annotations
+
+from .launch_context import NodePlace
+from .supervisor import Supervisor
+from .verdict import Verdict
+
+
+class Nodes:
+    """A run on one node: there are no others to wait for."""
+
+    place: NodePlace | None = None
+    is_lost = False
+    """Whether a launcher of another node is gone, so that no attempt can follow."""
+
+    def meet(self, attempt: int, num_ranks: int, supervisor: Supervisor) -> Verdict | None:
+        """Wait until all nodes are ready for an attempt; return a verdict if it does not take place."""
+        return None
+
+    def others_ended(self) -> int | None:
+        """Return the exit code for which ranks of other nodes have ended in this attempt, or None."""
+        return None
+
+    def report_failure(self) -> None:
+        """Report to the other nodes that a rank of this one has failed, so that they end theirs."""
+
+    def signal_of_others(self) -> int | None:
+        """Return a signal to the launcher of another node that its ranks could not report, or None."""
+        return None
+
+    def agree(self, verdict: Verdict, supervisor: Supervisor) -> Verdict:
+        """Return the verdict on the attempt on all nodes; ``verdict`` is that of this node.
+
+        A signal meanwhile is passed on to the other nodes. After a second Ctrl-C they are not waited for.
+        """
+        return verdict
+
+    def close(self, verdict: Verdict | None, supervisor: Supervisor) -> None:
+        """Leave the other nodes, for good; ``verdict`` is the last one, None after an error of this launcher."""

@@ -1,0 +1,153 @@
+"""``phalanx launch`` on one node: ranks, exit codes, restarts, and answers to wrong arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import launched_fit
+import pytest
+from launched_nodes import LAUNCH, RANK, started
+from ranks import run_command, run_script
+
+# A fit that resumes from its newest checkpoint.
+RESUMED = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx import Trainer, TrainModule
+
+class Model(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False)
+trainer.fit(Model(), data, ckpt_path="auto")
+"""
+
+
+@pytest.fixture
+def rank_script(tmp_path: Path) -> Path:
+    path = tmp_path / "rank.py"
+    path.write_text(RANK)
+    return path
+
+
+def test_the_help_fits_a_screen(tmp_path: Path) -> None:
+    done = run_command([sys.executable, "-m", "phalanx", "launch", "--help"], tmp_path, {"COLUMNS": "80"})
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert (len(lines) <= 24, max(map(len, lines)) <= 80) == (True, True), done.stdout
+    assert lines[-2] == "example:"
+
+
+def test_ranks_of_one_node_and_their_arguments(tmp_path: Path, rank_script: Path) -> None:
+    done = run_script(LAUNCH, "-n", "2", str(rank_script), str(tmp_path), "end", "-", "--lr", "0.1", "-n", "7")
+    assert done.returncode == 0, done.stdout
+    expected = {
+        f"rank_{rank}_0": [str(rank), "2", str(rank), "2", "0", "1", "--lr", "0.1", "-n", "7"] for rank in (0, 1)
+    }
+    assert started(tmp_path) == expected
+
+
+def test_a_killed_rank_ends_the_others_and_all_start_again(tmp_path: Path, rank_script: Path) -> None:
+    done = run_script(LAUNCH, "-n", "2", "--max-restarts", "1", str(rank_script), str(tmp_path), "kill", "1")
+    assert done.returncode == 0, done.stdout
+    assert list(started(tmp_path)) == ["rank_0_0", "rank_0_1", "rank_1_0", "rank_1_1"]
+    assert "was killed by SIGKILL" in done.stdout
+
+
+def test_the_command_that_resumes_a_launched_fit_runs_as_it_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RESUMED)
+    # As the installer writes it.
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "phalanx"
+    program.write_text("import sys\nfrom phalanx.cli.main import main\nsys.exit(main())\n")
+    first = run_command([sys.executable, str(program), "launch", "-n", "1", "train.py"], tmp_path)
+    assert first.returncode == 0, first.stdout
+    _, _, below = first.stdout.partition("with a higher limit:\n")
+    command = below.splitlines()[0].strip()
+    assert command.endswith("launch -n 1 train.py")
+    again = run_command(["bash", "-c", command], tmp_path)
+    assert again.returncode == 0, again.stdout
+    assert "resumes    " in again.stdout
+
+
+def test_without_restarts_the_code_of_the_signal_is_returned(tmp_path: Path, rank_script: Path) -> None:
+    done = run_script(LAUNCH, "-n", "2", str(rank_script), str(tmp_path), "kill", "1")
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "lost"),
+    # Every second step is saved, step 4 after the hook that fails.
+    [
+        (["raise", "1", "3"], 3, 1),
+        (["kill", "1", "3"], 3, 1),
+        (["kill", "0", "3"], 3, 1),
+        (["end", "1", "4"], 4, 2),
+        (["end", "0", "3"], 3, 1),
+    ],
+)
+def test_why_has_the_rank_and_the_step_of_the_launcher(tmp_path: Path, fault: list[str], step: int, lost: int) -> None:
+    script = launched_fit.__file__
+    done = run_script(LAUNCH, "-n", "2", script, str(tmp_path), *fault, env={"OMP_NUM_THREADS": "1"})
+    how = "was killed by SIGKILL" if fault[0] == "kill" else "failed"
+    where = rf"at step {step} \(epoch 0, batch {step}\)"
+    named = re.search(rf"^rank {fault[1]} \(pid \d+\) {how} {where}", done.stdout, re.M)
+    assert named, done.stdout
+    told = run_command([sys.executable, "-m", "phalanx", "why", str(tmp_path), "--json"], tmp_path)
+    why = json.loads(told.stdout)["why"]
+    assert named.group() in why["sentence"]
+    assert (why["step"], why["lost_steps"]) == (step, lost)
+    # The whole command, not that of a single rank.
+    assert f"-n 2 {script}" in why["resume"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--nodes 0 train.py", "--nodes 0 must be a whole number of at least 1."),
+        ("-n 0 train.py", "--devices 0 must be a whole number of at least 1."),
+        ("--max-restarts -1 train.py", "--max-restarts -1 must be a whole number of at least 0."),
+        ("-n two train.py", "argument -n/--devices: invalid int value: 'two'."),
+        ("trian.py", "There is no script 'trian.py'. Did you mean 'train.py'?"),
+        (".", "'.' is a directory"),
+        ("", "the following arguments are required: SCRIPT."),
+        ("--nods 2 train.py", "'--nods' is not known here. Did you mean '--nodes'?"),
+        ("--on slrm train.py", "'slrm' is not a known --on. Did you mean 'slurm'?"),
+        ("--nodes 2 train.py", "--nodes 2 needs --rdzv HOST:PORT: run the command on each node"),
+        ("--nodes 2 --rdzv a:1 train.py", "--nodes 2 needs --node-rank K"),
+        ("--nodes 2 --node-rank 2 --rdzv a:1 train.py", "--node-rank 2 of --nodes 2 must be below the latter."),
+        ("--nodes 2 --node-rank 0 --rdzv host-a train.py", "--rdzv 'host-a' must be of the form HOST:PORT"),
+        ("--node-rank 1 --rdzv a:1 train.py", "--rdzv and --node-rank are for several nodes"),
+        ("-o job train.py", "--output is for a job: give --on slurm, ray or kubernetes as well."),
+        ("--on slurm train.py", "--on slurm needs -n, the number of ranks on each node."),
+        ("--on slurm -n 2 --node-rank 1 train.py", "--node-rank and --rdzv have no place in a job"),
+        ("--on slurm -n 2 --image x train.py", "--on slurm takes no --image."),
+        ("--on kubernetes -n 2 train.py", "--on kubernetes needs --image, a container image with the script."),
+        ("--on slurm -n 2 --name 42 train.py", "--name '42' has no letter"),
+        ("--on slurm -n 2 -o train.py train.py", "'train.py' exists: remove it, or give another name with -o FILE."),
+    ],
+)
+def test_wrong_arguments_are_answered_by_a_sentence(tmp_path: Path, given: str, sentence: str) -> None:
+    (tmp_path / "train.py").touch()
+    done = run_command([sys.executable, "-m", "phalanx", "launch", *given.split()], tmp_path)
+    assert (done.returncode, done.stdout.count("\n")) == (78, 1), done.stdout
+    assert done.stdout.startswith(f"phalanx: {sentence}")
+
+
+def test_a_rank_that_launches_ranks_is_refused(rank_script: Path) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = run_script(LAUNCH, "-n", "2", str(rank_script), env={**os.environ, **variables})
+    assert done.returncode == 78
+    assert "torchrun has started this process as rank 1 of 2" in done.stdout

@@ -1,0 +1,83 @@
+"""``phalanx launch`` as a test starts it, on one node or on two that are this machine, and scripts for its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from ranks import completed, started_script
+
+# The command, in a process that may have torch imported. Its limits on time are a few seconds.
+LAUNCH = """
+import sys
+from phalanx.cli.main import main
+from phalanx.framework.launch import liveness, supervisor
+liveness.SILENT_SECONDS, supervisor.PREEMPT_SECONDS = 3.0, 5.0
+sys.exit(main(['launch', *sys.argv[1:]]))
+"""
+# Records each start of a rank, and does what the second argument says, once or in every attempt.
+RANK = """
+import json, os, pathlib, signal, sys, time
+root, what, at = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+rank, attempt = os.environ["RANK"], os.environ["PHALANX_ATTEMPT"]
+text = json.dumps([*map(os.environ.get, names), *sys.argv[4:]])
+(root / f"rank_{rank}_{attempt}.draft").write_text(text)
+(root / f"rank_{rank}_{attempt}.draft").rename(root / f"rank_{rank}_{attempt}")
+others = [root / f"rank_{other}_{attempt}" for other in range(int(os.environ["WORLD_SIZE"]))]
+while not all(path.exists() for path in others):
+    time.sleep(0.01)
+if what == "kill" and rank == at and attempt == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+codes = {"refuse": 78, "leave": 75}
+if what in codes and rank == at:
+    sys.exit(codes[what])
+if what == "outlive" and rank != at:
+    (root / f"rank_{rank}_leaves").touch()
+    sys.exit()
+if what != "end" and (what == "wait" or attempt == "0"):
+    time.sleep(60)
+    (root / f"end_of_rank_{rank}").touch()
+"""
+
+
+def started(root: Path) -> dict[str, list[str]]:
+    """Return what each rank recorded at its start, by rank and attempt."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(root.glob("rank_*_[0-9]"))}
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.create_server(("", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def two_nodes(
+    *arguments: str, ranks: tuple[int, int] = (1, 1), temporary: Path | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start the command on two nodes, both of which are this machine.
+
+    Those whose launchers will be killed need new interpreters, and a directory for the files that they leave.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for node in range(2):
+            place = ["-n", str(ranks[node]), "--nodes", "2", "--node-rank", str(node), "--rdzv", address]
+            variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            variables |= {} if temporary is None else {"TMPDIR": str(temporary)}
+            process = started_script(LAUNCH, *place, *arguments, env=variables, is_new=temporary is not None)
+            nodes.append(stack.enter_context(process))
+        yield nodes
+
+
+def outcome(nodes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
+    """Return the exit codes of all nodes, and what they printed."""
+    done = [completed(node, 90.0) for node in nodes]
+    return [each.returncode for each in done], [each.stdout for each in done]
