@@ -49,9 +49,10 @@ _HOMES = {
 
 # Names of Lightning that have no counterpart here.
 _ABSENT = {
-    "BatchSizeFinder": "set the batch size in the DataLoader, and reach larger batches with accumulate_grad_batches.",
+    "BatchSizeFinder": "call trainer.find_batch_size(module, loader) before fit, or pass global_batch_size=... and "
+    "micro_batch_size='auto' to the Trainer: the fit finds the size.",
     "Checkpoint": "derive a callback that saves from ModelCheckpoint, or from Callback with runs_last = True.",
-    "LearningRateFinder": "compare the losses of short fits, Trainer(max_steps=...), with several learning rates.",
+    "LearningRateFinder": "call trainer.find_lr(module, loader) before fit, and use the rate of its suggestion().",
     "ModelPruning": "a pruned parameter has another name, which no checkpoint and no sharded strategy expects; call "
     "torch.nn.utils.prune on the module after the fit, and prune.remove before its weights are saved.",
     "SpikeDetection": "every fit reports loss spikes, with their value, rank and step.",

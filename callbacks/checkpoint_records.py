@@ -99,6 +99,7 @@ class CheckpointRecords(Callback):
             "dirpath": self.dirpath,
             **self._kept.state_dict(),
             "newest": self._newest,
+            "best_model_path": self.best_model_path,
             "last_model_path": self.last_model_path,
             "monitor": self.monitor,
             "current_score": self._current,

@@ -108,6 +108,10 @@ class EarlyStopping(Callback):
     def needed_metrics(self) -> tuple[str, ...]:
         return (self.monitor,)
 
+    @property
+    def ranked_metric(self) -> tuple[str, str, float | None]:
+        return self.monitor, self.mode, self._best if math.isfinite(self._best) else None
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "wait_count": self.wait_count,

@@ -164,6 +164,13 @@ class ModelCheckpoint(CheckpointNaming, CheckpointRecords):
         return [*self._template.metrics, *([self.monitor] if self.monitor else [])]
 
     @property
+    def ranked_metric(self) -> tuple[str, str, float | None] | None:
+        if self.monitor is None:
+            return None
+        score = self.best_model_score
+        return self.monitor, self.mode, None if score is None else float(score)
+
+    @property
     def saved_checkpoints(self) -> ModelCheckpoint:
         return self
 

@@ -1,20 +1,25 @@
-"""``ProgressBar``: displays progress as a live bar in a terminal, and as occasional lines of text elsewhere."""
+"""``ProgressBar``: displays progress as a live bar and a table of epochs, and as lines of text without a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..framework.api.callback import Callback
+from ..framework.api.callback import Callback, in_call_order
 from ..framework.core.absent_names import lacks
 from ..framework.core.errors import ConfigurationError
 from ..framework.profiling.meter import Interval
+from ..framework.system.console import is_notebook
+from ..framework.system.environment import moves_cursor, progress_choice
 from .absent import PROGRESS_BAR
-from .progress_screens import UNKNOWN, Frame, Lines, Live, Screen
+from .epoch_table import Best, EpochRow, EpochTable, shown_metrics
+from .progress_details import as_text, learning_rate
+from .progress_live import Live
+from .progress_notebook import Notebook
+from .progress_screens import UNKNOWN, Ending, Frame, Lines, Screen
 
 if TYPE_CHECKING:
     from ..framework.api.contracts import TrainerView
@@ -31,11 +36,18 @@ _SPEED_SECONDS = 1.0
 class ProgressBar(Callback):
     """Display epoch, batches, speed, remaining time, loss, and the metrics logged with ``prog_bar=True``, on rank 0.
 
-    In training, these are followed by the samples or tokens of all ranks in a second, the model FLOPs utilization
-    (MFU) if it is known, the share of time in which the ranks waited for data, and this rank's memory at its peak.
+    In training, these are followed by the optimizer step, the learning rate, the samples or tokens of all ranks in a
+    second, the model FLOPs utilization (MFU) if it is known, the share of time in which the ranks waited for data, this
+    rank's memory at its peak, and the time at which the fit will end.
 
-    In a terminal, progress is a live bar, drawn by rich. Elsewhere it is lines of text: one about every ten seconds,
-    and one at the end of each epoch. The cost per batch is one reading of the clock. No thread is started.
+    - In a terminal, progress is a live bar, drawn by rich, and each epoch adds a row to a table: the optimizer step,
+      the logged metrics of training and validation, the seconds of the epoch with its validations, the speed, and a
+      ``*`` if the metric that a ``ModelCheckpoint`` or an ``EarlyStopping`` monitors is the best so far.
+    - In a notebook, the bar and the table are HTML.
+    - Elsewhere it is lines of text: one about every ten seconds, and one at the end of each epoch.
+
+    The variable ``PHALANX_PROGRESS`` overrides the choice: ``rich`` (the bar), ``plain`` (lines) or ``off``. The cost
+    per batch is one reading of the clock. No thread is started.
 
     Args:
         refresh_seconds: Time between two updates of the live bar, in seconds.
@@ -62,7 +74,10 @@ class ProgressBar(Callback):
         self._next_look = _NEVER
         self._speed: Interval | None = None
         self._epoch_speed: Interval | None = None
-        self._speed_text = ""
+        self._speed_text: list[str] = []
+        self._table = EpochTable(Best())
+        self._ending = Ending(0, UNKNOWN)
+        self._epoch_began = 0.0
 
     @property
     def state_key(self) -> str:
@@ -121,18 +136,32 @@ class ProgressBar(Callback):
         return super().wants(hook) and (self._active or hook == "setup")
 
     def _make_screen(self) -> Screen:
-        return Live(self._refresh_seconds) if sys.stdout.isatty() else Lines(self._line_seconds)
+        if is_notebook():
+            return Notebook()
+        return Live(self._refresh_seconds) if moves_cursor(sys.stdout) else Lines(self._line_seconds)
+
+    def _chosen_screen(self, choice: str | None) -> Screen:
+        """Return the screen that the environment chooses, else the one for this output."""
+        if choice == "plain":
+            return Lines(self._line_seconds)
+        if choice == "rich" and not is_notebook():
+            return Live(self._refresh_seconds, force=True)
+        return self._make_screen()
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
+    def check(self, trainer: TrainerView, stage: str) -> None:
+        progress_choice()
+
     def setup(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
+        choice = progress_choice()
         self._trainer = trainer
-        self._active = trainer.is_global_zero and trainer.verbose and self._shown
+        self._active = trainer.is_global_zero and trainer.verbose and self._shown and choice != "off"
         self._frames.clear()
         self._next_look = _NEVER
         if self._active:
             self._screen.close()
-            self._screen = self._make_screen()
+            self._screen = self._chosen_screen(choice)
 
     def teardown(self, trainer: TrainerView, module: TrainModule, stage: str) -> None:
         self._screen.close()
@@ -140,12 +169,17 @@ class ProgressBar(Callback):
     def on_exception(self, trainer: TrainerView, module: TrainModule, exception: BaseException) -> None:
         self._screen.close()
 
+    def on_train_start(self, trainer: TrainerView, module: TrainModule) -> None:
+        self._table = EpochTable(_best_of(trainer))
+        self._ending = Ending(trainer.global_step, trainer.estimated_stepping_batches)
+
     def on_train_epoch_start(self, trainer: TrainerView, module: TrainModule) -> None:
         last = trainer.max_epochs
         label = f"epoch {trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
         self._frames.clear()
-        self._speed, self._speed_text = Interval(trainer.run.meter, _SPEED_SECONDS), ""
+        self._speed, self._speed_text = Interval(trainer.run.meter, _SPEED_SECONDS), []
         self._epoch_speed = Interval(trainer.run.meter)
+        self._epoch_began = time.monotonic()
         self._begin(label, trainer.num_training_batches, trainer.progress.batch_in_epoch)
 
     def on_train_batch_end(
@@ -155,18 +189,26 @@ class ProgressBar(Callback):
             self._draw(trainer, module, batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: TrainerView, module: TrainModule) -> None:
-        if self._frames:
-            frame = self._frames.pop()
-            metrics_text = _as_text(self.get_metrics(trainer, module)) + _speed_of(self._epoch_speed)
-            self._screen.end(frame.ended(trainer.progress.batch_in_epoch, metrics_text, time.monotonic()))
+        if not self._frames:
+            return
+        frame, now, progress = self._frames.pop(), time.monotonic(), trainer.progress
+        speed = None if self._epoch_speed is None else self._epoch_speed.take()
+        details = [*as_text(self.get_metrics(trainer, module)), *([str(speed)] if speed is not None else [])]
+        logged = trainer.run.metrics
+        metrics = shown_metrics(logged.epoch_numbers(progress.global_batch - progress.batch_in_epoch))
+        seconds = now - self._epoch_began
+        self._table.add(EpochRow(progress.epoch, progress.global_step, metrics, seconds, speed))
+        self._screen.end_epoch(frame.ended(progress.batch_in_epoch, details, now), self._table)
 
     def on_train_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._next_look = _NEVER
         self._screen.close()
 
     def on_validation_start(self, trainer: TrainerView, module: TrainModule) -> None:
-        label = "sanity check" if trainer.sanity_checking else "validation"
-        self._begin(label, UNKNOWN if trainer.sanity_checking else sum(trainer.num_val_batches) or UNKNOWN)
+        if trainer.sanity_checking:
+            self._begin("sanity check", sum(trainer.num_sanity_val_batches) or UNKNOWN)
+        else:
+            self._begin("validation", sum(trainer.num_val_batches) or UNKNOWN)
 
     def on_validation_batch_end(
         self,
@@ -187,13 +229,13 @@ class ProgressBar(Callback):
         self._finish(trainer, quiet=trainer.state.stage == "fit")
 
     def on_test_start(self, trainer: TrainerView, module: TrainModule) -> None:
-        self._begin("test", UNKNOWN)
+        self._begin("test", sum(trainer.num_test_batches) or UNKNOWN)
 
     def on_test_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._finish(trainer)
 
     def on_predict_start(self, trainer: TrainerView, module: TrainModule) -> None:
-        self._begin("prediction", UNKNOWN)
+        self._begin("prediction", sum(trainer.num_predict_batches) or UNKNOWN)
 
     def on_predict_end(self, trainer: TrainerView, module: TrainModule) -> None:
         self._finish(trainer)
@@ -209,12 +251,17 @@ class ProgressBar(Callback):
         frame = self._frames[-1]
         loss = trainer.latest_loss
         frame.look(done, time.monotonic())
-        in_training = len(self._frames) == 1 and trainer.state.stage == "fit"
-        metrics_text = ""
+        in_training = len(self._frames) == 1 and trainer.state.stage == "fit" and not trainer.sanity_checking
+        details: list[str] = []
         if in_training:
-            self._speed_text = _speed_of(self._speed) or self._speed_text
-            metrics_text = _as_text(self.get_metrics(trainer, module)) + self._speed_text
-        self._screen.draw(frame, metrics_text)
+            speed = None if self._speed is None else self._speed.take()
+            self._speed_text = self._speed_text if speed is None else [str(speed)]
+            step = trainer.global_step
+            details = [
+                *as_text(self.get_metrics(trainer, module)), f"step {step:,}", *learning_rate(trainer),
+                *self._speed_text, *self._ending.text(step),
+            ]  # fmt: skip
+        self._screen.draw(frame, details)
         on_device = isinstance(loss, Tensor) and loss.device.type != "cpu"
         pause = self._screen.pause(frame)
         self._next_look = time.monotonic() + (max(pause, _DEVICE_SECONDS) if on_device else pause)
@@ -223,7 +270,7 @@ class ProgressBar(Callback):
         if not self._frames:
             return
         frame = self._frames.pop()
-        self._screen.end("" if quiet else frame.ended(frame.counted, "", time.monotonic()))
+        self._screen.end("" if quiet else frame.ended(frame.counted, [], time.monotonic()))
         if self._frames:
             # Exclude the duration of the validation from the training speed.
             self._frames[-1].shift(time.monotonic() - frame.began)
@@ -234,12 +281,9 @@ class ProgressBar(Callback):
                 self._screen.close()
 
 
-def _speed_of(interval: Interval | None) -> str:
-    found = None if interval is None else interval.take()
-    return "" if found is None else f", {found}"
-
-
-def _as_text(metrics: Mapping[str, Any]) -> str:
-    """Return metrics as text. On a GPU, reading them waits for the device."""
-    shown = {name: value if isinstance(value, str) else f"{float(value):.4g}" for name, value in metrics.items()}
-    return "".join(f", {name} {text}" for name, text in shown.items())
+def _best_of(trainer: TrainerView) -> Best:
+    """Return the metric that checkpoints are ranked by, or else that stops the fit, with its best value so far."""
+    for callback in reversed(in_call_order(trainer.callbacks)):
+        if (ranked := callback.ranked_metric) is not None:
+            return Best(*ranked)
+    return Best()

@@ -1,20 +1,22 @@
-"""Screens of ``ProgressBar``: lines of text, or a live bar that rich draws."""
+"""Screens of ``ProgressBar``: their protocol, and lines of text for outputs other than terminals."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol
 
-from ..framework.system.console import EncodableStream, print_line
+from ..framework.system.console import print_line
+from .epoch_table import EpochTable
+from .progress_details import speed
 
 UNKNOWN = float("inf")
 """The total of a stage whose number of batches is not known."""
 _SMOOTHING = 0.3
-_DEBUGGERS = ("bdb", "cmd", "pdb", "IPython.core.debugger")
-"""The modules that write for a debugger of the terminal."""
+_DAY = 86_400.0
+# An end that is estimated from less time would change with each look.
+_LEAST_SECONDS = 5.0
 
 
 @dataclass
@@ -54,18 +56,41 @@ class Frame:
         """Return the number of batches done, and their total if it is known."""
         return f"{self.done}/{self.total:.0f}" if self.total != UNKNOWN else str(self.done)
 
-    def pace(self) -> str:
+    def pace(self) -> list[str]:
         """Return the speed, and the remaining time if it is known."""
         left = (self.total - self.done) / self.rate if self.rate and self.total != UNKNOWN else 0.0
-        return f"{self.rate:.3g} it/s" + (f", {_duration(left)} left" if left else "")
+        return [speed(self.rate), *([f"{_duration(left)} left"] if left else [])]
 
-    def ended(self, done: int, metrics_text: str, now: float) -> str:
+    def ended(self, done: int, details: Sequence[str], now: float) -> str:
         """Return the line for the end of the stage, with the average speed of the entire stage."""
         seconds = now - self.began
         self.done = done
-        rate = f", {(done - self.first) / seconds:.3g} it/s" if seconds > 0 and done > self.first else ""
+        rate = [speed((done - self.first) / seconds)] if seconds > 0 and done > self.first else []
         unit = "batch" if done == 1 else "batches"
-        return f"{self.label}: {done} {unit} in {_duration(seconds)}{rate}{metrics_text}"
+        return f"{self.label}: " + ", ".join([f"{done} {unit} in {_duration(seconds)}", *rate, *details])
+
+
+class Ending:
+    """The time of day at which a fit will end, at its speed so far, validations included.
+
+    Args:
+        first_step: optimizer steps before this start of the fit.
+        last_step: optimizer steps at its end; ``UNKNOWN`` if nothing limits them.
+    """
+
+    def __init__(self, first_step: int, last_step: float) -> None:
+        self._first_step = first_step
+        self._last_step = last_step
+        self._began = time.monotonic()
+
+    def text(self, step: int) -> list[str]:
+        """Return ``["ends 14:10"]``, with the date if that is more than a day ahead; nothing while it is unknown."""
+        seconds = time.monotonic() - self._began
+        if step <= self._first_step or self._last_step == UNKNOWN or seconds < _LEAST_SECONDS:
+            return []
+        left = seconds / (step - self._first_step) * (self._last_step - step)
+        form = "%H:%M" if left < _DAY else "%b %d %H:%M"
+        return [f"ends {time.strftime(form, time.localtime(time.time() + left))}"]
 
 
 class Screen(Protocol):
@@ -76,14 +101,17 @@ class Screen(Protocol):
     def show(self, text: str) -> None:
         """Print a line of text."""
 
-    def draw(self, frame: Frame, metrics_text: str) -> None:
-        """Show the progress of a stage."""
+    def draw(self, frame: Frame, details: Sequence[str]) -> None:
+        """Show the progress of a stage, with further numbers of it."""
 
     def pause(self, frame: Frame) -> float:
         """Return the seconds until the next update."""
 
     def end(self, line: str) -> None:
-        """Print the line for the end of a stage, unless it is empty."""
+        """Print the line for the end of an evaluation, unless it is empty."""
+
+    def end_epoch(self, line: str, table: EpochTable) -> None:
+        """Show the end of a training epoch: a line about it, or the last row of the table of epochs."""
 
     def close(self) -> None:
         """Remove the live bar, if there is one."""
@@ -98,8 +126,8 @@ class Lines:
     def show(self, text: str) -> None:
         print_line(text)
 
-    def draw(self, frame: Frame, metrics_text: str) -> None:
-        self.show(f"{frame.label}: {frame.position()} batches, {frame.pace()}{metrics_text}")
+    def draw(self, frame: Frame, details: Sequence[str]) -> None:
+        self.show(f"{frame.label}: " + ", ".join([f"{frame.position()} batches", *frame.pace(), *details]))
 
     def pause(self, frame: Frame) -> float:
         tenth = frame.total / frame.rate / 10 if frame.rate else 0.0
@@ -109,97 +137,11 @@ class Lines:
         if line:
             self.show(line)
 
+    def end_epoch(self, line: str, table: EpochTable) -> None:
+        self.show(line)
+
     def close(self) -> None:
         pass
-
-
-class Output:
-    """The standard output beside a live bar: a debugger that writes to it removes the bar, and has the terminal."""
-
-    def __init__(self, beside: Any, alone: Any, close: Callable[[], None]) -> None:
-        """``beside`` writes above the bar, ``alone`` to the terminal. ``close`` removes the bar."""
-        self._beside = beside
-        self._alone = alone
-        self._close = close
-
-    def write(self, text: str) -> int:
-        """Write a text."""
-        written: int
-        if sys._getframe(1).f_globals.get("__name__") in _DEBUGGERS:
-            self._close()
-            written = self._alone.write(text)
-        else:
-            written = self._beside.write(text)
-        return written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._beside, name)
-
-
-def has_stepping_debugger() -> bool:
-    """Whether pdb, or a debugger derived from it, follows this thread line by line."""
-    debugger = sys.modules.get("bdb")
-    return debugger is not None and isinstance(getattr(sys.gettrace(), "__self__", None), debugger.Bdb)
-
-
-class Live:
-    """A live bar of rich. It is refreshed explicitly, without rich's refresh thread.
-
-    The bar is removed when a debugger writes to the terminal, and drawn again once the debugger lets the program run.
-    """
-
-    def __init__(self, seconds: float, force: bool = False, console_arguments: dict[str, Any] | None = None) -> None:
-        # Importing rich takes tens of milliseconds, so it is imported only if a live bar is displayed.
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self.seconds = seconds
-        standard = {"file": cast(Any, EncodableStream()), "force_terminal": True if force else None}
-        self._console = Console(**{**standard, **(console_arguments or {})})
-        self._columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24))
-        self._text = TextColumn("{task.fields[text]}", markup=False)
-        self._progress_class = Progress
-        self._bar: Any = None
-        self._output = ExitStack()
-        self._task: Any = None
-
-    def show(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def draw(self, frame: Frame, metrics_text: str) -> None:
-        if has_stepping_debugger():
-            self.close()
-            return
-        if self._bar is None:
-            before = sys.stdout
-            self._bar = self._progress_class(
-                *self._columns, self._text, console=self._console, auto_refresh=False, transient=True
-            )
-            self._bar.start()
-            if sys.stdout is not before:  # Rich puts its own stream in place where it draws.
-                self._output.enter_context(redirect_stdout(cast(Any, Output(sys.stdout, before, self.close))))
-            self._task = self._bar.add_task("", text="")
-        self._bar.update(
-            self._task,
-            description=frame.label,
-            total=None if frame.total == UNKNOWN else frame.total,
-            completed=frame.done,
-            text=f"{frame.position()} {frame.pace()}{metrics_text}",
-        )
-        self._bar.refresh()
-
-    def pause(self, frame: Frame) -> float:
-        return self.seconds
-
-    def end(self, line: str) -> None:
-        if line:
-            self.show(line)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._output.close()
-            self._bar.stop()
-            self._bar = None
 
 
 def _duration(seconds: float) -> str:

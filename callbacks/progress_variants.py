@@ -9,7 +9,8 @@ from ..framework.core.absent_names import lacks, must_be_none
 from ..framework.core.errors import ConfigurationError, is_count
 from .absent import RICH_PROGRESS_BAR, TQDM_PROGRESS_BAR
 from .progress import ProgressBar
-from .progress_screens import Live, Screen
+from .progress_live import Live
+from .progress_screens import Screen
 
 
 @lacks(RICH_PROGRESS_BAR)

@@ -14,6 +14,7 @@ from ..framework.core.absent_names import lacks
 from ..framework.core.arguments import check_names
 from ..framework.core.errors import ConfigurationError
 from ..framework.diagnostics.isolated_step import isolated
+from ..framework.system.console import folded, terminal_columns
 from .absent import MODEL_SUMMARY
 from .forward_trace import Forward, trace_forward
 
@@ -54,11 +55,23 @@ class ModelSummary(Callback):
             return
         trace, problem = _traced(trainer, module)
         if trainer.is_global_zero:
-            trainer.note(summarize(module, self.max_depth, trace) + problem)
+            trainer.note(_cut(summarize(module, self.max_depth, trace) + problem))
 
 
 class RichModelSummary(ModelSummary):
     """A ``ModelSummary`` under the name of Lightning's variant; the table is the same."""
+
+
+def _cut(table: str) -> str:
+    """Return a table with its rows cut, and the sentences below it folded, to the width of the terminal."""
+    columns = terminal_columns()
+    if columns is None:
+        return table
+    lines: list[str] = []
+    for line in table.splitlines():
+        is_row = " | " in line or line.startswith("---")
+        lines += [f"{line[: columns - 1]}…" if len(line) > columns else line] if is_row else folded(line, columns)
+    return "\n".join(lines)
 
 
 def _traced(trainer: TrainerView, module: TrainModule) -> tuple[dict[str, Forward] | None, str]:

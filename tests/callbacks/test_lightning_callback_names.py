@@ -134,7 +134,7 @@ def test_arguments_of_the_console(tmp_path: Path) -> None:
     with (tmp_path / "console").open("w") as file:
         bar = RichProgressBar(console_kwargs={"file": file, "width": 60})
         quiet_trainer(tmp_path, bar, max_epochs=1, enable_progress_bar=True).fit(Tiny(), loader())
-    assert "epoch 0" in (tmp_path / "console").read_text()
+    assert " epoch     step  train_loss  s/epoch" in (tmp_path / "console").read_text()
     theme: Any = object()
     with pytest.raises(ConfigurationError, match=r"RichProgressBar\(theme=\.\.\.\) is not supported"):
         RichProgressBar(theme=theme)

@@ -470,7 +470,7 @@ def test_arguments_that_break_a_rule(build: Any, told: str) -> None:
     ("callbacks", "arguments", "told"),
     [
         ([EMAWeightAveraging(), EMAWeightAveraging(decay=0.9)], {}, "state key 'EMAWeightAveraging[ema]'"),
-        ([EMAWeightAveraging(), WeightAveraging(name="ema")], {}, "keep an average named 'ema'"),
+        ([EMAWeightAveraging(), WeightAveraging(name="ema")], {}, "two averages are named 'ema'"),
         ([EMAWeightAveraging(), WeightAveraging()], {}, "give one of their callbacks evaluate=False"),
         ([EMAWeightAveraging(), WeightAveraging(evaluate=False)], {}, "callbacks average_at_end=False"),
         ([StochasticWeightAveraging(0.1)], {"max_epochs": -1, "max_steps": 3}, "a fraction of max_epochs"),

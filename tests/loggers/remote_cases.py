@@ -160,9 +160,9 @@ def wandb_resumed(directory: Path) -> None:
     # A process of W&B writes the files.
     while not models and time.monotonic() < until:
         artifacts = [record.artifact for file in files for record in records(file) if record.HasField("artifact")]
-        models = {(each.name, each.digest, *each.aliases) for each in artifacts if each.type == "model"}
+        models = {(each.name, each.digest, *sorted(each.aliases)) for each in artifacts if each.type == "model"}
         time.sleep(0.1)
-    assert [(name, aliases) for name, _, *aliases in models] == [(f"model-{run.id}", ["latest", "best"])], models
+    assert [(name, aliases) for name, _, *aliases in models] == [(f"model-{run.id}", ["best", "latest"])], models
 
 
 def wandb_without_a_key(directory: Path) -> None:
