@@ -25,6 +25,17 @@ if TYPE_CHECKING:
         ProfileKwargs as ProfileKwargs,
     )
     from .functions import notebook_launcher as notebook_launcher, skip_first_batches as skip_first_batches
+    from .large_models import (
+        cpu_offload as cpu_offload,
+        cpu_offload_with_hook as cpu_offload_with_hook,
+        disk_offload as disk_offload,
+        dispatch_model as dispatch_model,
+        infer_auto_device_map as infer_auto_device_map,
+        init_empty_weights as init_empty_weights,
+        init_on_device as init_on_device,
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+        load_checkpoint_in_model as load_checkpoint_in_model,
+    )
     from .memory import find_executable_batch_size as find_executable_batch_size
     from .plugins import (
         DeepSpeedPlugin as DeepSpeedPlugin,
@@ -39,6 +50,8 @@ _HOMES = {
     ".configuration": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
     "DistributedType GradScalerKwargs ProfileKwargs",
     ".functions": "notebook_launcher skip_first_batches",
+    ".large_models": "cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map "
+    "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model",
     ".memory": "find_executable_batch_size",
     ".plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin",
     ".state": "PartialState",

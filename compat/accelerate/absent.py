@@ -10,7 +10,6 @@ from ...framework.core.arguments import check_names
 
 C = TypeVar("C", bound=type[Any])
 
-_LARGE = "large models are built and loaded under strategy='fsdp' or 'zero3', with Fabric.init_module."
 _MESH = "phalanx has no mesh of its own: FSDPStrategy(replicas=..., tensor_parallel=...) lays out the ranks."
 _FP8 = "mixed_precision='fp8' computes linear layers by torchao, without a recipe; Float8Mixed in a Fabric has options."
 _MEGATRON = "Megatron-LM is not part of phalanx: use strategy='fsdp' with tensor_parallel, or 'zero3'."
@@ -24,16 +23,7 @@ _COMPILE = "use Accelerator(dynamo_plugin=TorchDynamoPlugin(use_regional_compila
 PACKAGE = {
     "InitProcessGroupKwargs": "phalanx creates the process group; Trainer(stall_timeout=...) limits waiting.",
     "ParallelismConfig": "name a strategy: Accelerator(strategy='fsdp'), or an object of phalanx.strategies.",
-    "cpu_offload": _LARGE,
-    "cpu_offload_with_hook": _LARGE,
     "debug_launcher": "use notebook_launcher(function, args, num_processes=2).",
-    "disk_offload": _LARGE,
-    "dispatch_model": _LARGE,
-    "infer_auto_device_map": _LARGE,
-    "init_empty_weights": "use Fabric.init_module(empty_init=True), or torch.device('meta').",
-    "init_on_device": "use 'with torch.device(...)'.",
-    "load_checkpoint_and_dispatch": _LARGE,
-    "load_checkpoint_in_model": "use Fabric.load_raw(path, module).",
     "prepare_pippy": "pipeline parallelism is not part of phalanx.",
     "synchronize_rng_states": "loaders draw the same permutation on all ranks without it.",
 }
@@ -98,7 +88,6 @@ UTILS = {
     **dict.fromkeys(("enable_fsdp_ram_efficient_loading", "disable_fsdp_ram_efficient_loading"), _FSDP),
     "merge_fsdp_weights": "checkpoints hold full tensors: use 'phalanx checkpoint consolidate'.",
     **dict.fromkeys(("load_and_quantize_model", "BnbQuantizationConfig"), "quantize the module before prepare."),
-    **dict.fromkeys(("get_max_memory", "get_balanced_memory", "compute_module_sizes", "offload_state_dict"), _LARGE),
     **dict.fromkeys(("write_basic_config", "ComputeEnvironment"), _CONFIG_FILE),
     "TorchContextParallelConfig": "context parallelism is not part of phalanx.",
     "synchronize_rng_state": PACKAGE["synchronize_rng_states"],

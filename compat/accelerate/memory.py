@@ -7,14 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ...framework.core.arguments import names_arguments
-from ...framework.fabric.fabric import empty_caches
+from ...framework.diagnostics.out_of_memory import is_out_of_memory
+from ...framework.distributed.devices import empty_caches
 
 __all__ = ["find_executable_batch_size", "release_memory"]
-
-_MESSAGES = ("CUDA out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory", "not enough memory")
 
 
 @names_arguments
@@ -55,7 +52,7 @@ def find_executable_batch_size(
             try:
                 return function(size, *args, **kwargs)
             except Exception as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
             size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(size * 0.9)
         raise RuntimeError("no batch size fits into memory: not even one sample does.")
@@ -69,9 +66,3 @@ def release_memory(*objects: Any) -> list[None]:
     del objects  # the arguments' tuple would keep them alive through the collection
     empty_caches()
     return [None] * count
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)

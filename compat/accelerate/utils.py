@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from importlib import import_module
 from typing import Any
 
 from .absent import sentence_for
@@ -91,6 +92,17 @@ __all__ = [
 ]
 
 
+# Imported when asked for: they are Accelerate's own.
+_LARGE_MODELS = {
+    "compute_module_sizes",
+    "get_balanced_memory",
+    "get_max_memory",
+    "infer_auto_device_map",
+    "load_checkpoint_in_model",
+    "offload_state_dict",
+}
+
+
 class LoggerType(str, Enum):
     """The trackers that ``log_with`` names; other ones are given as ``Logger`` objects."""
 
@@ -111,6 +123,8 @@ class PrecisionType(str, Enum):
 def __getattr__(name: str) -> Any:
     if is_availability(name):
         return availability(name)
+    if name in _LARGE_MODELS:
+        return getattr(import_module(".large_models", __package__), name)
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(f"{__name__} has no {name}: {sentence_for(name)}", name=name)

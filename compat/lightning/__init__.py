@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...framework.trainer.trainer import Trainer as Trainer
     from . import (
         callbacks as callbacks,
+        cli as cli,
         core as core,
         fabric as fabric,
         loggers as loggers,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     LightningModule = TrainModule
 
 _HOMES = {
-    ".": "callbacks core fabric loggers profilers strategies trainer utilities",
+    ".": "callbacks cli core fabric loggers profilers strategies trainer utilities",
     ".examples": "cli_lightning_logo",
     "...": "__version__",
     "...framework.api.callback": "Callback",

@@ -6,7 +6,6 @@ from typing import NoReturn
 
 ABSENT = {
     "accelerators": 'name the device with accelerator="cpu" or "cuda" of Trainer and Fabric.',
-    "cli": "parse arguments with argparse or jsonargparse, and create the Trainer from them.",
     "demos": "keep 'from lightning.pytorch.demos import ...' for its data sets and plain modules, or copy them into "
     "the program; its LightningModules and LightningDataModules need their base class changed.",
     "loops": "there are no loop objects: read trainer.progress, or write your own loop with phalanx.Fabric.",

@@ -173,7 +173,6 @@ def test_a_module_of_utilities_has_names_of_lightning_alone(module: str) -> None
     ("module", "sentence"),
     [
         ("accelerators", "name the device"),
-        ("cli", "parse arguments with"),
         ("demos.mnist_datamodule", "keep 'from lightning"),
         ("loops", "there are no loop objects"),
         ("plugins", "name the precision"),

@@ -1,0 +1,1 @@
+"""Models of Hugging Face's libraries: ``TransformersModule``, and adapters of peft."""

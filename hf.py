@@ -1,0 +1,18 @@
+"""``phalanx.hf``: models of Hugging Face's libraries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .framework.core.lazy_exports import face
+
+if TYPE_CHECKING:
+    from .framework.huggingface.adapter_export import save_adapter as save_adapter
+    from .framework.huggingface.transformers_module import TransformersModule as TransformersModule
+
+_HOMES = {
+    ".framework.huggingface.adapter_export": "save_adapter",
+    ".framework.huggingface.transformers_module": "TransformersModule",
+}
+
+__all__, __getattr__, __dir__ = face(__name__, _HOMES)

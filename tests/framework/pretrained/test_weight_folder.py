@@ -1,0 +1,189 @@
+"""Files of pretrained weights: what is read of them, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from phalanx.checkpoint import fingerprint
+from phalanx.framework.core.errors import CheckpointError
+from phalanx.framework.pretrained.weight_folder import INDEX, SINGLE, open_weights
+
+
+@pytest.fixture
+def tensors() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "a.weight": torch.randn(7, 5, 3, generator=generator),
+        "b": torch.arange(11, dtype=torch.int64),
+        "c": torch.randn(4, 6, generator=generator).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tensors: dict[str, Any]) -> Path:
+    """A folder of two files and an index."""
+    names = list(tensors)
+    files = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
+    path = tmp_path / "model"
+    path.mkdir()
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, path / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+    (path / INDEX).write_text(json.dumps(index))
+    return path
+
+
+def test_every_part_of_a_tensor_is_read_alone(folder: Path, tensors: dict[str, Any]) -> None:
+    weights = open_weights(folder)
+    assert weights.tensors.keys() == tensors.keys()
+    for name, expected in tensors.items():
+        stored = weights.tensors[name]
+        assert (stored.shape, stored.dtype) == (tuple(expected.shape), expected.dtype)
+        assert torch.equal(stored.read(), expected)
+        assert torch.equal(stored.read_flat(0, 0), expected.reshape(-1)[:0])
+    cube = tensors["a.weight"]
+    stored = weights.tensors["a.weight"]
+    assert torch.equal(stored.read_flat(8, 41), cube.reshape(-1)[8:49])
+    for offsets, shape in (
+        ((2, 0, 0), (3, 5, 3)),
+        ((0, 1, 0), (7, 2, 3)),
+        ((1, 2, 1), (5, 3, 2)),
+        ((6, 4, 2), (1, 1, 1)),
+    ):
+        box = cube
+        for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
+            box = box.narrow(dim, start, size)
+        assert torch.equal(stored.read_slice(offsets, shape), box)
+
+
+def test_a_slice_reads_few_bytes_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.framework.pretrained.file_tensor._ROWS_BYTES", 60)
+    stored = open_weights(folder).tensors["a.weight"]
+    assert torch.equal(stored.read_slice((1, 2, 0), (5, 2, 3)), stored.read()[1:6, 2:4])
+
+
+def test_files_behind_links_are_read(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "snapshot"
+    cache.mkdir()
+    for path in folder.iterdir():
+        (cache / path.name).symlink_to(path)
+    assert torch.equal(open_weights(cache).tensors["b"].read(), torch.arange(11))
+
+
+def damaged(folder: Path, what: str) -> None:
+    first = folder / "model-00001-of-00002.safetensors"
+    if what == "missing":
+        first.unlink()
+    elif what == "truncated":
+        first.write_bytes(first.read_bytes()[:-1])
+    elif what == "longer":
+        first.write_bytes(first.read_bytes() + b"\0")
+    elif what == "header":
+        first.write_bytes(first.read_bytes()[:40])
+    elif what == "empty":
+        first.write_bytes(b"")
+    elif what == "huge header":
+        first.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    elif what == "not json":
+        first.write_bytes((8).to_bytes(8, "little") + b"{'a': 1}")
+    elif what == "wrong size":
+        header = json.dumps({"a.weight": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}).encode()
+        first.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    elif what == "into the header":
+        header = json.dumps({"a.weight": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}).encode()
+        first.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("missing", "cannot be read: No such file"),
+        ("truncated", "bytes where its header says"),
+        ("longer", "bytes where its header says"),
+        ("header", "ends within its header"),
+        ("empty", "it has no header"),
+        ("huge header", "it has no header"),
+        ("not json", "is not a safetensors file that can be read"),
+        ("wrong size", r"shape \[9\] and 4 bytes"),
+        ("into the header", r"shape \[1\]"),
+    ],
+)
+def test_damaged_files_are_refused(what: str, message: str, folder: Path) -> None:
+    damaged(folder, what)
+    with pytest.raises(CheckpointError, match=f"00001-of-00002.*{message}"):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin", ""])
+def test_an_index_names_files_of_its_own_folder_alone(name: str, folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["b"] = name
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"not a .safetensors file in the same folder"):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "it is not an object"),
+        ('{"weight_map": [1]}', "has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "has no weight_map"),
+        ('{"weight_map": {"z": "model-00001-of-00002.safetensors"}}', "holds 'z', which it does not"),
+        ('{"a": 1, "a": 2}', "appears twice"),
+    ],
+)
+def test_a_damaged_index_is_refused(text: str, message: str, folder: Path) -> None:
+    (folder / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        open_weights(folder)
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="snapshot_download"):
+        open_weights("gpt2-that-is-not-here")
+    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor"):
+        open_weights(tmp_path)
+    torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="is a pickle and is not read"):
+        open_weights(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a safetensors file"):
+        open_weights(tmp_path / "pytorch_model.bin")
+    save_file({"a": torch.zeros(1)}, tmp_path / SINGLE)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"bits": 4}}')
+    with pytest.raises(CheckpointError, match="quantized"):
+        open_weights(tmp_path)
+
+
+def test_a_file_that_is_replaced_in_between_is_refused(folder: Path, tmp_path: Path) -> None:
+    weights = open_weights(folder)
+    save_file({"b": torch.zeros(3)}, folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        weights.tensors["b"].read()
+
+
+def test_fingerprints_are_those_of_the_contents(folder: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "another name"
+    shutil.copytree(folder, copied)
+    (copied / "config.json").write_text("{}")
+    assert fingerprint(copied) == fingerprint(folder)
+    assert fingerprint(copied, contents=False) == fingerprint(folder, contents=False)
+    assert fingerprint(folder) != fingerprint(folder, contents=False)
+    changed = load_file(copied / "model-00002-of-00002.safetensors")
+    changed["c"][0, 0] += 1
+    save_file(changed, copied / "model-00002-of-00002.safetensors")
+    assert fingerprint(copied) != fingerprint(folder)
+    assert fingerprint(copied, contents=False) == fingerprint(folder, contents=False)
+    save_file({"other": torch.zeros(2)}, tmp_path / "one.safetensors")
+    shutil.copy(tmp_path / "one.safetensors", tmp_path / "two.safetensors")
+    assert fingerprint(tmp_path / "one.safetensors") == fingerprint(tmp_path / "two.safetensors")
