@@ -9,7 +9,7 @@ one. Otherwise all are fetched first, and counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from .common_stream import compare_streams
 from .training_source import NO_BATCH, TrainingSource
 
 _END = object()
+Window = tuple["MicroBatches", int] | tuple["MicroBatches", int, Sequence[float]]
+"""The arguments of a training step: micro-batches, size and, for a global batch, the samples of each micro-batch."""
 
 
 class MicroBatches(Protocol):
@@ -76,6 +78,11 @@ class Windows:
         self.resumed_at: dict[str, Any] | None = None
         """The position from a checkpoint at which the next epoch begins; None for its start."""
 
+    @property
+    def found_size(self) -> int | None:
+        """The size of micro-batches that was found during training; None where it is given."""
+        return None
+
     def use_source(self, source: TrainingSource, full: int | None) -> None:
         """Switch to another source; ``full`` is its number of batches per epoch, if known."""
         self.source, self.full = source, full
@@ -95,7 +102,7 @@ class Windows:
         self._assured = self.source.assured_batches()
         self.resumed_at = None
 
-    def take(self) -> tuple[MicroBatches, int] | None:
+    def take(self) -> Window | None:
         """Return this rank's micro-batches of the next window and the window's size; None at the end of the epoch.
 
         With several ranks there may be fewer than the size, or none, if this rank has run out of data. The first one is
@@ -189,3 +196,26 @@ class Windows:
         """Release the iterator and its workers."""
         self._iterator = iter(())
         self._ahead.clear()
+
+
+class GlobalWindows(Windows):
+    """Takes windows from a source of global batches, each of which is a window and counts as one batch."""
+
+    def take(self) -> Window | None:
+        """Return this rank's micro-batches of the next global batch; None at the end of the epoch.
+
+        Returns:
+            The micro-batches; the number of them on the rank that has the most; the samples of each.
+        """
+        if self.end is not None and self._progress.batch_in_epoch >= self.end:
+            return None
+        item: Any = self._ahead.popleft() if self._ahead else next(self._iterator, _END)
+        if item is not _END:
+            return item, item.longest, item.sizes
+        return ([], 1, ()) if self._several_ranks else None
+
+    def coming(self, index: int) -> Generator[tuple[Any, int], None, None]:
+        """Yield this rank's next micro-batches, without consuming them, and the indices of their global batches."""
+        for item, place in super().coming(index):
+            for batch in item.read_all():
+                yield batch, place

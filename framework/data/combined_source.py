@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..core.errors import CheckpointError, ConfigurationError
+from ..core.global_batch import GlobalBatch
 from .combined_loader import (
     CombinedLoader,
     Rows,
@@ -23,9 +24,10 @@ from .combined_loader import (
 )
 from .dataloader import check_loader, is_map_style
 from .evaluation_source import EvaluationSource, NumberedBatches, evaluation_source
+from .global_batches import global_batch_source
 from .iterable_source import IterableSource
 from .map_source import map_source
-from .training_source import CONVERTED, NO_BATCH, Position, TrainingSource
+from .training_source import CONVERTED, NO_BATCH, Position, TrainingSource, require_batches
 
 _EPOCHS_APART = 1 << 20
 
@@ -39,6 +41,7 @@ def prepare_training(
     shard: bool = True,
     sequential: bool = False,
     name: str = "train_dataloaders",
+    global_batch: GlobalBatch | None = None,
 ) -> TrainingSource:
     """Return the source for a training loader, or for a collection of loaders, combined as ``max_size_cycle``.
 
@@ -48,11 +51,14 @@ def prepare_training(
         shard: distribute the samples over the ranks; else each rank reads the full loader.
         sequential: read a shuffled ``DataLoader`` in the dataset's order, as ``overfit_batches`` does.
         name: the loader's name in messages.
+        global_batch: read global batches, each of which counts as one batch; None: those of the loader.
 
     Raises:
         ConfigurationError: a loader cannot be used; the message gives the rule and the next step.
     """
     options: dict[str, Any] = {"rank": rank, "size": size, "seed": seed, "shard": shard, "sequential": sequential}
+    if global_batch is not None:
+        return require_batches(global_batch_source(loader, global_batch, name=name, **options), loader, size)
     if not isinstance(loader, CombinedLoader) and not is_collection(loader):
         return _training_source(loader, name, **options)
     mode, loader = (loader.mode, loader.iterables) if isinstance(loader, CombinedLoader) else ("max_size_cycle", loader)
@@ -66,23 +72,15 @@ def prepare_training(
     return CombinedTraining(parts, unfolded.spec, mode, name)
 
 
-def _training_source(
-    loader: Any, name: str, *, rank: int, size: int, seed: int, shard: bool, sequential: bool
-) -> TrainingSource:
+def _training_source(loader: Any, name: str, *, sequential: bool, **options: Any) -> TrainingSource:
     """Return the source for one training loader."""
     check_loader(loader, name)
     source: TrainingSource
     if is_map_style(loader):
-        source = map_source(loader, rank=rank, size=size, seed=seed, shard=shard, sequential=sequential, name=name)
+        source = map_source(loader, sequential=sequential, name=name, **options)
     else:
-        source = IterableSource(loader, rank=rank, size=size, seed=seed, shard=shard, name=name)
-    if source.len_batches() == 0:
-        raise ConfigurationError(
-            f"{name} yields no batch on {size} rank(s)"
-            + (", and its drop_last drops a short global batch" if getattr(loader, "drop_last", False) else "")
-            + "; training needs at least one: check the dataset's length and the batch size."
-        )
-    return source
+        source = IterableSource(loader, name=name, **options)
+    return require_batches(source, loader, options["size"])
 
 
 def prepare_evaluation(
@@ -101,10 +99,8 @@ def prepare_evaluation(
             "separately."
         )
     unfolded = side_by_side(loader.iterables, name)
-    parts = [
-        evaluation_source(part, rank=rank, size=size, seed=seed, shard=shard, name=path)
-        for path, part in unfolded.named()
-    ]
+    options: dict[str, Any] = {"rank": rank, "size": size, "seed": seed, "shard": shard}
+    parts = [evaluation_source(part, name=path, **options) for path, part in unfolded.named()]
     return CombinedEvaluation(parts, unfolded.spec, loader.mode, name, rank=rank, size=size)
 
 
@@ -198,6 +194,11 @@ class CombinedTraining(TrainingSource):
         for part in self._parts:
             part.announce_by(announce)
 
+    def stop_keeping_state(self) -> None:
+        super().stop_keeping_state()
+        for part in self._parts:
+            part.stop_keeping_state()
+
     def described(self) -> str | None:
         parts = [part.described() for part in self._parts]
         return "; ".join(str(part) for part in parts) if any(parts) else None
@@ -217,12 +218,11 @@ class CombinedTraining(TrainingSource):
         return turn, began, self._parts[number].batches_before(began) + batches - begins[turn]
 
     def state_after(self, batches: int | None) -> Any:
-        if not self.keeps_state:
-            return None
         counts: list[int | None] = [None] * len(self._parts)
         if batches is not None:
             counts = [self._in_part(number, self._began_at, batches)[2] for number in range(len(self._parts))]
-        return [part.state_after(count) for part, count in zip(self._parts, counts, strict=True)]
+        states = [part.state_after(count) for part, count in zip(self._parts, counts, strict=True)]
+        return states if any(state is not None for state in states) else None
 
     def restore(self, states: Sequence[Any], own: bool) -> None:
         whole = [state for state in states if state is not None and len(state) == len(self._parts)]

@@ -25,10 +25,10 @@ class _Source(Protocol):
 
 
 class FirstBatch:
-    """The fingerprint of the first batch that a rank has read from an iterable; None before."""
+    """The fingerprint of the first batch that a rank has read from an iterable; None before, if it is not given."""
 
-    def __init__(self) -> None:
-        self.fingerprint: str | None = None
+    def __init__(self, fingerprint: str | None = None) -> None:
+        self.fingerprint = fingerprint
 
     def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return the batches; the first one is recorded when it is read."""

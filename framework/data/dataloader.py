@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from ..core.errors import ConfigurationError, DataError
 from ..core.position_rng import SeededDataset
+from ..core.wording import a_type
 from ..system.environment import pins_batches
 from .orders import NaturalOrder, Order, SamplerOrder, samplers_of
 from .samplers import IndexSampler
@@ -84,17 +85,6 @@ def drain(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def pass_epoch_to(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` on the loader, its dataset and its samplers, if they have that method."""
-    batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
-    informed: list[Any] = []
-    for each in (loader, getattr(loader, "dataset", None), *samplers_of(batch_sampler), *samplers_of(sampler)):
-        set_epoch = getattr(each, "set_epoch", None)
-        if callable(set_epoch) and not any(each is known for known in informed):
-            informed.append(each)
-            set_epoch(epoch)
-
-
 def copy_with(loader: DataLoader[Any], attributes: Mapping[str, Any]) -> DataLoader[Any]:
     """Return a shallow copy of a loader with other attributes."""
     twin = copy.copy(loader)
@@ -128,7 +118,7 @@ def private_copy(loader: DataLoader[Any], sampler: IndexSampler | None, name: st
     twin = copy_with(loader, attributes)
     if getattr(twin, slot) is not sampler:
         raise ConfigurationError(
-            f"{name} is a {type(loader).__name__} that computes its own {slot}, which phalanx must replace to shard "
+            f"{name} is {a_type(loader)} that computes its own {slot}, which phalanx must replace to shard "
             f"the data and to resume: make {slot} a plain attribute of the loader."
         )
     return twin
@@ -198,7 +188,7 @@ def check_loader(loader: Any, name: str) -> None:
     Raises:
         ConfigurationError: ``loader`` is not a loader; the message gives the rule and the next step.
     """
-    given = f"{name} is a {type(loader).__name__}"
+    given = f"{name} is {a_type(loader)}"
     rule = "a loader is a DataLoader or any other iterable of batches"
     if isinstance(loader, DataLoader):
         return

@@ -22,10 +22,10 @@ from .dataloader import (
     is_map_style,
     iterate_copy,
     order_of,
-    pass_epoch_to,
     private_copy,
     seed_of,
 )
+from .epochs import pass_epoch_to
 from .orders import NaturalOrder, length_of
 from .samplers import EvaluationSampler
 

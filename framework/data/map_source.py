@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 
 from ..core.errors import ConfigurationError
 from ..core.position_rng import mix_seed
+from ..core.wording import counted
 from ..distributed.data_parallel import ceil_div
-from .dataloader import distributed_samplers, iterate_copy, order_of, pass_epoch_to, private_copy, seed_of
+from .dataloader import distributed_samplers, iterate_copy, order_of, private_copy, seed_of
+from .epochs import pass_epoch_to
 from .samplers import TrainingSampler
 from .training_source import NO_BATCH, CountedSource, Position
 
@@ -24,7 +26,7 @@ class MapSource(CountedSource):
 
     def __init__(self, loader: DataLoader[Any], sampler: TrainingSampler, *, world: int, seed: int, name: str) -> None:
         """``world``: the number of ranks, even if the user shards the data and the sampler covers only one rank."""
-        super().__init__(name, "batches" if sampler.whole else "samples", sampler.width * world)
+        super().__init__(name, "batches" if sampler.whole else "samples", sampler.span * (world // sampler.size))
         self._given = loader
         self._sampler = sampler
         self._seed = seed
@@ -77,8 +79,8 @@ def map_source(
     for each in shared_out:
         if each.num_replicas != size:
             raise ConfigurationError(
-                f"{name} has a DistributedSampler with num_replicas={each.num_replicas}, but there are {size} rank(s): "
-                "remove the sampler; phalanx shards the samples automatically."
+                f"{name} has a DistributedSampler with num_replicas={each.num_replicas}, but the data is for "
+                f"{counted(size, 'rank')}: remove the sampler; phalanx shards the samples automatically."
             )
     shard = shard and not shared_out
     # Not mixed with the rank: a sampler that shards the samples needs the same order on all ranks.

@@ -17,7 +17,7 @@ from ..distributed.data_parallel import ceil_div, part_of
 from .orders import LazyItems, Order, chunks
 
 
-def _shares(
+def shares(
     items: Sequence[Any] | LazyItems, start: int, span: int, rank: int, size: int
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
     """Yield, for each ``span`` items from ``start``: their number, and the start and the items of the rank's part.
@@ -153,7 +153,7 @@ class TrainingSampler(IndexSampler):
         return full + (end > begin and not self.drop_last)
 
     def _batches(self, items: Sequence[Any] | LazyItems, start: int, epoch: int) -> Iterator[Any]:
-        for count, begin, own in _shares(items, start, self.span, self.rank, self.size):
+        for count, begin, own in shares(items, start, self.span, self.rank, self.size):
             if self.drop_last and count < self.span:
                 return
             if not len(own):

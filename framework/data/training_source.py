@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.wording import counted
 from ..distributed.data_parallel import ceil_div
 
 Position = dict[str, Any]
@@ -56,6 +57,11 @@ class TrainingSource(ABC):
     @property
     def micro_batch_size(self) -> int | None:
         """The number of samples in a full micro-batch on one rank, or None if unknown."""
+        return None
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """The number of samples of a batch over all ranks, if a batch is a window of micro-batches; else None."""
         return None
 
     @abstractmethod
@@ -161,3 +167,18 @@ class CountedSource(TrainingSource):
 
 def _say_nothing(text: str) -> None:
     """Ignore a message: the default of ``announce_by``."""
+
+
+def require_batches(source: TrainingSource, loader: Any, size: int) -> TrainingSource:
+    """Return the source of a loader for ``size`` ranks.
+
+    Raises:
+        ConfigurationError: it has no batch.
+    """
+    if source.len_batches() == 0:
+        raise ConfigurationError(
+            f"{source.name} yields no batch on {counted(size, 'rank')}"
+            + (", and its drop_last drops a short global batch" if getattr(loader, "drop_last", False) else "")
+            + "; training needs at least one: check the dataset's length and the batch size."
+        )
+    return source

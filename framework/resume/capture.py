@@ -56,10 +56,14 @@ class RunState:
     def __init__(self, run: Run) -> None:
         """Read the weights. Collective."""
         self.holders = StateHolders(run)
-        self._sections: dict[str, dict[str, Shard]] = {"model": live_weights(run)}
+        model, base = live_weights(run), run.saver.base
+        self._left_out = {} if base is None else base.left_out(model)
+        model = {name: shard for name, shard in model.items() if name not in self._left_out}
+        self._sections: dict[str, dict[str, Shard]] = {"model": model}
         if averages := run.averages.shards():
             self._sections[AVERAGES] = averages
         self._optimizers: dict[str, Shard] = {}
+        self._weights_of_training: dict[str, Shard] = {}
         self._document = _described(run)
         self._training: dict[str, Any] = {}
         self._frozen: dict[str, Any] | None = None
@@ -91,6 +95,7 @@ class RunState:
             for index, optimizer in enumerate(run.optimizers)
         ]
         self._optimizers = {name: shard for _, shards in states for name, shard in shards.items()}
+        self._weights_of_training = run.averages.weights_of_training()
         self._logger_states = partial(run.loggers.state_dicts, marks)
         self._training = {
             "optimizers": [described for described, _ in states],
@@ -120,7 +125,7 @@ class RunState:
         document, sections = {**self._document, "weights_only": True}, dict(self._sections)
         if extra := extra_state(self.holders.module):
             document["state"], sections["state"] = self.holders.encoded({"extra": extra})
-        return Snapshot(sections=sections, document=document, buffers=self._buffers)
+        return Snapshot(sections, document, buffers=self._buffers, left_out=self._left_out)
 
     def training(self) -> Snapshot:
         """Return a snapshot of the entire state except that of this rank alone; calls ``on_save_checkpoint``."""
@@ -132,7 +137,9 @@ class RunState:
         document["state"], tensors = self.holders.encoded({**states, "user": user})
         document["loggers"] = self._logger_states()
         sections = {**self._sections, "optimizer": self._optimizers, "state": tensors}
-        return Snapshot(sections=sections, document=document, buffers=self._buffers)
+        if self._weights_of_training:
+            sections[AVERAGES] = {**sections.get(AVERAGES, {}), **self._weights_of_training}
+        return Snapshot(sections, document, buffers=self._buffers, left_out=self._left_out)
 
 
 class StateHolders:
@@ -173,7 +180,8 @@ def place_of(windows: Windows | None) -> dict[str, Any]:
     """Return the position in the data, as a document holds it; ``windows`` may be None outside of a fit."""
     if windows is None:
         return {"position": None, "data": None}
-    return {"position": windows.position(), "data": windows.source.described()}
+    place = {"position": windows.position(), "data": windows.source.described()}
+    return place if windows.found_size is None else {**place, "micro_batch_size": windows.found_size}
 
 
 def counters(progress: Progress, averages: dict[str, Any]) -> dict[str, Any]:
@@ -189,6 +197,7 @@ def _described(run: Run) -> dict[str, Any]:
         "hparams": hparams,
         "unsaved_hparams": unsaved,
         "class_hparams": class_names(run.module.hparams),
+        **({"pretrained": sources} if (sources := list(run.module.pretrained_sources)) else {}),
         **counters(run.progress, run.averages.state_dict()),
         "run": run.directory.identity,
         # For display by tools; no decision depends on them.

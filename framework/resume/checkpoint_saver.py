@@ -24,10 +24,13 @@ from ..checkpoint.save_request import SaveRequest
 from ..checkpoint.staging import Staging
 from ..checkpoint.write_plan import Snapshot
 from ..core.errors import ConfigurationError, NonFiniteError, PhalanxError, StorageError
+from ..core.split_optimizer import optimizers_in
 from ..data.accumulation_window import Windows
 from ..distributed.control import Signal
 from ..distributed.world import World
 from ..run.run import Run
+from ..state.frozen_base import FrozenBase
+from ..state.module_state import shapes_of
 from . import capture_run
 from .step_record import StepRecord
 
@@ -45,8 +48,8 @@ _ELEMENT_BYTES = 4
 
 def moments(optimizer: Optimizer) -> int:
     """Return the approximate number of parameter-sized tensors in an optimizer's state per parameter."""
-    defaults = optimizer.defaults
-    return 2 if "betas" in defaults else int(bool(defaults.get("momentum", 1)))
+    defaults = [part.defaults for part in optimizers_in(optimizer)]
+    return max(2 if "betas" in each else int(bool(each.get("momentum", 1))) for each in defaults)
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Saver:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.base: FrozenBase | None = None
         self._windows: Windows | None = None
         self._staging = Staging(run.world.device)
         self._deletion = BackgroundDeletion()
@@ -81,6 +85,12 @@ class Saver:
     def follow(self, windows: Windows) -> None:
         """Save the position in the data of these windows with every checkpoint from now on."""
         self._windows = windows
+
+    def keep_base(self) -> None:
+        """Record the weights with which the fit begins, if checkpoints leave out those that stay frozen. Collective."""
+        run = self._run
+        if not run.module.save_frozen:
+            self.base = FrozenBase(run.strategy, run.module, run.world)
 
     def record(self) -> StepRecord:
         """Return a record of the state after the last optimizer step; see ``StepRecord``."""
@@ -101,8 +111,8 @@ class Saver:
         """
         run = self._run
         trained = {name for name, parameter in run.module.named_parameters() if parameter.requires_grad}
-        state = run.strategy.state
-        sizes = {name: prod(shape) for name, shape in state.shapes(run.module).items()}
+        absent = FrozenBase.frozen_names(run.module) if self.base is not None else set[str]()
+        sizes = {name: prod(shape) for name, shape in shapes_of(run.strategy, run.module).items() if name not in absent}
         elements = sum(sizes.values())
         if not weights_only and run.optimizers:
             most = max(map(moments, run.optimizers))

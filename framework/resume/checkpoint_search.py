@@ -12,6 +12,8 @@ from ..checkpoint import furthest, kind_of, newest_complete, newest_good, read_m
 from ..checkpoint.manifest import Manifest
 from ..core.errors import CheckpointError
 from ..launch.restart_policy import FitRecord
+from ..report import best_checkpoint
+from ..report.run_files import RunFiles
 from ..system.run_directory import RunDirectory, identity_of, next_version, versions
 from .preempted_save import is_name
 
@@ -54,6 +56,8 @@ class Search:
     name: str
     callbacks: Sequence[CallbackContract]
     note: Callable[[str], None]
+    has_fitted: bool = False
+    """Whether these callbacks have been through a fit, so that they know its best checkpoint."""
 
     @property
     def shared(self) -> dict[Path, list[Callable[[str], bool]]]:
@@ -109,11 +113,7 @@ class Search:
         """Return the checkpoint for a path, ``"last"``, ``"best"`` or ``"auto"``; see ``find_checkpoint``."""
         if given == "best":
             best = next((saved.best_model_path for saved in saved_by(self.callbacks) if saved.best_model_path), "")
-            if not best:
-                raise CheckpointError(
-                    "ckpt_path='best' but no ModelCheckpoint has saved one yet: fit first, or give a path."
-                )
-            return Path(best)
+            return Path(best or self.best())
         if given in ("last", "auto"):
             own = next((saved.last_model_path for saved in saved_by(self.callbacks) if saved.last_model_path), "")
             if own:
@@ -124,6 +124,20 @@ class Search:
                 raise CheckpointError(f"ckpt_path={given!r} but there is no good checkpoint under {where}.")
             return newest[1]
         return Path(given)
+
+    def best(self) -> str:
+        """Return the best checkpoint of the newest version that has one, from the files of its run.
+
+        Raises:
+            CheckpointError: there is none, or this Trainer has fitted: another run's is not its best.
+        """
+        for version in [] if self.has_fitted else reversed(self.versions):
+            if (path := best_checkpoint(RunFiles(self.directory(version).path))) is not None:
+                return path
+        where = "" if self.has_fitted else f" in a run of {self.root / self.name}"
+        raise CheckpointError(
+            f"ckpt_path='best' but no ModelCheckpoint has saved one{where} yet: fit first, or give a path."
+        )
 
     def newest_beside(self, own: Path, refuse: Refuse | None) -> Path:
         """Return the newest complete checkpoint of the run that saved ``own``, beside it or in a callback's directory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,9 +13,13 @@ from ..checkpoint.write_plan import Snapshot
 from ..core.errors import ConfigurationError, PhalanxError
 from ..data.accumulation_window import Windows
 from ..distributed.collective_errors import on_all_ranks
+from ..pretrained import save_folder
 from ..run.run import Run
 from .capture import RunState, place_of
 from .rank_state import capture_rank
+
+if TYPE_CHECKING:
+    from ..pretrained.saving import FolderOrder
 
 _IN_TIME = "call it in on_train_end, or add a ModelCheckpoint"
 
@@ -77,3 +81,20 @@ class EndedFit:
 
         found = on_all_ranks(self._world, snapshot)
         save(path, found, self._world, self._sharded, finite=f"at optimizer step {self._step}")
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the state can be saved, the same on all ranks."""
+        return self._refusal is None
+
+    def save_pretrained(self, order: FolderOrder) -> Path:
+        """Write the model as a folder of Hugging Face's libraries; return the folder. Collective.
+
+        Raises:
+            ConfigurationError: on all ranks; there is no such model or average.
+            StorageError: on all ranks; the folder cannot be written.
+        """
+        assert self._state is not None
+        sections = self._state.weights().sections
+        folder: Path = save_folder(self._world, self._module, sections, self._sharded, order)
+        return folder

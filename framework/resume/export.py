@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoint.consolidate import section_tensors
 from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import open_checkpoint
-from ..checkpoint.safetensors_export import PlainTensors, check_target, size_in_bytes, target_dtype, write_plain
-from ..checkpoint.stored_tensor import held
+from ..checkpoint.safetensors_export import PlainTensors, check_target, target_dtype, write_plain
+from ..checkpoint.stored_tensor import HeldShard, StoredTensor, held
 from ..checkpoint.write_plan import Snapshot
 from ..checkpoint.writer import save
-from ..core.errors import ConfigurationError, StorageError
+from ..core.errors import StorageError
+from ..core.size_text import size_in_bytes
 from ..distributed.collective_errors import on_rank_zero
-from ..parallel.meta_device import is_held
-from ..parallel.parameter_names import canonical_table
+from ..parallel.meta_device import held_state
 from ..run.run import Run
 from ..system.atomic_directories import remove_tree
 from ..system.atomic_files import hidden_sibling
@@ -53,8 +53,9 @@ def export_run(run: Run, path: Path, dtype: Dtype, max_shard_size: Size) -> Path
     check_export(dtype, max_shard_size)
     world, shards = run.world, live_weights(run)
     if world.size == 1 or run.traits.replicates:
-        tensors = {name: shard.tensor for name, shard in shards.items()}
-        return on_rank_zero(world, lambda: _write_held(tensors, path, dtype, max_shard_size))
+        # One rank of a strategy that splits flattened tensors holds pieces that are 1-d, though they are complete.
+        tensors: dict[str, StoredTensor] = {name: HeldShard(shard) for name, shard in shards.items()}
+        return on_rank_zero(world, lambda: _write(tensors, path, dtype, max_shard_size))
 
     def draft_name() -> Path:
         check_target(path, max_shard_size is not None)
@@ -84,16 +85,9 @@ def export_module(module: nn.Module, path: Path, dtype: Dtype, max_shard_size: S
         StorageError: the files cannot be written.
     """
     check_export(dtype, max_shard_size)
-    state = module.state_dict()
-    tensors = {name: state[raw] for name, raw in canonical_table(module).items()}
-    nowhere = next((name for name, tensor in tensors.items() if not is_held(tensor)), None)
-    if nowhere is not None:
-        raise ConfigurationError(
-            f"export: this process does not hold {nowhere!r}: call export in a hook of the fit, such as on_train_end, "
-            "or consolidate a checkpoint."
-        )
-    return _write_held(tensors, path, dtype, max_shard_size)
+    tensors = held_state(module, "export", ", or consolidate a checkpoint")
+    return _write(held(tensors), path, dtype, max_shard_size)
 
 
-def _write_held(tensors: Mapping[str, Tensor], path: Path, dtype: Dtype, max_shard_size: Size) -> Path:
-    return write_plain(PlainTensors(held(tensors), target_dtype(dtype)), path, max_shard_size)
+def _write(tensors: Mapping[str, StoredTensor], path: Path, dtype: Dtype, max_shard_size: Size) -> Path:
+    return write_plain(PlainTensors(tensors, target_dtype(dtype)), path, max_shard_size)

@@ -55,8 +55,8 @@ def leave(run: Run, directory: Path | None) -> NoReturn:
         where = "the job's time is nearly up"
     message = f"{where}: stopped after optimizer step {step}, {_saved(run, directory)}"
     if name == "SIGINT":
-        run.note(message)
-        # The user continues with this module, in a notebook or after an ``except`` clause. All ranks are here.
+        # The end of the process, or the notebook, shows the message. The user may continue with this module, in a
+        # notebook or after an ``except`` clause. All ranks are here.
         run.strategy.restore(run.module)
         raise KeyboardInterrupt(message)
     job = current_job()

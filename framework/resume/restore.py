@@ -15,9 +15,11 @@ from ..checkpoint.codec import decode
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError
 from ..core.optimizer_config import parameters_of
+from ..core.split_optimizer import kind_of
 from ..distributed.collective_errors import on_all_ranks
 from ..parallel.parameter_names import canonical_names, names_of, renamed
 from ..run.run import Run
+from ..state.frozen_base import check_base
 from ..state.module_state import check_model, put_extra_state, put_model, saved_extra_state, shapes_of, stored_of
 from ..state.optimizer_state import load_optimizer
 from ..state.state_matching import (
@@ -89,7 +91,7 @@ def _match_optimizers(run: Run, saved: list[dict[str, Any]], renames: Mapping[st
     names, problems = names_of(run.module), list[str]()
     if len(saved) != len(run.optimizers):
         held = ", ".join(described["class"] for described in saved) or "none"
-        given = ", ".join(type(one).__name__ for one in run.optimizers) or "none"
+        given = ", ".join(map(kind_of, run.optimizers)) or "none"
         problems.append(f"optimizers: {held} in the checkpoint, {given} here")
     for index, (optimizer, described) in enumerate(zip(run.optimizers, saved, strict=False)):
         own = group_names(optimizer, names)
@@ -97,9 +99,7 @@ def _match_optimizers(run: Run, saved: list[dict[str, Any]], renames: Mapping[st
         joined = _joined_groups(own, described, free, renames)
         plan.added_groups += [(index, group) for group in joined]
         own += [group["params"] for group in joined]
-        match = match_optimizer(
-            f"optimizer {index}", type(optimizer).__name__, own, described, renames, plan.model.misshapen
-        )
+        match = match_optimizer(f"optimizer {index}", kind_of(optimizer), own, described, renames, plan.model.misshapen)
         plan.optimizers[index] = match
         problems += match.problems
     return problems
@@ -171,15 +171,20 @@ def restore_run(run: Run, plan: Resumption) -> None:
     """Restore weights, optimizers, schedulers, scaler, callbacks and counters, then call ``on_load_checkpoint``.
 
     Collective. The state of each rank follows: see ``restore_rank``.
+
+    Raises:
+        CheckpointError: on all ranks; the checkpoint leaves out weights of another base than the module's.
     """
     checkpoint, strategy, state = plan.checkpoint, run.strategy, plan.state
+    check_base(strategy, run.module, run.world, checkpoint, plan.model)
     # Weights first: under strategies with fp32 master copies this also writes the masters.
     put_model(strategy, run.module, stored_of(checkpoint, plan.model))
+    run.module.use_sources(checkpoint.document.get("pretrained", ()))
     not_loaded = [*plan.not_loaded, *put_extra_state(run.module, state.get("extra", {}), run.module.checkpoint_renames)]
-    run.averages.load(checkpoint, plan.model.tensors, run.note)
     for index, match in plan.optimizers.items():
         described = checkpoint.document["optimizers"][index]
         load_optimizer(strategy, run.optimizers[index], described, match, checkpoint, index)
+    run.averages.load(checkpoint, plan.model.tensors, run.note)
     for config, scheduler_state in zip(run.schedulers[: plan.num_schedulers], state["schedulers"], strict=False):
         config.scheduler.load_state_dict(scheduler_state)
     if run.scaler is not None and state["scaler"] is not None:
@@ -209,7 +214,8 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
     """Load a checkpoint's weights into a module for evaluation. Collective.
 
     Raises:
-        CheckpointError: on all ranks; the weights do not match the module, which is unchanged.
+        CheckpointError: on all ranks; the weights do not match the module, or the checkpoint leaves out weights of
+            another base. The module is unchanged.
     """
     module, strategy = run.module, run.strategy
 
@@ -219,6 +225,7 @@ def load_model(run: Run, checkpoint: Checkpoint) -> None:
 
     # A mismatch on any rank raises on all of them, before the collective load begins.
     match = on_all_ranks(run.world, compared)
+    check_base(strategy, module, run.world, checkpoint, match)
     put_model(strategy, module, stored_of(checkpoint, match))
     run.averages.load_into_module(checkpoint, match.tensors, run.note)
     extra = put_extra_state(module, saved_extra_state(checkpoint), module.checkpoint_renames)

@@ -16,7 +16,7 @@ from ..distributed.world import World
 from ..launch.restart_policy import FitRecord, earlier_fit, record_fit
 from ..system.environment import attempt, error_dir
 from ..system.run_directory import RunDirectory
-from .checkpoint_search import Origin, Refuse, Search, is_interrupted
+from .checkpoint_search import Origin, Search, is_interrupted
 
 if TYPE_CHECKING:
     from ..api.contracts import CallbackContract
@@ -101,14 +101,17 @@ def find_checkpoint(
     name: str,
     callbacks: Sequence[CallbackContract],
     note: Callable[[str], None],
-    refuse: Refuse | None = None,
+    has_fitted: bool,
 ) -> Path:
-    """Return the checkpoint that a path or keyword refers to, skipping those for which ``refuse`` returns a reason.
+    """Return the checkpoint that a path or keyword refers to.
+
+    Args:
+        has_fitted: whether the callbacks have been through a fit, so that they know its best checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    return Search(root, name, callbacks, note).find(given, refuse)
+    return Search(root, name, callbacks, note, has_fitted).find(given, None)
 
 
 def _clean(directory: RunDirectory, search: Search) -> bool:

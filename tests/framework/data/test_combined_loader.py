@@ -159,7 +159,7 @@ def test_a_dict_or_list_of_loaders_cycles_and_a_list_of_batches_is_one_loader() 
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'min_size'"):
         CombinedLoader([LONG], "minsize")
-    with pytest.raises(ConfigurationError, match=r"iterables\['a'\] is a int"):
+    with pytest.raises(ConfigurationError, match=r"iterables\['a'\] is an int"):
         CombinedLoader({"a": 3})
     with pytest.raises(ConfigurationError, match="cannot be nested"):
         CombinedLoader({"a": CombinedLoader([LONG])})

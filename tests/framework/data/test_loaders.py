@@ -264,7 +264,7 @@ def test_a_users_own_distributed_sampler_is_used_as_it_is_and_resumes() -> None:
         assert read(mine, 1) == expected
         assert (mine.len_batches(), mine.position_after(3)) == (4, {"samples": 12})
         assert read(mine, 1, mine.position_after(2)) == expected[2:]
-    with pytest.raises(ConfigurationError, match="num_replicas=2, but there are 3"):
+    with pytest.raises(ConfigurationError, match="num_replicas=2, but the data is for 3 ranks"):
         source(loader(0), 0, 3)
 
 
@@ -314,7 +314,7 @@ def test_an_iterator_is_read_once_and_a_restartable_iterable_repeatedly() -> Non
         (torch.ones(3), "wrap your data"),
         (Numbers(3), r"wrap it, DataLoader\(dataset, batch_size"),
         (Stream(), "batch_size=None"),
-        ({"a": 5}, r"train_dataloaders\['a'\] is a int"),
+        ({"a": 5}, r"train_dataloaders\['a'\] is an int"),
         ({}, "empty dict"),
         ([], "yields no batch"),
         (DataLoader(Numbers(0), batch_size=2), "yields no batch"),

@@ -1,0 +1,314 @@
+"""``Packed``: sequences of one length, whose loss is that of the documents one by one, resumed at the same sequence."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from library_streams import hugging_face, prepare_libraries
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from phalanx import Packed
+from phalanx.framework.checkpoint.codec import decode, encode_inline
+from phalanx.framework.core.errors import ConfigurationError, DataError
+from phalanx.framework.data.combined_source import prepare_training
+from phalanx.framework.data.packing import best_fit
+from phalanx.framework.data.training_source import NO_BATCH
+
+EOS = 1
+
+
+def documents(count: int = 23, most: int = 30, seed: int = 0) -> list[list[int]]:
+    """Return documents of distinct tokens, so that each token has one place."""
+    draw = random.Random(seed)
+    tokens = iter(range(100, 100_000))
+    return [[next(tokens) for _ in range(draw.randint(1, most))] for _ in range(count)]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.items
+
+
+class Stateful(Stream):
+    """The same, with a state that resumes without reading again."""
+
+    first = now = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self.first = self.first, 0
+        for place in range(begin, len(self.items)):
+            self.now = place + 1
+            yield self.items[place]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"now": self.now}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["now"]
+
+
+def every(packed: Any) -> list[dict[str, Tensor]]:
+    """Return all sequences of a map-style or an iterable one."""
+    return list(packed) if isinstance(packed, IterableDataset) else [packed[index] for index in range(len(packed))]
+
+
+def pieces(sequence: dict[str, Tensor]) -> list[list[int]]:
+    """Return the tokens of each document of a sequence, padding left out."""
+    ids = sequence["document_ids"]
+    return [sequence["input_ids"][ids == number].tolist() for number in range(int(ids.max()) + 1)]
+
+
+def check_fields(sequence: dict[str, Tensor], length: int) -> None:
+    """Compare labels and positions with those written by hand."""
+    labels, positions = [], []
+    for piece in pieces(sequence):
+        labels += [-100, *piece[1:]]
+        positions += list(range(len(piece)))
+    rest = length - len(labels)
+    assert sequence["labels"].tolist() == labels + [-100] * rest
+    assert sequence["position_ids"].tolist() == positions + [0] * rest
+    # Documents are numbered in their order, and padding comes last.
+    assert [*sequence["document_ids"].tolist()] == sorted(
+        sequence["document_ids"].tolist(), key=lambda each: each % 999
+    )
+    assert {each.dtype for each in sequence.values()} == {torch.int64}
+    assert {tuple(each.shape) for each in sequence.values()} == {(length,)}
+
+
+@pytest.mark.parametrize("kind", [list, Stream])
+@pytest.mark.parametrize("eos", [None, EOS])
+@pytest.mark.parametrize("length", [1, 7, 16, 64, 5000])
+def test_cut_sequences_are_the_documents_one_after_the_other(kind: Any, eos: int | None, length: int) -> None:
+    given = documents()
+    flat = [token for each in given for token in [*each, *([] if eos is None else [eos])]]
+    sequences = every(Packed(kind(given), length, eos=eos, pad=9))
+    assert len(sequences) == -(-len(flat) // length)
+    padded = flat + [9] * (len(sequences) * length - len(flat))
+    assert torch.cat([each["input_ids"] for each in sequences]).tolist() == padded
+    for each in sequences:
+        check_fields(each, length)
+
+
+@pytest.mark.parametrize("kind", [list, Stream])
+@pytest.mark.parametrize("length", [31, 40, 100])
+def test_whole_documents_come_once_each_in_few_sequences(kind: Any, length: int) -> None:
+    given = documents(60)
+    sequences = every(Packed(kind(given), length, eos=EOS, cut=False))
+    found = [piece for each in sequences for piece in pieces(each)]
+    assert sorted(found) == sorted([*each, EOS] for each in given)
+    least = -(-sum(len(each) + 1 for each in given) // length)
+    assert len(sequences) <= least * (11 / 9 if kind is list else 1.5) + 1
+    for each in sequences:
+        check_fields(each, length)
+
+
+def test_best_fit_takes_the_fullest_bin_with_room() -> None:
+    assert best_fit([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
+    assert best_fit([7, 6, 3, 4], 10) == [[0, 2], [1, 3]]
+    draw = random.Random(1)
+    for _ in range(50):
+        sizes = sorted((draw.randint(1, 20) for _ in range(draw.randint(1, 40))), reverse=True)
+        by_hand: list[list[int]] = []
+        for place, size in enumerate(sizes):
+            fitting = [each for each in by_hand if sum(sizes[k] for k in each) + size <= 20]
+            fullest = max(fitting, key=lambda each: sum(sizes[k] for k in each), default=None)
+            (by_hand.append([place]) if fullest is None else fullest.append(place))
+        found = best_fit(sizes, 20)
+        assert sorted(sum(sizes[k] for k in each) for each in found) == sorted(
+            sum(sizes[k] for k in each) for each in by_hand
+        )
+        assert sorted(chain(*found)) == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_an_epoch_has_its_own_order_and_each_the_same_length(cut: bool) -> None:
+    packed = Packed(documents(), 32, eos=EOS, cut=cut, shuffle=True, seed=4)
+    epochs = []
+    for epoch in (0, 1, 0):
+        packed.set_epoch(epoch)
+        epochs.append([each["input_ids"].tolist() for each in every(packed)])
+    assert epochs[0] == epochs[2] != epochs[1]
+    assert len(epochs[0]) == len(epochs[1])
+    tokens = [sorted(token for each in epoch for token in each if token > EOS) for epoch in epochs]
+    assert tokens[0] == tokens[1] == sorted(chain(*documents()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_workers_do_not_change_the_sequences(workers: int) -> None:
+    packed = Packed(documents(40), 32, cut=False, shuffle=True)
+    packed.set_epoch(3)
+    wanted = [each["input_ids"].tolist() for each in every(packed)]
+
+    def rows(size: int, position: Any = None) -> list[list[int]]:
+        loader = DataLoader(packed, batch_size=2, num_workers=workers)
+        parts = [list(prepare_training(loader, rank=r, size=size, seed=9).start(3, position)) for r in range(size)]
+        together = [b for row in zip(*parts, strict=True) for b in row if b is not NO_BATCH]
+        return [row for batch in together for row in batch["input_ids"].tolist()]
+
+    for size in (1, 2, 3) if workers == 0 else (2,):
+        assert rows(size) == wanted
+        assert rows(size, {"samples": 4}) == wanted[4:]
+
+
+@pytest.mark.parametrize("kind", [Stream, Stateful])
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_packed_stream_resumes_after_each_sequence(kind: Any, cut: bool) -> None:
+    def fresh() -> Any:
+        return Packed(kind(documents(40)), 32, eos=EOS, cut=cut)
+
+    whole = [each["input_ids"].tolist() for each in fresh()]
+    for consumed in range(len(whole) + 1):
+        first = fresh()
+        sequences = iter(first)
+        for _ in range(consumed):
+            next(sequences)
+        state = decode(json.loads(json.dumps(encode_inline(first.state_dict()))))
+        again = fresh()
+        again.load_state_dict(state)
+        assert [each["input_ids"].tolist() for each in again] == whole[consumed:]
+    again.set_epoch(1)
+    again.load_state_dict(state)
+    assert len(list(again)) == len(whole)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prepare_libraries()
+    return tmp_path_factory.mktemp("shards")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_packed_hugging_face_stream_resumes_in_a_loader(shards: Path, size: int) -> None:
+    def as_document(sample: dict[str, int]) -> dict[str, list[int]]:
+        return {"input_ids": [sample["id"]] * (sample["id"] % 5 + 1)}
+
+    def source(rank: int, ranks: int) -> Any:
+        packed = Packed(hugging_face(shards, "json").map(as_document), 8, eos=99)
+        return prepare_training(DataLoader(packed, batch_size=1), rank=rank, size=ranks, seed=1)
+
+    whole = [batch["input_ids"].tolist() for batch in source(0, 1).start(0)]
+    rest = []
+    for rank in range(size):
+        former = source(rank, size)
+        batches = former.start(0)
+        for _ in range(3):
+            next(batches)
+        again = source(rank, size)
+        again.restore([former.state_after(3)], True)
+        rest.append([b["input_ids"].tolist() for b in again.start(0, former.position_after(3)) if b is not NO_BATCH])
+    assert rest == [whole[3 * size + rank :: size] for rank in range(size)]
+
+
+class Attention(nn.Module):
+    """One head of causal attention over tokens and positions, limited to documents if these are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, 8), nn.Embedding(64, 8)
+        self.mix, self.head = nn.Linear(8, 24), nn.Linear(8, 50)
+
+    def forward(self, batch: dict[str, Tensor], is_limited: bool = True) -> Tensor:
+        ids, documents = batch["input_ids"], batch["document_ids"]
+        query, key, value = self.mix(self.tokens(ids) + self.positions(batch["position_ids"])).chunk(3, -1)
+        mask = torch.ones(ids.shape[-1], ids.shape[-1], dtype=torch.bool).tril()
+        if is_limited:
+            mask = mask & (documents[:, :, None] == documents[:, None, :])
+        logits = self.head(nn.functional.scaled_dot_product_attention(query, key, value, mask))
+        shifted = batch["labels"][:, 1:].flatten()
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), shifted, ignore_index=-100, reduction="sum")
+
+
+def test_a_packed_loss_is_the_sum_of_the_losses_of_the_documents() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    given = [torch.randint(2, 50, (length,)).tolist() for length in [5, 9, 1, 14, 3, 8, 2]]
+    packed = Packed(given, 16, eos=EOS, cut=False)
+    batch = {name: torch.stack([each[name] for each in every(packed)]) for name in packed[0]}
+    single = [Packed([each], len(each) + 1, eos=EOS)[0] for each in given]
+    alone = torch.stack([model({name: tensor[None] for name, tensor in each.items()}) for each in single])
+    torch.testing.assert_close(model(batch), alone.sum())
+    assert not torch.allclose(model(batch, is_limited=False), alone.sum())
+
+
+def test_labels_of_a_sample_are_kept_and_boundaries_are_counted() -> None:
+    samples = [{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
+    packed = Packed(samples, 8, eos=EOS)
+    assert packed[0]["labels"].tolist() == [-100, -100, 7, EOS, -100, 9, EOS, -100]
+    assert Packed.cu_seqlens(packed[0]["document_ids"]).tolist() == [0, 4, 7, 8]
+    two = torch.stack([torch.tensor([0, 0, 1]), torch.tensor([1, 1, 1])])
+    assert Packed.cu_seqlens(two).tolist() == [0, 2, 3, 6]
+    assert Packed.cu_seqlens(two).dtype == torch.int32
+
+
+def test_given_lengths_save_reading_all_documents() -> None:
+    class Counted(list[Any]):
+        reads = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.reads += 1
+            return super().__getitem__(index)
+
+    given = Counted(documents())
+    packed = Packed(given, 16, lengths=[len(each) for each in documents()])
+    assert given.reads == 0
+    assert packed[3]["input_ids"].tolist() == Packed(documents(), 16)[3]["input_ids"].tolist()
+    assert given.reads < 18
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ([[1] * 9, [1] * 20], {"cut": False}, "document 1 has 20 tokens, more than length=16, and cut=False"),
+        ([[1] * 16], {"cut": False, "eos": 1}, "document 0 has 17 tokens"),
+        ([], {}, "the dataset of Packed is empty"),
+        ([[1], []], {}, "sample 1 of Packed has 0 tokens"),
+        ([[1]], {"lengths": [1, 2]}, "2 lengths for 1 documents"),
+        (Stream([[1]]), {"lengths": [1]}, "leave them out"),
+        (iter([[1]]), {}, "is an iterator"),
+        (5, {}, "is a int, which is not a dataset"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(data: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Packed(data, 16, **options)
+    for length in (0, "50", 1.5):
+        with pytest.raises(ConfigurationError, match=f"length={length!r} of Packed must be a whole number"):
+            Packed([[1]], length)  # type: ignore[arg-type]
+
+
+def test_rows_of_a_tensor_dataset_are_documents() -> None:
+    rows = torch.arange(12).reshape(3, 4)
+    packed = Packed(TensorDataset(rows), 6)
+    assert len(packed) == 2
+    assert [each["input_ids"].tolist() for each in every(packed)] == [list(range(6)), list(range(6, 12))]
+    assert every(Packed(Stream([(row,) for row in rows]), 6))[1]["input_ids"].tolist() == list(range(6, 12))
+
+
+def test_documents_that_do_not_fit_are_errors() -> None:
+    with pytest.raises(DataError, match="document has 20 tokens, more than length=16"):
+        every(Packed(Stream([[1] * 20]), 16, cut=False))
+    with pytest.raises(DataError, match="has 3 tokens where its length says 2"):
+        Packed([[1, 2, 3]], 4, lengths=[2])[0]
+    with pytest.raises(DataError, match="yields no sample"):
+        every(Packed(Stream([]), 4))
+    with pytest.raises(DataError, match="Did you mean 'input_id'"):
+        every(Packed(Stream([{"input_id": [1]}]), 4))
+    with pytest.raises(DataError, match=r"tokens of shape \[1, 2\]"):
+        every(Packed(Stream([[[1, 2]]]), 4))
+    with pytest.raises(DataError, match="a sample has a str as tokens"):
+        Packed(["hello"], 4)
+    with pytest.raises(DataError, match="a tuple of 2 fields"):
+        Packed([([1, 2], 0)], 4)
+    with pytest.raises(DataError, match="2 tokens and 1 labels"):
+        every(Packed(Stream([{"input_ids": [1, 2], "labels": [1]}]), 4))
