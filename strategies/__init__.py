@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     )
     from .ddp import DDPStrategy as DDPStrategy
     from .deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
-    from .fsdp.strategy import FSDPStrategy as FSDPStrategy, hsdp as hsdp
+    from .fsdp.strategy import FSDPStrategy as FSDPStrategy
+    from .fsdp.variants import hsdp as hsdp
     from .single import SingleDeviceStrategy as SingleDeviceStrategy
 
 _HOMES = {
@@ -29,7 +30,8 @@ _HOMES = {
     "..framework.parallel.strategy": "Routed StepAdapter StepFunction Strategy Traits",
     ".ddp": "DDPStrategy",
     ".deepspeed.strategy": "DeepSpeedStrategy",
-    ".fsdp.strategy": "FSDPStrategy hsdp",
+    ".fsdp.strategy": "FSDPStrategy",
+    ".fsdp.variants": "hsdp",
     ".single": "SingleDeviceStrategy",
 }
 

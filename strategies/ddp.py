@@ -7,19 +7,20 @@ Experiences on Accelerating Data Parallel Training").
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
 from ..framework.core.arguments import check_names
 from ..framework.core.errors import ConfigurationError
 from ..framework.parallel.gradient_operations import FullGradients
-from ..framework.parallel.meta_device import share_buffers
-from ..framework.parallel.parameter_names import state_tensors
+from ..framework.parallel.meta_device import share_buffers, share_tensors
+from ..framework.parallel.recovery import Recovery
 from ..framework.parallel.strategy import Routed, StepAdapter, StepFunction, Strategy
 from ..framework.parallel.zero_backward import zero_loss
 from .communication_hook import CommunicationHook, Hook, Wrapper
@@ -60,6 +61,7 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
+    recovery = Recovery()
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class DDPStrategy(Strategy):
         given = (ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self._hook = CommunicationHook(*given) if any(each is not None for each in given) else None
         self._ddp: Replica | None = None
+        self._supplied: Collection[str] = ()
         self._trainable: list[bool] = []
         self._routed = Routed.LOSS
         self._syncs = True
@@ -81,32 +84,48 @@ class DDPStrategy(Strategy):
         # Whether DDP reduces the next backward pass: it prepares for one of them in a forward pass.
         self._reduces_next = False
 
+    def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
+        """Move a module to its device. Collective."""
+        self._supplied = supplied
+        super().to_device(module, supplied)
+
     def setup(
         self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
     ) -> list[Optimizer]:
         """Make all ranks start from rank 0's weights; when training, wrap an adapter around the module. Collective."""
         self._trainable = [parameter.requires_grad for parameter in module.parameters()]
         self._routed = routed
-        if self.world.size > 1 and training and any(self._trainable):
+        trains = self.world.size > 1 and training and any(self._trainable)
+        if trains:
+            self._check_hook(routed)
+        # The passes of windows that may be repeated do not communicate: DDP would only take memory for its buckets.
+        if trains and routed is not Routed.REPEATED:
             self._wrap(module, routed)
         elif self.world.size > 1:
-            for tensor in state_tensors(module).values():
-                self.world.broadcast(tensor.detach())
+            share_tensors(module, self.world, self._supplied)
         return list(optimizers)
+
+    def _check_hook(self, routed: Routed) -> None:
+        if self._hook is not None and routed in (Routed.STEP, Routed.REPEATED):
+            raise ConfigurationError(
+                "DDPStrategy(ddp_comm_hook=...) acts in the backward pass, and under manual optimization and with "
+                "micro_batch_size='auto' gradients are averaged after it: leave the hook out."
+            )
 
     def _wrap(self, module: nn.Module, routed: Routed) -> None:
         hook = self._hook
-        if hook is not None and routed is Routed.STEP:
-            raise ConfigurationError(
-                "DDPStrategy(ddp_comm_hook=...) acts in the backward pass, and under manual optimization gradients are "
-                "averaged when an optimizer steps: leave the hook out, or use automatic optimization."
-            )
         adapter = StepAdapter(module)
         # A hook may change gradients in ways that a flag does not survive, so the flags are a message of their own.
         if routed is Routed.LOSS and hook is None:
             adapter = flagged = FlaggedAdapter(module, self.world.device)
             self.flags = GradientFlags(flagged.participation)
-        self._ddp = Replica(adapter, **self._arguments)
+        if self._arguments.get("init_sync", True):
+            # torch's own way copies 250 MiB of the weights at a time into a buffer, also those that are loaded later.
+            group = torch.distributed.group.WORLD
+            assert group is not None
+            _verify_param_shape_across_processes(group, _trained(module))
+            share_tensors(module, self.world, self._supplied)
+        self._ddp = Replica(adapter, **{**self._arguments, "init_sync": False})
         if hook is not None:
             self.gradients = hook.register(self._ddp, module)
 
@@ -147,7 +166,7 @@ class DDPStrategy(Strategy):
             if self._routed is Routed.FORWARD and not self._reduces_next:
                 # A second backward pass of a forward pass, or one of a part of the module. The gradients that were
                 # reduced before are equal on all ranks, so the average over ranks leaves them as they are.
-                self.reduce_gradients([each for each in self._ddp.module.parameters() if each.requires_grad])
+                self.reduce_gradients(_trained(self._ddp.module))
             self._reduces_next = False
 
     def zero_backward(self) -> None:
@@ -217,6 +236,10 @@ class DDPStrategy(Strategy):
         self._ddp = self.flags = None
         self.gradients = FullGradients()
         self._syncs, self._awaits_backward, self._reduces_next = True, False, False
+
+
+def _trained(module: nn.Module) -> list[Tensor]:
+    return [each for each in module.parameters() if each.requires_grad]
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

@@ -6,9 +6,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..framework.core.errors import ConfigurationError
+from ..framework.core.split_optimizer import optimizers_in
+from ..framework.core.wording import a_type
 
-# With these the update of an element depends on others of its tensor, of which each rank holds only a part.
-NEED_WHOLE_TENSORS = ("LBFGS", "SparseAdam", "Adafactor", "Muon")
+# With these the update of an element depends on others of its parameter.
+_FULL_PARAMETERS = frozenset(
+    {"Muon", "MuonWithAuxAdam", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam", "Adafactor", "Shampoo", "SOAP"}
+    | {"CAME", "LAMB", "Lamb", "LARS", "Lars", "AdaMuon", "NorMuon"}
+)
+# With these it depends on other parameters too, or on the sparsity of a gradient.
+_ALL_PARAMETERS = frozenset({"LBFGS", "SparseAdam", "DistributedShampoo"})
 
 
 def check_dense(module: nn.Module, strategy: str) -> None:
@@ -20,19 +27,37 @@ def check_dense(module: nn.Module, strategy: str) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ConfigurationError(
-                f"{name or 'the module'} is an {type(part).__name__}(sparse=True), and strategy={strategy!r} splits "
+                f"{name or 'the module'} is {a_type(part)}(sparse=True), and strategy={strategy!r} splits "
                 "gradients, which sparse ones cannot be: leave sparse=True out, or use strategy='ddp'."
             )
 
 
-def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
-    """Refuse optimizers that need full tensors.
+def updates_full_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer must be given full parameters, each of which it updates independently of the others.
+
+    It is one of a known class, or has the attribute ``updates_full_parameters = True``.
+    """
+    return bool(_kinds(optimizer) & _FULL_PARAMETERS) or getattr(optimizer, "updates_full_parameters", False) is True
+
+
+def updates_all_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer must be given all of its parameters in full at once."""
+    return bool(_kinds(optimizer) & _ALL_PARAMETERS)
+
+
+def check_independent(optimizer: Optimizer, strategy: str) -> None:
+    """Refuse optimizers that need all of their parameters in full.
 
     Raises:
-        ConfigurationError: the optimizer needs full tensors.
+        ConfigurationError: the optimizer, or one of a ``Split``, needs them.
     """
-    if {kind.__name__ for kind in type(optimizer).__mro__} & set(NEED_WHOLE_TENSORS):
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} needs full tensors, and strategy={strategy!r} leaves each rank a part of "
-            "them: use an optimizer that updates each element independently, such as AdamW, or strategy='ddp'."
-        )
+    for part in optimizers_in(optimizer):
+        if updates_all_parameters(part):
+            raise ConfigurationError(
+                f"{type(part).__name__} needs full tensors, and strategy={strategy!r} leaves each rank a part of "
+                "them: use an optimizer that updates each parameter independently, such as AdamW, or strategy='ddp'."
+            )
+
+
+def _kinds(optimizer: Optimizer) -> set[str]:
+    return {kind.__name__ for kind in type(optimizer).__mro__}

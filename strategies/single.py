@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ..framework.core.errors import ConfigurationError
 from ..framework.core.precision import Precision
+from ..framework.parallel.recovery import Recovery
 from ..framework.parallel.strategy import Routed, StepFunction, Strategy
 
 
@@ -16,6 +17,7 @@ class SingleDeviceStrategy(Strategy):
     """Trains on one device. The step, backward and update are torch's own, called directly."""
 
     name = "single"
+    recovery = Recovery()
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse more than one rank."""

@@ -77,11 +77,27 @@ def unknown_argument(
     """
     shown = repr(value) if isinstance(value, (str, int, float, type(None), dict, list)) else "..."
     given = f"{call}({name}={shown}): there is no such argument"
+    return UnknownArgumentError(given + advice_for(name, known, elsewhere))
+
+
+def advice_for(
+    name: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({}), prefix: str = ""
+) -> str:
+    """Return the end of a sentence about an unknown argument.
+
+    ``unknown_argument`` has the parameters; ``prefix`` comes before a name where it is written.
+    """
     if name in elsewhere:
-        return UnknownArgumentError(f"{given}; {elsewhere[name].removesuffix('.')}.")
+        return f"; {elsewhere[name].removesuffix('.')}."
     names = list(known)
-    other = next((each for each in _OTHER_NAMES.get(name, ()) if each in names), None)
-    return UnknownArgumentError(f"{given}." + (f" Did you mean {other!r}?" if other else closest_or_known(name, names)))
+    other = other_name(name, names)
+    return "." + (f" Did you mean {prefix + other!r}?" if other else closest_or_known(name, names, prefix=prefix))
+
+
+def other_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known argument that has this name in another framework or an older version; its values may differ."""
+    names = list(known)
+    return next((each for each in _OTHER_NAMES.get(name, ()) if each in names), None)
 
 
 def check_names(

@@ -26,6 +26,8 @@ from typing import TypeGuard
 
 # The longest list of known names in a message, which would hide the sentence otherwise.
 _MOST_LETTERS = 100
+# The shortest beginning of a name that is taken for an abbreviation.
+_FEWEST_LETTERS = 4
 
 
 class PhalanxError(Exception):
@@ -116,14 +118,18 @@ def is_count(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
     """Return ``" Did you mean 'x'?"`` for the known name closest to ``given``, or an empty string.
 
-    Case and punctuation do not count: ``ZeRO-3`` is close to ``zero3``.
+    ``prefix`` comes before the name where it is written: ``--trainer.`` before an argument of the Trainer.
+
+    Case and punctuation do not count: ``ZeRO-3`` is close to ``zero3``. The beginning of one name alone is close to it.
     """
     plain = {_plain(name): name for name in known}
-    close = difflib.get_close_matches(_plain(given), plain, n=1, cutoff=0.6)
-    return f" Did you mean {plain[close[0]]!r}?" if close else ""
+    close = [name for name in plain if name.startswith(_plain(given))]
+    if len(close) != 1 or len(given) < _FEWEST_LETTERS:
+        close = difflib.get_close_matches(_plain(given), plain, n=1, cutoff=0.6)
+    return f" Did you mean {prefix + plain[close[0]]!r}?" if close else ""
 
 
 def _plain(name: str) -> str:
@@ -138,13 +144,13 @@ def unknown(what: str, given: str, known: Iterable[str], aliases: Iterable[str] 
     return UnknownNameError(f"{what}={given!r} is not known.{closest_or_known(given, known, aliases)}")
 
 
-def closest_or_known(given: str, known: Iterable[str], aliases: Iterable[str] = ()) -> str:
+def closest_or_known(given: str, known: Iterable[str], aliases: Iterable[str] = (), prefix: str = "") -> str:
     """Return the closest known name and the list of known names, which takes no more than a line.
 
     A longer list is left out if there is a close name. Otherwise its first names and their number are given.
     """
     names = sorted(known) if isinstance(known, Set) else list(known)
-    hint = did_you_mean(given, [*names, *aliases])
+    hint = did_you_mean(given, [*names, *aliases], prefix)
     listed = ", ".join(names)
     if len(listed) <= _MOST_LETTERS:
         return f"{hint} Known: {listed or 'none'}."

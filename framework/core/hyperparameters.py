@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from .arguments import names_arguments, outside
 from .errors import ConfigurationError, UnknownNameError, closest_or_known, did_you_mean
+from .wording import a_type
 
 
 class AttributeDict(dict[str, Any]):
@@ -101,9 +102,7 @@ def _items_of(given: Any) -> dict[str, Any]:
     """
     items = vars(given) if isinstance(given, Namespace) else given
     if not isinstance(items, Mapping):
-        raise ConfigurationError(
-            f"save_hyperparameters got a {type(items).__name__}; it takes names, a dict or a Namespace."
-        )
+        raise ConfigurationError(f"save_hyperparameters got {a_type(items)}; it takes names, a dict or a Namespace.")
     return dict(items)
 
 
@@ -116,7 +115,7 @@ def _chosen(found: dict[str, Any], names: tuple[Any, ...]) -> dict[str, Any]:
     for name in names:
         if not isinstance(name, str):
             raise ConfigurationError(
-                f"save_hyperparameters got {len(names)} values, of which one is a {type(name).__name__}; it takes "
+                f"save_hyperparameters got {len(names)} values, of which one is {a_type(name)}; it takes "
                 "names of arguments, or one dict or Namespace: put the values into a dict."
             )
         if name not in found:

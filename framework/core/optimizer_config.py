@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .errors import ConfigurationError, did_you_mean, is_count
+from .split_optimizer import optimizers_in
+from .wording import a_type
 
 _FORMS = "an optimizer, a list of them, (optimizers, schedulers), or a dict with 'optimizer' and 'lr_scheduler'"
 
@@ -66,11 +68,17 @@ def check_kind(optimizer: Optimizer) -> None:
     Raises:
         ConfigurationError: it is one of them.
     """
-    if any(kind.__name__ == "CPUOffloadOptimizer" for kind in type(optimizer).__mro__):
+    kinds = {kind.__name__ for part in optimizers_in(optimizer) for kind in type(part).__mro__}
+    if "CPUOffloadOptimizer" in kinds:
         raise ConfigurationError(
             "CPUOffloadOptimizer steps its own copies of the parameters by other optimizers, which checkpoints and "
             "schedulers do not see: use an ordinary optimizer with strategy='fsdp-offload' or 'zero2-offload'."
         )
+
+
+def switches_weights(optimizer: Any) -> bool:
+    """Whether an optimizer trains other weights than those to evaluate, which ``train`` and ``eval`` switch."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def set_learning_rate(group: dict[str, Any], rate: float) -> None:
@@ -158,7 +166,7 @@ def _checked(
                 "return {'scheduler': ..., 'monitor': 'val_loss'}."
             )
         mine = getattr(config.scheduler, "optimizer", None)
-        if isinstance(mine, Optimizer) and not any(mine is optimizer for optimizer in optimizers):
+        if isinstance(mine, Optimizer) and not any(mine in (each, *optimizers_in(each)) for each in optimizers):
             raise ConfigurationError(
                 f"configure_optimizers: {type(config.scheduler).__name__} schedules an optimizer that is not returned."
             )
@@ -192,5 +200,5 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
 
 def _describe(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
-    return f"a {type(value).__name__}"
+        return f"{a_type(value)} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
+    return a_type(value)

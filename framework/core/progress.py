@@ -13,7 +13,7 @@ class Progress:
     epoch: int = 0
     """The epoch in progress, from 0."""
     batch_in_epoch: int = 0
-    """Micro-batches that each rank has consumed in this epoch."""
+    """Micro-batches that each rank has consumed in this epoch; global batches where their size is fixed."""
     global_batch: int = 0
     """Micro-batches that each rank has consumed in the whole run."""
     global_step: int = 0

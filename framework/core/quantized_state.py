@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import CheckpointError
+from .split_optimizer import optimizers_in
 
 _CLASSES = {
     "OptimState8bit": "torchao.optim.subclass_8bit",
@@ -27,7 +28,8 @@ LOOKUP = "qmap"
 
 def quantizes(optimizer: Optimizer) -> bool:
     """Whether an optimizer's state is quantized, as far as its parameters are large enough."""
-    return not _OPTIMIZERS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__)
+    kinds = {kind.__name__ for part in optimizers_in(optimizer) for kind in type(part).__mro__}
+    return not _OPTIMIZERS.isdisjoint(kinds)
 
 
 def is_quantized(value: Any) -> bool:

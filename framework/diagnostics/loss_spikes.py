@@ -9,6 +9,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -103,6 +104,12 @@ class LossSpikes:
         self._resting = 0
         # The loss of the previous epoch by the batch's position in the epoch.
         self._before = array("d", [math.nan]) * _POSITIONS
+
+    def copied(self) -> LossSpikes:
+        """Return a copy that later losses do not change."""
+        twin = copy(self)
+        twin._before = self._before[:]
+        return twin
 
     def __call__(self, loss: float, position: int) -> bool:
         """Record a finite loss; return whether to report it as a spike.

@@ -97,6 +97,10 @@ class NonFiniteGuard:
         if self.policy == "raise" and self.run.world.size == 1:
             self.handle_loss()
 
+    def forget(self) -> None:
+        """Forget a non-finite loss of a window that is repeated."""
+        self.bad = None
+
     def applied(self) -> None:
         """Record that an update was applied."""
         self.in_a_row = 0

@@ -25,7 +25,7 @@ through the model contain collectives, its window is filled up with filler batch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ from .window_totals import LocalTotals, ReducedTotals
 class AutomaticStep(TrainingStep):
     """Runs forward, backward and update for an accumulation window, with one optimizer."""
 
+    around_update: Callable[[Callable[[], bool]], bool] | None = None
+    """Calls the update of the weights; None to call it directly."""
+
     def __init__(
         self,
         run: Run,
@@ -62,16 +65,15 @@ class AutomaticStep(TrainingStep):
         self.updater.defer_scale(False)
         self.optimizer = run.optimizers[0]
         self.filler = lockstep_filler(run, transfer, windows)
-        # Until the first loss, after which the user's step is routed again without the check of its output.
-        self.is_watching = True
+        self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
         # An instance attribute, so that the collective trace can replace it temporarily.
         self.backward = backward_of(module, self.strategy)
-        self.scaler = run.scaler
+        self.scaler, self.has_loss = run.scaler, False
         self.batch_weight = self.meter.adding(module.batch_weight) if is_overridden("batch_weight", module) else None
         self.totals = ReducedTotals(run, self.filler) if self.is_distributed else LocalTotals()
         self.flags = self._flags()
-        update = UserUpdate(run, self.before_update, clipping)
+        update = UserUpdate(run, self.before_update, clipping, self.around_update)
         self.before_zero_grad = run.hooks("on_before_zero_grad")
         self.zero_grad = update.zero_grad
         self.apply = update.apply
@@ -81,18 +83,15 @@ class AutomaticStep(TrainingStep):
         # starts first, so that it overlaps with the transfer of the batch.
         self.starts_early = self.is_distributed and bool(self.batch_start)
         self.unweighted_single_rank = not self.is_distributed and self.batch_weight is None
-        self.has_loss = False
         self.last_batch: Any = None
 
-    def __call__(self, batches: MicroBatches, consumed: int) -> bool:
-        """Run a window of micro-batches. Collective.
+    def __call__(self, batches: MicroBatches, size: int, samples: Sequence[float] | None = None) -> bool:
+        """Run a window of micro-batches; return False at the end of the epoch, where no rank had one. Collective.
 
         Args:
-            batches: this rank's micro-batches, fewer than ``consumed`` or none where its data has run out.
-            consumed: the number of micro-batches in the window, the same on every rank.
-
-        Returns:
-            False at the end of the epoch, where no rank had a micro-batch; else True, even without an update.
+            batches: this rank's micro-batches, fewer than ``size`` or none where its data has run out.
+            size: the number of micro-batches in the window, the same on every rank.
+            samples: of each micro-batch of a global batch, which counts as one batch. None: each micro-batch counts.
 
         Raises:
             LoopError: the output of ``training_step`` is not a loss, or no filler batch can be found.
@@ -105,11 +104,12 @@ class AutomaticStep(TrainingStep):
             self._run_single(*batches)
             return True
         index, count = self.progress.batch_in_epoch, len(batches)
-        batches, weights = with_weights(batches, self.batch_weight)
+        consumed, stride = (size, 1) if samples is None else (1, 0)
+        batches, weights = with_weights(batches, self.batch_weight, samples)
         coming = with_fillers(batches, weights, (self.meter.fetched, self.pace.fetched), self.filler)
         fetched, weight = next(coming)
         batch = self._start(fetched, index) if self.starts_early else FILLER
-        passes = self.totals.open(fetched, weights, consumed)
+        passes = self.totals.open(fetched, weights, size)
         if passes == 0:
             return False
         # Saves are refused until the update: a checkpoint in between would lose the accumulated gradients.
@@ -125,8 +125,8 @@ class AutomaticStep(TrainingStep):
             # Reduced only in the last backward pass: a reduction per micro-batch costs more for the same sum.
             self.strategy.sync_gradients(position == final)
             if position > 0 or not self.starts_early:
-                batch = self._start(fetched, index + position)
-            output, loss = self._forward(batch, index + position)
+                batch = self._start(fetched, index + position * stride)
+            output, loss = self._forward(batch, index + position * stride)
             if position == 0:
                 # Not earlier: the forward pass overlaps with the reduction, which costs a round trip otherwise. Not
                 # later: the result scales the losses of the backward pass.
@@ -134,11 +134,11 @@ class AutomaticStep(TrainingStep):
                 self._begin_backward()
             self._backward(loss, weight, position == final)
             if batch is not FILLER:
-                ended = output, batch, index + position
+                ended = output, batch, index + position * stride
                 if position < count - 1:
                     self._end_batch(*ended)
         self.totals.close()
-        self._end_window(ended, consumed, index + max(count - 1, 0))
+        self._end_window(ended, consumed, index + max(count - 1, 0) * stride)
         return True
 
     def _end_window(self, ended: tuple[Any, Any, int] | None, consumed: int, index: int) -> None:

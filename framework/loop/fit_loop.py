@@ -179,11 +179,12 @@ class FitLoop:
         """
         run, step, take = self.run, self.step, self.windows.take
         progress, triggers = run.progress, run.triggers
-        set_position, begin_step = run.heartbeat.set_position, run.heartbeat.step
+        begin_step = run.heartbeat.step
         one_rank, log_every, validates = run.world.size == 1, self.plan.log_every_n_steps, self.validation.in_epochs
         clock, end_step = time.perf_counter, run.meter.end_step
+        # The end of each step records the next position.
+        run.heartbeat.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         while progress.global_step < self._step_limit:
-            set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
             began = clock()
             window = take()
             fetched = clock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -175,7 +175,7 @@ class ManualStep(TrainingStep):
         for hook in self.after_backward:
             hook()
 
-    def __call__(self, batches: MicroBatches, consumed: int) -> bool:
+    def __call__(self, batches: MicroBatches, consumed: int, samples: Sequence[float] | None = None) -> bool:
         """Run a batch; return False if no rank had one. Collective."""
         index = self.progress.batch_in_epoch
         self.epoch_skipped = False
@@ -196,9 +196,9 @@ class ManualStep(TrainingStep):
             self.stepped = False
             output = self.forward(batch, index)
             self.updater.finish()
-            self.advance(consumed)
             if self.stepped:
                 self.progress.updated()
+            self.advance(consumed)
             if self.stepped and self.averages is not None:
                 self.averages.after_step(self.progress.global_step - 1)
             for hook in self.batch_end:

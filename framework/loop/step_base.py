@@ -15,6 +15,7 @@ from ..parallel.strategy import StepFunction
 from ..profiling.sample_count import SampleCount
 from ..run.overrides import in_context, with_arity
 from ..run.run import Run
+from .compiled_flops import counted_step
 from .step_output import LossWatch, no_manual_backward
 
 
@@ -28,6 +29,7 @@ class TrainingStep:
         self.triggers = run.triggers
         self.strategy = run.strategy
         self.phase = run.heartbeat.phase
+        self.set_position = run.heartbeat.set_position
         self.is_distributed = run.world.size > 1
         self.transfer = transfer
         self.batch_start = run.hooks("on_train_batch_start")
@@ -61,7 +63,7 @@ class TrainingStep:
         context = self.run.fabric.forward_context()
         step = self.user_step()
         if self.flop_count is not None:
-            step = self.flop_count.around(step)
+            step = counted_step(step, self.flop_count, self.run.module)
         return self.strategy.route(in_context(step, context), training)
 
     def plain(self) -> StepFunction:
@@ -125,8 +127,11 @@ class TrainingStep:
         self.guard.see(number, self.log.batch, self.index)
 
     def advance(self, consumed: int) -> None:
-        """Count the batches of a window."""
-        self.progress.consumed(consumed)
+        """Count the batches of a window, whose update has been counted, and record the next position."""
+        progress = self.progress
+        progress.consumed(consumed)
+        # Before the hooks at the end of the batch: a rank that fails in one, or in a save, has done this step.
+        self.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         if self.flop_count is not None and self.meter.open_units > 0:
             self.meter.end_flop_count()
             self.flop_count = None
@@ -147,6 +152,11 @@ class TrainingStep:
                 self.epoch_skipped = True
                 self.triggers.set(Signal.END_EPOCH)
         return batch
+
+    def go_back(self, spikes: LossSpikes) -> None:
+        """Forget the losses of a window that is repeated; ``spikes``: those before it."""
+        self.spikes = spikes
+        self.guard.forget()
 
     def refresh(self) -> None:
         """Refresh the values that may change between epochs. Collective."""

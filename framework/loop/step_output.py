@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.errors import LoopError
+from ..core.wording import with_article
 from ..parallel.strategy import StepFunction
 from ..run.run import Run
 
@@ -47,7 +48,7 @@ def loss_of(output: Any, step: Callable[..., Any] | None = None) -> Tensor | Non
         raise LoopError(f"{named(step)} returned a mapping without 'loss' (it has {sorted(keys)}).{hint} {_RULE}.")
     if loss is not None and not isinstance(loss, Tensor):
         kind = type(loss)
-        raise LoopError(f"{named(step)} returned a {kind.__name__}.{_SAMPLES.get(kind, '')} {_RULE}.")
+        raise LoopError(f"{named(step)} returned {with_article(kind.__name__)}.{_SAMPLES.get(kind, '')} {_RULE}.")
     return loss
 
 

@@ -20,6 +20,7 @@ class UserUpdate:
         run: the fit.
         hooks: the hooks ``on_before_optimizer_step``, called with the optimizer on unscaled gradients.
         clipping: the Trainer's clip value, None for no clipping, and algorithm.
+        around: calls the function that updates the weights, and returns its result; None to call it directly.
     """
 
     zero_grad: Callable[[], None]
@@ -27,13 +28,20 @@ class UserUpdate:
     apply: Callable[[int], bool]
     """Applies the update after the batch with an index; returns whether it was applied. Collective."""
 
-    def __init__(self, run: Run, hooks: Sequence[Callable[..., Any]], clipping: tuple[float | None, str]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        hooks: Sequence[Callable[..., Any]],
+        clipping: tuple[float | None, str],
+        around: Callable[[Callable[[], bool]], bool] | None = None,
+    ) -> None:
         self._run = run
         self._module = run.module
         self._strategy = run.strategy
         self._updater = run.updater
         self._optimizer = run.optimizers[0]
         self._index = 0
+        self._around = around
         # Some strategies hold gradients or weights outside of the parameters, so the strategy must do the step and drop
         # the gradients.
         reduces = self._strategy.traits.reduces_in_backward
@@ -74,6 +82,8 @@ class UserUpdate:
 
     def _apply(self, before: Callable[[], Any] | None) -> Callable[[int], bool]:
         step = self._user_step() if is_overridden("optimizer_step", self._module) else None
+        if self._around is not None:
+            step = partial(self._around, step or partial(self._strategy.step, self._optimizer))
         update = self._updater.bound(self._optimizer, before, step)
 
         def apply(index: int) -> bool:

@@ -15,11 +15,16 @@ T = TypeVar("T")
 
 
 def with_weights(
-    batches: MicroBatches, batch_weight: Callable[[Any], int | float | Tensor] | None
+    batches: MicroBatches,
+    batch_weight: Callable[[Any], int | float | Tensor] | None,
+    samples: Sequence[float] | None = None,
 ) -> tuple[MicroBatches, Sequence[float]]:
-    """Return the micro-batches and their weights. To compute weights of the user's own, all batches are fetched."""
+    """Return the micro-batches and their weights. To compute weights of the user's own, all batches are fetched.
+
+    ``samples``: the number of samples of each, which are then the weights; None for weights of 1.
+    """
     if batch_weight is None:
-        return batches, (1.0,) * len(batches)
+        return batches, (1.0,) * len(batches) if samples is None else samples
     fetched = list(batches)
     return fetched, [float(batch_weight(batch)) for batch in fetched]
 

@@ -61,10 +61,10 @@ def available_memory(
     free, _ = torch.cuda.mem_get_info(device)
     # Memory that torch's allocator has reserved and not given to a tensor.
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Memory(max(0, free + spare - _gpu_libraries(sharing)), host, disk, device_is_host=False)
+    return Memory(max(0, free + spare - gpu_libraries(sharing)), host, disk, device_is_host=False)
 
 
-def _gpu_libraries(sharing: int) -> int:
+def gpu_libraries(sharing: int) -> int:
     """Return device memory that CUDA's libraries take at their first use, and NCCL if there are several ranks."""
     return _CUDA_LIBRARIES + (_NCCL if sharing > 1 else 0)
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,11 +28,15 @@ from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import RandomStream
 from ..core.precision import DefaultDtype, Precision
 from ..core.quantized_state import is_quantized, parts_of
+from ..core.split_optimizer import optimizers_in
+from ..parallel.blocks import repeated_blocks
 from .formulas import ModelSize
 from .update_memory import update_bytes
 
 # The number of views between a parameter and its cast that are followed.
 _STEPS_TO_A_CAST = 4
+
+Prepare = Callable[[nn.Module, Callable[[Tensor], Tensor]], Any]
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ def size_of(module: nn.Module) -> ModelSize:
     parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
     elements = {id(parameter): elements_of(parameter) for parameter in parameters}
     total = sum(elements.values())
-    blocks = [sum(elements[id(p)] for p in block.parameters() if id(p) in elements) for block in _blocks(module)]
+    parts = repeated_blocks(module)
+    blocks = [sum(elements[id(p)] for p in part.parameters() if id(p) in elements) for part in parts]
     return ModelSize(
         trainable=sum(elements[id(parameter)] for parameter in parameters if parameter.requires_grad),
         frozen=sum(elements[id(parameter)] for parameter in parameters if not parameter.requires_grad),
@@ -84,21 +89,6 @@ def size_of(module: nn.Module) -> ModelSize:
 def elements_of(parameter: Tensor) -> int:
     """Return the elements of the full parameter, also while DeepSpeed has split it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that repeat in a list or sequence, which ``fsdp`` shards one by one."""
-    listed = isinstance(module, (nn.ModuleList, nn.Sequential))
-    often = Counter(type(child) for child in module.children() if _computes(child)) if listed else Counter()
-    for child in module.children():
-        if often[type(child)] > 1 and _computes(child):
-            yield child
-        else:
-            yield from _blocks(child)
-
-
-def _computes(part: nn.Module) -> bool:
-    return type(part).forward is not nn.Module.forward and any(True for _ in part.parameters())
 
 
 @dataclass(frozen=True)
@@ -124,9 +114,10 @@ def optimizer_state(module: TrainModule, precision: Precision, device_type: str)
     precision.convert_module(module)
     optimizers, _ = resolve_optimizers(module.configure_optimizers())
     trainable = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    slots = [slot for optimizer in optimizers for slot in _slots(optimizer)]
+    parts = [part for optimizer in optimizers for part in optimizers_in(optimizer)]
+    slots = [slot for part in parts for slot in _slots(part)]
     state_bytes = sum(slot.numel() * slot.element_size() for slot in slots)
-    in_updates = update_bytes(optimizers, device_type)
+    in_updates = update_bytes(parts, device_type)
     return OptimizerSizes(
         sum(slot.numel() for slot in slots) / max(1, trainable), state_bytes, in_updates, len(optimizers)
     )
@@ -182,11 +173,14 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
 # ---- activations --------------------------------------------------------------------------------------------------
 
 
-def measure_with_data(module: TrainModule, batch: Any, device: torch.device, precision: Precision) -> Activations:
+def measure_with_data(
+    module: TrainModule, batch: Any, device: torch.device, precision: Precision, prepare: Prepare | None = None
+) -> Activations:
     """Run a micro-batch on a copy of the module on ``device``; return what its forward pass saved.
 
     On CUDA this is the peak of allocated memory in either pass, without parameters and gradients. It also contains the
-    temporary buffers of kernels, which can be larger than the saved tensors.
+    temporary buffers of kernels, which can be larger than the saved tensors. ``prepare`` changes how the copy keeps
+    tensors, and calls its second argument with those that autograd does not save.
     """
     built = copied(module, lambda tensor: tensor.to(device, copy=True))
     with device:
@@ -194,11 +188,11 @@ def measure_with_data(module: TrainModule, batch: Any, device: torch.device, pre
     built.to(device).train()
     precision.convert_module(built)
     if device.type != "cuda":
-        return _watched(built, batch, precision, device)[0]
+        return _watched(built, batch, precision, device, prepare)[0]
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    seen, loss = _watched(built, batch, precision, device)
+    seen, loss = _watched(built, batch, precision, device, prepare)
     forward = torch.cuda.max_memory_allocated(device) - before
     loss.backward()
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in built.parameters() if p.grad is not None)
@@ -206,9 +200,10 @@ def measure_with_data(module: TrainModule, batch: Any, device: torch.device, pre
     return Activations(max(0, forward - seen.casts, backward - seen.casts), seen.casts)
 
 
-def measure_with_fake_tensors(module: TrainModule, batch: Any, precision: Precision) -> Activations:
-    """Run a micro-batch on fake tensors; return what its forward pass would save."""
-
+def measure_with_fake_tensors(
+    module: TrainModule, batch: Any, precision: Precision, prepare: Prepare | None = None
+) -> Activations:
+    """Run a micro-batch on fake tensors; return what its forward pass would save. ``prepare``: as with data."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         built = copied(module, lambda tensor: torch.empty_like(tensor, device="cpu"))
         with DefaultDtype(precision.parameter_dtype):
@@ -216,10 +211,12 @@ def measure_with_fake_tensors(module: TrainModule, batch: Any, precision: Precis
         precision.convert_module(built.train())
         batch = precision.convert_batch(batch)
         faked = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-        return _watched(built, faked, precision, torch.device("cpu"))[0]
+        return _watched(built, faked, precision, torch.device("cpu"), prepare)[0]
 
 
-def _watched(module: TrainModule, batch: Any, precision: Precision, device: torch.device) -> tuple[Activations, Tensor]:
+def _watched(
+    module: TrainModule, batch: Any, precision: Precision, device: torch.device, prepare: Prepare | None = None
+) -> tuple[Activations, Tensor]:
     """Run a step and add up the storages that it saves for backward, without those of parameters and buffers."""
     parameters = {id(parameter) for parameter in module.parameters()}
     known = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -234,6 +231,8 @@ def _watched(module: TrainModule, batch: Any, precision: Precision, device: torc
             alive.append(tensor)
         return tensor
 
+    if prepare is not None:
+        prepare(module, record)
     with ExitStack() as stack:
         stack.enter_context(RandomStream(0).entered())
         if device.type == "cuda":

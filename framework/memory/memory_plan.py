@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from ..core.errors import unknown
 from ..core.precision import Precision
 from ..core.size_text import size_text
+from ..core.wording import counted
 from .available_memory import Memory
 from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, Ranks, footprint
 from .measure import Activations
@@ -43,6 +44,18 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
+class TrainingData:
+    """The size of the training data; None: unknown."""
+
+    micro_batch: int | None = None
+    """Samples of a micro-batch of one rank."""
+    samples: int | None = None
+    """Samples of an epoch."""
+    drop_last: bool = False
+    """Whether a last global batch that is not full is left out."""
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The memory that each strategy needs on every rank. Its ``str`` is a table.
 
@@ -61,6 +74,11 @@ class MemoryPlan:
     activations: Activations | None
     """None if they could not be measured; they then count as 0 bytes."""
     notes: tuple[str, ...] = ()
+    data: TrainingData | None = None
+    """None if no batch was read."""
+    local_size: int | None = None
+    """Ranks of a node; None: all."""
+    accumulates: bool = False
 
     def __getitem__(self, name: str) -> PlanRow:
         """Return the row of a strategy.
@@ -110,8 +128,8 @@ class MemoryPlan:
         available += [f"{size_text(memory.disk)} on disk"] if memory.disk else []
         frozen = f" ({size.frozen:,} frozen)" if size.frozen else ""
         return (
-            f"Memory for each of {self.world_size} rank(s) in {self.precision}: {size.elements:,} parameters{frozen}, "
-            f"{kept}; available are {', '.join(available)}."
+            f"Memory for each of {counted(self.world_size, 'rank')} in {self.precision}: {size.elements:,} "
+            f"parameters{frozen}, {kept}; available are {', '.join(available)}."
         )
 
     def _cells(self, row: PlanRow) -> list[str]:
@@ -139,6 +157,7 @@ def make_plan(
     refusals: Mapping[str, str],
     notes: Sequence[str] = (),
     accumulates: bool = False,
+    data: TrainingData | None = None,
 ) -> MemoryPlan:
     """Return the plan.
 
@@ -159,7 +178,18 @@ def make_plan(
     if tried and not fitting:
         notes = [*notes, f"Nothing fits by this count; {chosen} needs the least memory on the device."]
     return MemoryPlan(
-        tuple(rows), chosen, memory, size, ranks.world_size, device_type, precision.name, activations, tuple(notes)
+        tuple(rows),
+        chosen,
+        memory,
+        size,
+        ranks.world_size,
+        device_type,
+        precision.name,
+        activations,
+        tuple(notes),
+        data,
+        ranks.local_size,
+        accumulates,
     )
 
 

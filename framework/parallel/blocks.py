@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,26 @@ def has_forward(part: nn.Module) -> bool:
 def has_parameters(part: nn.Module) -> bool:
     """Whether a module or one of its submodules has parameters."""
     return next(part.parameters(), None) is not None
+
+
+class ReplacedForward:
+    """Another ``forward`` of one module. A copy or a pickle of the module has its own, plain one."""
+
+    def __init__(self, part: nn.Module, function: Callable[..., Any]) -> None:
+        self.plain = part.forward
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function."""
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of a bound method is bound to the copy of its object, which is in `memo` by now.
+        return copy.deepcopy(self.plain, memo)
+
+    def __reduce__(self) -> Any:
+        # The greatest of one item is the item; a function of phalanx would be needed to read the pickle.
+        return max, ((self.plain,),)
 
 
 def replace_method(part: nn.Module, name: str, function: Callable[..., Any]) -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.errors import ConfigurationError
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's ``step`` requires a closure that computes the loss."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
+from ..core.split_optimizer import needs_closure
 
 
 def evaluate_once(optimizer: Optimizer, closure: Callable[[], Any], strategy: str) -> Any:

@@ -7,7 +7,6 @@ of the part, by which strategies gather parameters and reduce gradients, run out
 
 from __future__ import annotations
 
-import copy
 import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
@@ -22,7 +21,7 @@ from torch import nn
 
 from ..core.errors import ConfigurationError, closest_or_known, did_you_mean, unknown
 from ..system.environment import build_tools
-from .blocks import callable_children, has_forward, has_parameters, repeated_blocks, replace_method
+from .blocks import ReplacedForward, callable_children, has_forward, has_parameters, repeated_blocks, replace_method
 from .strategy import Strategy
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -33,24 +32,8 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 _MAX_KINDS = 4
 
 
-class CompiledForward:
-    """The compiled ``forward`` of one module. A copy or a pickle of the module has its own, plain one."""
-
-    def __init__(self, part: nn.Module, compiler: Compiler) -> None:
-        self.plain = part.forward
-        self._compiled = compiler(part.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled function."""
-        return self._compiled(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of a bound method is bound to the copy of its object, which is in `memo` by now.
-        return copy.deepcopy(self.plain, memo)
-
-    def __reduce__(self) -> Any:
-        # The greatest of one item is the item; a function of phalanx would be needed to read the pickle.
-        return max, ((self.plain,),)
+class CompiledForward(ReplacedForward):
+    """The compiled ``forward`` of one module."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +89,7 @@ class Compilation:
         """
         self.check(strategy)
         parts = self.parts(module, strategy.traits.forward_has_collectives)
-        undos = [replace_method(part, "forward", CompiledForward(part, self.compiler)) for part in parts]
+        undos = [replace_method(part, "forward", CompiledForward(part, self.compiler(part.forward))) for part in parts]
 
         def undo() -> None:
             for restore in undos:
@@ -164,8 +147,13 @@ def compilation_of(model: Any) -> tuple[Any, Compilation | None]:
 
 def is_compiled(part: nn.Module) -> bool:
     """Whether a module is compiled already: here, by the user, or as TorchScript."""
-    by_user = part._compiled_call_impl is not None or "_orig_mod" in part._modules
-    return by_user or isinstance(vars(part).get("forward"), CompiledForward) or isinstance(part, torch.jit.ScriptModule)
+    return isinstance(vars(part).get("forward"), CompiledForward) or is_compiled_by_user(part)
+
+
+def is_compiled_by_user(part: nn.Module) -> bool:
+    """Whether the program has compiled a module itself, or made it TorchScript."""
+    compiled = part._compiled_call_impl is not None or "_orig_mod" in part._modules
+    return compiled or isinstance(part, torch.jit.ScriptModule)
 
 
 @contextmanager

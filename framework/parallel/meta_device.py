@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigurationError
 from ..distributed.world import World
+from .parameter_names import canonical_names, canonical_table
+from .placed_parts import placed_tensors
 
 Owner = tuple[nn.Module, str]
 
@@ -49,16 +51,51 @@ def is_held(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
-def without_data(module: nn.Module, world: World) -> set[str]:
-    """Return the names of tensors that are on the meta device on some rank. Collective.
+def check_held(tensors: Mapping[str, Tensor], verb: str, alternative: str = "") -> None:
+    """Refuse tensors that this process does not hold.
+
+    Args:
+        tensors: by name.
+        verb: the method that needs them.
+        alternative: what else may be done, such as ``", or ..."``.
+
+    Raises:
+        ConfigurationError: one of them is a shard, or on the meta device.
+    """
+    nowhere = next((name for name, tensor in tensors.items() if not is_held(tensor)), None)
+    if nowhere is not None:
+        raise ConfigurationError(
+            f"{verb}: this process does not hold {nowhere!r}: call {verb} in a hook of the fit, such as on_train_end"
+            f"{alternative}."
+        )
+
+
+def held_state(module: nn.Module, verb: str, alternative: str = "") -> dict[str, Tensor]:
+    """Return a module's state by canonical name; see ``check_held``.
+
+    Raises:
+        ConfigurationError: this process does not hold one of the tensors.
+    """
+    state = module.state_dict()
+    tensors = {name: state[raw] for name, raw in canonical_table(module).items()}
+    check_held(tensors, verb, alternative)
+    return tensors
+
+
+def without_data(module: nn.Module, world: World, known: Collection[str] = ()) -> set[str]:
+    """Return the names of tensors that are on the meta device on some rank, but those of ``known``. Collective.
 
     After a fit under a strategy that shards weights, rank 0 has the full weights; other ranks have them on the meta
-    device.
+    device. Parts that Accelerate has placed are left out: its hooks fill them.
 
     Raises:
         ConfigurationError: rank 0 has no data for a tensor either. Raised on all ranks.
     """
-    lacking = world.all_gather_object([name for name, tensor in tensors_of(module) if tensor.is_meta])
+    placed = placed_tensors(module)
+    empty = [
+        name for name, tensor in tensors_of(module) if tensor.is_meta and name not in known and id(tensor) not in placed
+    ]
+    lacking = world.all_gather_object(empty)
     if lacking[0]:
         raise ConfigurationError(
             f"{lacking[0][0]} is on the meta device, and this strategy needs weights that have data: build the module "
@@ -67,18 +104,31 @@ def without_data(module: nn.Module, world: World) -> set[str]:
     return {name for names in lacking for name in names}
 
 
+def supplied_names(module: nn.Module, supplied: Collection[str]) -> set[str]:
+    """Return the module's names of the tensors that are loaded later; ``supplied`` are canonical names."""
+    if not supplied:
+        return set()
+    canonical = canonical_names(module)
+    return {name for name, _ in tensors_of(module) if canonical(name) in supplied}
+
+
 @torch.no_grad()
-def fill_from_rank_zero(module: nn.Module, world: World) -> None:
+def fill_from_rank_zero(module: nn.Module, world: World, supplied: Collection[str] = ()) -> None:
     """Copy rank 0's data to the tensors that have none on this rank, one at a time. Collective.
+
+    Those that are loaded later, whose canonical names are ``supplied``, get memory without values.
 
     Raises:
         ConfigurationError: rank 0 has no data for a tensor either. Raised on all ranks.
     """
-    wanted = without_data(module, world)
-    if not wanted:
+    later = supplied_names(module, supplied)
+    wanted = without_data(module, world, later)
+    if not wanted and not later:
         return
 
     def fill(name: str, tensor: Tensor) -> Tensor | None:
+        if name in later and tensor.is_meta:
+            return torch.empty_like(tensor, device=world.device)
         if name not in wanted:
             return None
         data = torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor.detach().to(world.device)
@@ -86,6 +136,24 @@ def fill_from_rank_zero(module: nn.Module, world: World) -> None:
         return data if tensor.is_meta else None
 
     replace_tensors(module, fill)
+
+
+@torch.no_grad()
+def share_tensors(module: nn.Module, world: World, supplied: Collection[str] = ()) -> None:
+    """Copy rank 0's parameters and buffers to all ranks, one message for each, without further copies. Collective.
+
+    Those that are loaded later, whose canonical names are ``supplied``, are left as they are.
+    """
+    if world.size == 1:
+        return
+    later = supplied_names(module, supplied)
+    for name, tensor in tensors_of(module):
+        if name in later or not tensor.numel():
+            continue
+        held = tensor.detach()
+        sent = world.broadcast(held.contiguous())
+        if not held.is_contiguous():
+            held.copy_(sent)
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ def resolve_resources(
         UnknownNameError: accelerator, strategy or precision is not known.
         ConfigurationError: a number does not fit the machine, the launcher or the strategy.
     """
-    device_type = _device_type(accelerator)
+    device_type = device_type_of(accelerator)
     resolved_precision = resolve_precision(precision)
     if not is_count(num_nodes, 1):
         raise ConfigurationError(f"num_nodes={num_nodes!r} must be a whole number of at least 1.")
@@ -151,8 +151,8 @@ def resolve_resources(
         num_nodes = place.num_nodes
     if num_nodes > 1 and place.launcher is None:
         raise ConfigurationError(
-            f"num_nodes={num_nodes} needs a launcher on every node: start the script with torchrun "
-            "--nnodes, or under SLURM with srun."
+            f"num_nodes={num_nodes} needs a launcher on every node: start the script with phalanx launch --nodes, "
+            "with torchrun --nnodes, or under SLURM with srun."
         )
     resolved_strategy = _strategy(strategy, count * num_nodes)
     resolved_strategy.check(count * num_nodes, device_type, num_nodes, resolved_precision)
@@ -178,7 +178,7 @@ def _leaves_ranks(requested: int, place: Placement) -> bool:
     return requested == 1 < place.size and (place.launcher == "phalanx" or is_initialized())
 
 
-def _device_type(accelerator: str) -> str:
+def device_type_of(accelerator: str) -> str:
     if not isinstance(accelerator, str) or accelerator not in _ACCELERATORS:
         if str(accelerator).lower() in _NO_DEVICES:
             raise UnknownNameError(

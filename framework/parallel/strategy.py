@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.arguments import NamesArguments
+from ..core.errors import ConfigurationError
 from ..core.precision import Precision
 from ..distributed.world import World
 from .canonical_state import CanonicalState
 from .gradient_operations import FullGradients, GradientOperations, no_clipping_by_value
 from .meta_device import fill_from_rank_zero
+from .placed_parts import move_others, placed_parts
+from .recovery import Recovery
 from .step_flags import StepFlags
 
 StepFunction = Callable[..., Any]
@@ -41,6 +44,9 @@ class Routed(Enum):
     """One forward pass, with any output. Backward passes, if any, follow outside (Fabric, evaluation)."""
     STEP = "step"
     """Forward and backward passes and updates, in any order; any output (manual optimization)."""
+    REPEATED = "repeated"
+    """As ``LOSS``. A window whose passes ran out of memory on a rank is repeated, see ``Strategy.recovery``. Gradients
+    may be reduced only in ``reduce_gradients``, which all ranks call once none has run out of memory."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class Strategy(NamesArguments, ABC):
     gradients: GradientOperations = FullGradients()
     """The operations on gradients before an update. A strategy whose ranks do not hold full gradients in
     ``parameter.grad`` replaces it in ``connect`` or ``setup``."""
+    recovery: Recovery | None = None
+    """Operations for windows that are repeated, after a set-up for ``Routed.REPEATED``; None if it is not supported."""
     state: CanonicalState = CanonicalState()
     """The state that checkpoints save and load. A strategy whose ranks hold parts of it replaces it likewise."""
 
@@ -141,10 +149,17 @@ class Strategy(NamesArguments, ABC):
         """Return the context in which large layers are built."""
         return nullcontext()
 
-    def to_device(self, module: nn.Module) -> None:
-        """Move a module to its device, as far as this must happen before ``setup``."""
-        fill_from_rank_zero(module, self.world)
-        module.to(self.world.device)
+    def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
+        """Move a module to its device, as far as this must happen before ``setup``. Collective.
+
+        Args:
+            module: the module.
+            supplied: canonical names of tensors whose values ``load_model_state`` replaces after ``setup``. Until then
+                they need no values: they may be on the meta device, and are neither initialized nor broadcast. Tied
+                tensors are named in all places.
+        """
+        fill_from_rank_zero(module, self.world, supplied)
+        move_others(module, self.world.device)
 
     @abstractmethod
     def setup(
@@ -165,7 +180,10 @@ class Strategy(NamesArguments, ABC):
 
     @abstractmethod
     def route(self, step: StepFunction, training: bool) -> StepFunction:
-        """Return the function that the loop calls instead of the user's step, with the same arguments."""
+        """Return the function that the loop calls instead of the user's step, with the same arguments.
+
+        One that is routed for evaluation may be called inside another routed function, where it calls ``step``.
+        """
 
     def sync_gradients(self, enabled: bool) -> None:
         """Set whether the next forward and backward pass reduce gradients over ranks, or accumulate them locally."""
@@ -235,3 +253,23 @@ def check_algorithm(strategy: Strategy, algorithm: str) -> None:
     """
     if algorithm == "value" and not strategy.gradients.clips_by_value:
         raise no_clipping_by_value(strategy.name)
+
+
+def check_placed(strategy: Strategy, module: nn.Module, training: bool) -> None:
+    """Refuse to train or to shard weights that Accelerate has placed or offloaded.
+
+    Raises:
+        ConfigurationError: the module has such weights, and is trained, or the strategy shards state.
+    """
+    if not (training or strategy.traits.shards_state) or not (placed := placed_parts(module)):
+        return
+    what = f"{next(iter(placed)) or type(module).__name__} has weights that Accelerate has placed or offloaded"
+    if training:
+        raise ConfigurationError(
+            f"{what}, which cannot be trained: load them without a device map, and choose strategy='fsdp' or "
+            "'zero3-offload' for a model that does not fit on a device."
+        )
+    raise ConfigurationError(
+        f"{what}, which strategy={strategy.name!r} cannot shard: use strategy='single' or 'ddp', or load them without "
+        "a device map."
+    )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ...framework.core.arguments import check_names
 from ...framework.core.errors import ConfigurationError, unknown
+from ...framework.core.wording import counted
 from .keys import check_config, read_config
 from .swap import check_swap_folder
 
@@ -279,6 +280,6 @@ def check_secondary_shards(options: ZeroOptions, world_size: int) -> None:
     size = (options.config.get("zero_optimization") or {}).get("zero_hpz_partition_size", 1)
     if isinstance(size, int) and size > 0 and world_size % size:
         raise ConfigurationError(
-            f"zero_hpz_partition_size={size} does not divide {world_size} rank(s): give the ranks of a node, or leave "
-            "it out."
+            f"zero_hpz_partition_size={size} does not divide {counted(world_size, 'rank')}: give the ranks of a "
+            "node, or leave it out."
         )

@@ -25,7 +25,6 @@ from ...framework.distributed.world import World
 from ...framework.system.environment import library_environment
 from .ops import load_ops
 from .outputs import restore_output_support, support_any_output
-from .swap import growing_buffers
 from .torch_clipping import allow_torch_clipping
 
 
@@ -127,42 +126,11 @@ def _second_partition() -> dict[str, Any]:
     return {"zero_param_parallel_group": groups._get_zero_param_intra_parallel_group()}
 
 
-@contextlib.contextmanager
-def building(world: World, config: dict[str, Any], ops: Iterable[str], storage: torch.dtype) -> Iterator[None]:
-    """Shard every layer that is built inside the context, from rank 0's weights. Collective."""
-    with backend(world, ops), growing_buffers(), converter(world, config) as made:
-        yield
-    for parameter in made:
-        show_shape(parameter, storage)
-
-
-def show_shape(parameter: Any, storage: torch.dtype) -> None:
-    """Give a sharded parameter its full shape without memory, for code that selects parameters by their dims."""
-    dtype = storage if parameter.is_floating_point() else parameter.dtype
-    parameter.data = torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.ds_shape)
-
-
-def converter(world: World, config: dict[str, Any]) -> Any:
-    """Return a converter that shards single parameters from rank 0's data and, as a context, every layer built inside.
-
-    Collective, in ``backend``.
-    """
+def converter(config: dict[str, Any]) -> Any:
+    """Return DeepSpeed's context for layers, whose methods shard single parameters. Collective, in ``backend``."""
     from deepspeed import zero
 
-    class Converter(zero.Init):  # type: ignore[misc]
-        def __enter__(self) -> list[Any]:
-            super().__enter__()
-            self.made: list[Any] = []
-            return self.made
-
-        def _zero_init_param(self, parameter: Any) -> None:
-            # DeepSpeed's own method sends a view as bytes, which a parameter without dims does not support.
-            world.broadcast(parameter.data)
-            self._convert_to_deepspeed_param(parameter)
-            parameter.partition()
-            self.made.append(parameter)
-
-    return Converter(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition())
+    return zero.Init(config_dict_or_path=config, mem_efficient_linear=False, **_second_partition())
 
 
 def use_local_device(world: World) -> None:

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.optimizer_config import switches_weights
 from ...framework.core.quantized_state import quantizes
-from ..limits import NEED_WHOLE_TENSORS
+from ...framework.core.split_optimizer import Split, kind_of, optimizers_in
+from ..limits import updates_all_parameters, updates_full_parameters
 from .arguments import ZeroOptions
 from .ops import needed_ops
 
@@ -52,12 +54,20 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
     Raises:
         ConfigurationError: the optimizer needs full tensors, trains no parameters, or does not support the offload.
     """
-    name = type(optimizer).__name__
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if kinds & set(NEED_WHOLE_TENSORS):
+    name = kind_of(optimizer)
+    parts = optimizers_in(optimizer)
+    needy = [part for part in parts if updates_full_parameters(part) or updates_all_parameters(part)]
+    if needy:
         raise ConfigurationError(
-            f"{name} needs full tensors, and ZeRO stage {options.stage} leaves each rank flat pieces of them: use an "
-            "optimizer that updates each element independently, such as AdamW, or strategy='ddp'."
+            f"{type(needy[0]).__name__} needs full tensors, and ZeRO stage {options.stage} leaves each rank flat "
+            "pieces of them: use an optimizer that updates each element independently, such as AdamW, or "
+            "strategy='ddp'."
+        )
+    switching = [part for part in parts if switches_weights(part)]
+    if switching:
+        raise ConfigurationError(
+            f"{type(switching[0]).__name__} switches the weights between training and evaluation itself, and ZeRO "
+            f"stage {options.stage} gives it flat copies of them: use torch.optim.AdamW, or strategy='fsdp'."
         )
     if quantizes(optimizer):
         raise ConfigurationError(
@@ -69,10 +79,10 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Any], options: ZeroOp
             f"{name} holds no parameter that requires gradients, so DeepSpeed has nothing to train: unfreeze some, or "
             "pass the parameters that must be trained."
         )
-    if "Adagrad" in kinds and len(groups) > 1:
+    if any(isinstance(part, torch.optim.Adagrad) for part in parts) and (len(groups) > 1 or parts != [optimizer]):
         raise ConfigurationError(
-            f"{name} with {len(groups)} parameter groups is not possible under DeepSpeed, which rebuilds it with "
-            "one: use one group, or strategy='fsdp'."
+            f"{name} with {len(optimizer.param_groups)} parameter groups is not possible under DeepSpeed, which "
+            "rebuilds it with one: use Adagrad with one group, or strategy='fsdp'."
         )
     forced = options.config.get("zero_force_ds_cpu_optimizer", False)
     if options.offload_optimizer and forced and not _adam_kind(optimizer):
@@ -178,6 +188,9 @@ def _processor_unasked() -> Iterator[None]:
 
 def _copy_of(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> Optimizer:
     """Return an optimizer of the same class and settings, without state, over the given parameters."""
+    if isinstance(optimizer, Split):
+        own = [{**group, "params": list(params)} for group, params in groups]
+        return optimizer.over(own, lambda part, theirs: _copy_of(part, [(group, group["params"]) for group in theirs]))
     copied = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         # A scheduler has replaced the step method of the user's object, which counts calls; the copy must not have it.

@@ -25,10 +25,16 @@ class OutputAdapter(StepAdapter):
     """Gives DeepSpeed's hooks the tensors in the output of a step, in a container that they support."""
 
     _output: tuple[Any] | None = None
+    is_running = False
+    """Whether a step is running."""
 
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
         """Call ``step``. Return a tensor as it is, and instead of any other output a tuple of its tensors."""
-        output = step(*args, **kwargs)
+        self.is_running = True
+        try:
+            output = step(*args, **kwargs)
+        finally:
+            self.is_running = False
         if output is None or output.__class__ is Tensor:
             return output
         # In a tuple, because nn.Module would register a bare module or parameter as one of its own.

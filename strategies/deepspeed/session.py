@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,22 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
+from ...framework.parallel.deferred import Deferred
+from ...framework.parallel.meta_device import supplied_names
 from ...framework.parallel.strategy import StepFunction
 from .arguments import ZeroOptions
 from .attributes import OriginalAttributes
 from .config import engine_config
 from .engine import backend, converter, start_engine, stop_engine, use_local_device
+from .late_update import LateUpdate
 from .ops import needed_ops
 from .optimizer import Following, engine_optimizer, engine_size
 from .outputs import OutputAdapter
 from .pieces import FlatGroups
 from .setup import (
+    Origins,
     allow_exact_statistics,
     broadcast_module,
-    expand_missing,
     full_precision_weights,
     gather_weights,
     load_full_precision,
@@ -52,6 +55,7 @@ class EngineSession:
         options: the strategy's arguments.
         world: the ranks.
         precision: the precision of training.
+        reduces_later: whether gradients are reduced after the last backward pass of a window, see ``LateUpdate``.
     """
 
     update: EngineUpdate | None = None
@@ -59,10 +63,11 @@ class EngineSession:
     state: EngineState | None = None
     """The state that the engine holds; None without an engine."""
 
-    def __init__(self, options: ZeroOptions, world: World, precision: Precision) -> None:
+    def __init__(self, options: ZeroOptions, world: World, precision: Precision, reduces_later: bool = False) -> None:
         self._options = options
         self._world = world
         self._precision = precision
+        self._update_class = LateUpdate if reduces_later else EngineUpdate
         self._engine: Any = None
         self._adapter: OutputAdapter | None = None
         self._original: OriginalAttributes | None = None
@@ -73,7 +78,9 @@ class EngineSession:
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
-    def start(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def start(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], deferred: Deferred, supplied: Collection[str]
+    ) -> None:
         """Prepare a module, and start the engine where there is something for it to do. Collective.
 
         Without optimizers, stages 1 and 2 hold full models, which need no engine, and stage 3 has an engine without
@@ -82,21 +89,23 @@ class EngineSession:
         Args:
             module: the user's module.
             optimizers: the module's optimizer; empty for evaluation.
+            deferred: the recipes of the parameters that were built without data.
+            supplied: canonical names of the tensors that are loaded later.
 
         Raises:
             ConfigurationError: the engine does not support the optimizer, or rank 0 has no data for a parameter.
         """
         compute_dtype = self._compute_dtype if optimizers else None
         if self._options.stage == 3:
-            expand_missing(module, optimizers, self._world)
+            origins = Origins(module, optimizers, self._world, deferred, supplied_names(module, supplied))
         self._record_and_freeze(module, optimizers)
         if self._options.stage == 3:
             config = self._sized_config(module, bool(optimizers))
             with backend(self._world, self._ops):
-                fp32_weights = split_parameters(module, converter(self._world, config), self._world, compute_dtype)
+                fp32_weights = split_parameters(module, converter(config), self._world, compute_dtype, origins)
             self._start_engine(module, optimizers, fp32_weights, config)
         else:
-            broadcast_module(module, self._world)
+            broadcast_module(module, self._world, supplied)
             if optimizers:
                 fp32_weights = full_precision_weights(module, compute_dtype)
                 self._start_engine(module, optimizers, fp32_weights, self._sized_config(module, True))
@@ -144,24 +153,18 @@ class EngineSession:
         self.state = EngineState(groups, load_full_precision(groups, module, fp32_weights, self._world), self._world)
         if optimizers:
             self._classes = allow_exact_statistics(module) if self._compute_dtype is not None else {}
-            self.update = EngineUpdate(self._engine, Following(optimizers[0], groups.inner))
+            self.update = self._update_class(self._engine, Following(optimizers[0], groups.inner))
             refuse_torch_clipping()
 
     def _sized_config(self, module: nn.Module, training: bool) -> dict[str, Any]:
         sizes = [engine_size(parameter) for parameter in module.parameters()]
         return self._config(sum(sizes), max(sizes, default=0), self._precision if training else None)
 
-    def building_config(self) -> dict[str, Any]:
-        """Return the engine's config for layers that are sharded as they are built."""
-        # Parameters stay fp32 until `start` has read their exact values. Those offloaded to a disk are built in the
-        # compute dtype, as their files cannot change the dtype.
-        return self._config(0, 0, self._precision if self._options.offload_parameters == "nvme" else None)
-
     def _config(self, elements: int, largest: int, precision: Precision | None) -> dict[str, Any]:
         """Return the engine's config, with a separate folder for this rank's files on a disk.
 
         Args:
-            elements: elements of all parameters; 0 while layers are being built, which selects the folder.
+            elements: elements of all parameters.
             largest: elements of the largest parameter.
             precision: None for fp32 storage only.
         """
@@ -170,11 +173,7 @@ class EngineSession:
             assert path is not None
             path.mkdir(parents=True, exist_ok=True)
             self._swap_folder = Path(tempfile.mkdtemp(prefix=f"phalanx-rank{self._world.rank}-", dir=path))
-        folder = self._swap_folder
-        if folder is not None:
-            # Sharding starts by emptying the folder, so it must not be the folder of layers that were sharded as they
-            # were built.
-            folder /= "split" if elements else "built"
+        folder = None if self._swap_folder is None else self._swap_folder / "split"
         return engine_config(self._options, precision, self._world.size, elements, largest or None, swap_folder=folder)
 
     # ---- in use ---------------------------------------------------------------------------------------------------
@@ -186,11 +185,14 @@ class EngineSession:
         """
         if self._engine is None or self._adapter is None or (not training and self._options.stage < 3):
             return step
-        routed, unpack = partial(self._engine, step), self._adapter.unpack
+        adapter = self._adapter
+        routed, unpack = partial(self._engine, step), adapter.unpack
         if training:
             return lambda *args, **kwargs: unpack(routed(*args, **kwargs))
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
+            if adapter.is_running:
+                return step(*args, **kwargs)
             # Parameters may stay gathered until the next training step, where autograd does not accept inference
             # tensors.
             grad = torch.is_grad_enabled()

@@ -9,7 +9,7 @@ its own dtypes, classes and attributes again, so that it can be copied, pickled,
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ...framework.distributed.world import World
-from ...framework.parallel.meta_device import replace_tensors, tensors_of, without_data
+from ...framework.parallel.deferred import Deferred
+from ...framework.parallel.meta_device import replace_tensors, share_tensors, tensors_of, without_data
 from .pieces import FlatGroups, Piece, even_piece, full_shape, is_split, local_piece
 from .state import EngineState
 
@@ -37,43 +38,78 @@ def rebind(module: nn.Module, optimizers: Sequence[Optimizer], new: Mapping[int,
             group["params"] = [after.get(id(one), one) for one in group["params"]]
 
 
-def expand_missing(module: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
-    """Replace parameters on the meta device by ones that take no memory and can receive rank 0's data. Collective.
+class Origins:
+    """The values of parameters before they are split, one at a time.
 
-    Stage 3 splits one parameter after the other, so the full model never has to fit into the memory of a rank.
+    Parameters on the meta device are replaced by ones that take no memory. Stage 3 splits one parameter after the
+    other, so the full model never has to fit into the memory of a rank. Constructing it is collective.
+
+    Args:
+        module: the module.
+        optimizers: its optimizer.
+        world: the ranks.
+        deferred: the recipes of the parameters that were built without data.
+        supplied: the names of the tensors that are loaded later, and need no values.
 
     Raises:
-        ConfigurationError: on all ranks, if rank 0 has no data either.
+        ConfigurationError: on all ranks, if rank 0 has no data for a parameter and no recipe either.
     """
-    if not without_data(module, world):
-        return
-    # A tensor that is expanded from one element has a shape and a device, and the memory of one element.
-    empty = {
-        id(one): torch.empty((), dtype=one.dtype, device=world.device).expand(one.shape)
-        for one in module.parameters()
-        if one.is_meta
-    }
-    if empty:
-        rebind(module, optimizers, empty)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        world: World,
+        deferred: Deferred,
+        supplied: Collection[str],
+    ) -> None:
+        self._world = world
+        recipes = {name: deferred.recipe(one) for name, one in module.named_parameters() if one.is_meta}
+        made = {name: recipe for name, recipe in recipes.items() if recipe is not None and name not in supplied}
+        without_data(module, world, {*made, *supplied})
+        # A tensor that is expanded from one element has a shape and a device, and the memory of one element.
+        empty = {
+            id(one): torch.empty((), dtype=one.dtype, device=world.device).expand(one.shape)
+            for one in module.parameters()
+            if one.is_meta
+        }
+        empty |= {id(one): torch.empty_like(one, device=world.device) for one in module.buffers() if one.is_meta}
+        if empty:
+            rebind(module, optimizers, empty)
+        parameters = dict(module.named_parameters())
+        self._recipes = {id(parameters[name]): recipe for name, recipe in made.items()}
+        self._supplied = {id(parameters[name]) for name in supplied if name in parameters}
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter's full value from rank 0, on this rank's device. Collective."""
+        world, recipe = self._world, self._recipes.pop(id(parameter), None)
+        if id(parameter) in self._supplied:
+            return torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
+        if recipe is not None and world.rank == 0:
+            return world.broadcast(recipe.value().to(world.device, parameter.dtype).contiguous())
+        return world.broadcast(parameter.data.to(world.device).contiguous())
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, world: World) -> None:
-    """Copy rank 0's parameters and buffers to all ranks. Collective."""
+def broadcast_module(module: nn.Module, world: World, supplied: Collection[str]) -> None:
+    """Make tensors contiguous, and copy rank 0's to all ranks but those that are loaded later. Collective."""
     for _, tensor in tensors_of(module):
         if not tensor.is_contiguous():
             # The engine flattens parameters, which orders their elements as a contiguous tensor has them.
             tensor.data = tensor.data.contiguous()
-        world.broadcast(tensor.data)
+    share_tensors(module, world, supplied)
 
 
 @torch.no_grad()
-def split_parameters(module: nn.Module, converter: Any, world: World, dtype: torch.dtype | None) -> dict[int, Tensor]:
+def split_parameters(
+    module: nn.Module, converter: Any, world: World, dtype: torch.dtype | None, origins: Origins
+) -> dict[int, Tensor]:
     """Split every parameter over the ranks, one after the other, from rank 0's data. Collective.
 
     Args:
         converter: see ``engine.converter``.
         dtype: the dtype to compute in, or None to keep each parameter's own.
+        origins: the values of the parameters.
 
     Returns:
         This rank's fp32 pieces of the parameters that lose precision in ``dtype``, by ``id``. The engine makes its
@@ -83,15 +119,13 @@ def split_parameters(module: nn.Module, converter: Any, world: World, dtype: tor
     for parameter in list(module.parameters()):
         split: Any = parameter
         if is_split(parameter):
-            # A parameter on a disk was built in the dtype to compute in, and shows a placeholder without dims.
+            # Left so by an earlier fit. A parameter on a disk shows a placeholder without dims.
             if dtype is not None and split.ds_tensor.dim() > 0 and split.ds_tensor.dtype != dtype:
                 piece, _ = local_piece(split, world)
                 exact[id(parameter)] = piece.float().clone()
                 split.ds_tensor.data = split.ds_tensor.data.to(dtype)
-            # Until now it may have shown its full shape (see engine.show_shape); DeepSpeed expects no elements.
-            split.data = split.ds_tensor.new_empty(0)
             continue
-        full = world.broadcast(parameter.data.to(world.device).contiguous())
+        full = origins.value(parameter)
         if dtype is not None and full.is_floating_point() and full.dtype != dtype:
             start, length = even_piece(full.numel(), world)
             # Cloned, so that the piece does not keep the full fp32 tensor alive.
@@ -100,6 +134,7 @@ def split_parameters(module: nn.Module, converter: Any, world: World, dtype: tor
         parameter.data = full
         converter._convert_to_deepspeed_param(parameter)
         split.partition()
+        del full  # before the next one takes memory
     for buffer in module.buffers():
         buffer.data = world.broadcast(buffer.data.to(world.device).contiguous())
     return exact

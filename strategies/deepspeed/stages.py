@@ -82,6 +82,34 @@ class SplitGradients:
         """Drop references to gradients, which the engine frees in its step."""
         self._reduced.clear()
 
+    def keep_gradients(self) -> None:
+        """Add up the gradients of backward passes on each rank, until ``reduce``."""
+        zero = self.zero
+        # In stage 2, gradients of a lower dtype would be added up in that dtype.
+        zero.use_grad_accum_attribute = zero.use_separate_grad_accum
+        zero.process_gradients = self._keep_gradient
+
+    def _keep_gradient(self, parameter: Tensor, group: int) -> None:
+        if self.zero.use_grad_accum_attribute:
+            self.zero._fill_param_grad_accum_attribute(parameter)
+
+    def reduce(self, engine: Any) -> None:
+        """Average the gradients that were kept, as the hooks and the end of a backward pass do. Collective."""
+        zero = self.zero
+        zero.set_gradient_accumulation_boundary(True)
+        zero.setup_buckets()
+        name = "grad_accum" if zero.use_grad_accum_attribute else "grad"
+        for number, group in enumerate(zero.bit16_groups):
+            for parameter in group:
+                if not parameter.requires_grad:
+                    continue
+                if getattr(parameter, name) is None:
+                    # Other ranks may have used it, and all reduce the same buckets.
+                    setattr(parameter, name, torch.zeros_like(parameter, dtype=zero._gradient_reduction_buffer_dtype()))
+                # With the copy in the bucket, the gradient's own memory is freed.
+                zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, number)
+        zero.overlapping_partition_gradients_reduce_epilogue()
+
     def _norm_of_step(self, norm_type: float = 2) -> Any:
         known = self.update.known_norm()
         # The step looks at it once to find an overflow, and again to clip: on the host only the copy waits.
@@ -211,6 +239,13 @@ class WholeGradients:
 
     def __init__(self, update: Scaling) -> None:
         self.update, self.zero = update, update.zero
+
+    def keep_gradients(self) -> None:
+        """Do nothing: only passes that end a window reduce gradients."""
+
+    def reduce(self, engine: Any) -> None:
+        """Average the gradients over the ranks. Collective."""
+        engine.allreduce_gradients()
 
     def reopen(self) -> None:
         """Do nothing: the average over ranks of an average is the same."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -21,14 +22,15 @@ from ...framework.core.errors import ConfigurationError, LoopError
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
 from ...framework.parallel.canonical_state import CanonicalState
+from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
 from ..limits import check_dense
 from .arguments import check_secondary_shards, resolve_options
 from .build import ensure_ops
 from .config import check_precision
-from .engine import building
 from .gradients import EngineGradients
+from .late_update import EngineRecovery, LateUpdate
 from .ops import check_ops, needed_ops
 from .session import EngineSession
 from .state import PartitionedState
@@ -76,6 +78,8 @@ class DeepSpeedStrategy(Strategy):
                 "gathers the parameters of each layer in hooks, which end compiled code there: leave that out, or use "
                 "strategy='fsdp'"
             )
+        self._deferred: Deferred
+        self._supplied: Collection[str] = ()
         self._forget()
 
     def _forget(self) -> None:
@@ -84,6 +88,8 @@ class DeepSpeedStrategy(Strategy):
         # Bound here, as every micro-batch uses it.
         self._update: EngineUpdate | None = None
         self.gradients: EngineGradients = EngineGradients(self.name)
+        self.recovery = EngineRecovery() if self.options.stage < 3 else None
+        self.traits = replace(self.traits, backward_has_collectives=True)
         self.state: CanonicalState = PartitionedState()
 
     # ---- before the process group exists --------------------------------------------------------------------------
@@ -109,6 +115,7 @@ class DeepSpeedStrategy(Strategy):
         """Join the process group; a single process creates one too, as the engine requires it. Collective."""
         self.precision = precision
         self.world = World.from_environment(device_type, num_nodes, grouped=True)
+        self._deferred = Deferred()
         return self.world
 
     # ---- a module and its optimizer -------------------------------------------------------------------------------
@@ -119,22 +126,17 @@ class DeepSpeedStrategy(Strategy):
         other._forget()
         return other
 
-    def _open(self) -> EngineSession:
-        """Return the session, which is opened by the first of ``building`` and ``setup``."""
-        self._session = self._session or EngineSession(self.options, self.world, self.precision)
-        return self._session
-
     def building(self) -> AbstractContextManager[Any]:
-        """Return the context in which stage 3 shards layers as they are built; no effect in other stages."""
-        if self.options.stage < 3:
-            return nullcontext()
-        ops = needed_ops(self.options, self.world.device.type)
-        return building(self.world, self._open().building_config(), ops, self.precision.parameter_dtype)
+        """Return the context in which stage 3 builds parameters without data; no effect in other stages."""
+        return self._deferred.recording() if self.options.stage == 3 else nullcontext()
 
-    def to_device(self, module: nn.Module) -> None:
+    def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
         """Move a module to its device; stage 3 moves the parameters one by one in ``setup`` instead."""
-        if self.options.stage < 3:
-            super().to_device(module)
+        self._supplied = supplied
+        if self.options.stage == 3:
+            self._deferred.keep(module)
+        else:
+            super().to_device(module, supplied)
 
     def setup(
         self, module: nn.Module, optimizers: Sequence[Optimizer], training: bool, routed: Routed = Routed.LOSS
@@ -150,9 +152,14 @@ class DeepSpeedStrategy(Strategy):
                 "in the groups of one, or use strategy='fsdp'."
             )
         self.check_module(module)
-        session = self._open()
-        session.start(module, optimizers if training else [])
+        self._session = session = EngineSession(
+            self.options, self.world, self.precision, training and routed is Routed.REPEATED
+        )
+        session.start(module, optimizers if training else [], self._deferred, self._supplied)
         self._update = session.update
+        if isinstance(session.update, LateUpdate):
+            self.recovery = EngineRecovery(session.update)
+            self.traits = replace(self.traits, backward_has_collectives=False)
         if session.state is not None:
             self.state = session.state
             self.gradients = EngineGradients(self.name, session.update, session.state.groups.trained)
@@ -212,7 +219,9 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Do nothing: the backward pass that ends a window has reduced the gradients."""
+        """Average gradients that were kept until now; else the pass that ended the window has done so. Collective."""
+        if self._update is not None:
+            self._update.reduce()
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop gradients that no update has used; an update drops its own."""

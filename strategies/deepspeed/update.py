@@ -26,7 +26,7 @@ class EngineUpdate:
         self.zero = engine.optimizer
         self.follow = following
         self.holds_gradients = False
-        """Whether a backward pass has run since the last update."""
+        """Whether a backward pass has begun since the last update."""
         self.ends_window = True
         """Whether the next backward pass, or the last one, ends its window."""
         self._raw: Tensor | None = None
@@ -58,7 +58,12 @@ class EngineUpdate:
             self._running = False
         self._end()
 
+    def reduce(self) -> None:
+        """Do nothing: the backward pass that ends a window has reduced the gradients."""
+
     def _begin(self) -> None:
+        # Before the pass, which may fail after it has added some gradients.
+        self.holds_gradients = True
         # The engine counts backward passes by forward passes: without this, the second pass through one forward pass,
         # or after two, would replace the gradients of the first.
         self.zero.clear_backward_seen_flag()
@@ -72,7 +77,6 @@ class EngineUpdate:
         self._prologue()
 
     def _end(self) -> None:
-        self.holds_gradients = True
         # Parameters unused in a micro-batch have stale or missing gradients, which the update would apply.
         if self._first:
             self._first = False

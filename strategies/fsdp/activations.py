@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ...framework.core.errors import ConfigurationError
+from ...framework.parallel.activation_memory import recomputed
 from ...framework.parallel.blocks import replace_method
 
 # torch runs no compiled code within a compiled backward pass, so other tensors would be recomputed than were saved.
@@ -60,22 +59,4 @@ def checkpointed_parts(module: nn.Module, units: list[nn.Module], given: Checkpo
 
 def checkpoint_forward(part: nn.Module) -> Callable[[], None]:
     """Make a module save only its inputs for backward; return a function that reverts this."""
-    forward = part.forward
-
-    def compute(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Backward runs outside of the context that sets the dtype of new tensors, so the recomputation enters it again.
-        before = torch.get_default_dtype()
-        if before == dtype:
-            return forward(*args, **kwargs)
-        torch.set_default_dtype(dtype)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(before)
-
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(compute, torch.get_default_dtype(), args, kwargs, use_reentrant=False)
-
-    return replace_method(part, "forward", checkpointed)
+    return replace_method(part, "forward", recomputed(part.forward))

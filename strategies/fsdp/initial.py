@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
+from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import Owner
 from .boxes import whole_of_parts
-from .deferred import Deferred
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -47,15 +47,21 @@ class Origins:
     """Full values of parameters, one at a time, from rank 0.
 
     A parameter without data on rank 0 is initialized by its recipe, if it was built under the strategy, or by the
-    ``reset_parameters`` of its module, which every rank runs so that the generators stay identical.
+    ``reset_parameters`` of its module, which every rank runs so that the generators stay identical. One that is
+    ``supplied``, loaded after set-up, has no value here.
     """
 
-    def __init__(self, module: nn.Module, deferred: Deferred, world: World) -> None:
+    def __init__(
+        self, module: nn.Module, deferred: Deferred, world: World, supplied: Collection[str] = frozenset()
+    ) -> None:
         self.module = module
         self.deferred = deferred
         self.world = world
+        self.supplied = supplied
         _check_same_on_all_ranks(module, world)
         parameters = dict(module.named_parameters(remove_duplicate=False))
+        later = {id(parameters[name]) for name in supplied if name in parameters}
+        parameters = {name: given for name, given in parameters.items() if id(given) not in later}
         mine = {name for name, given in parameters.items() if given.is_meta and deferred.recipe(given) is None}
         # After a fit under a sharded strategy only rank 0 may hold the data.
         self.lacking: set[str] = mine & world.broadcast_object(mine)
@@ -69,8 +75,10 @@ class Origins:
                 )
         self._reset: dict[str, Tensor] = {}
 
-    def value(self, name: str, given: nn.Parameter) -> Tensor:
-        """Return the full value of a parameter on this rank's device. Collective."""
+    def value(self, name: str, given: nn.Parameter) -> Tensor | None:
+        """Return the full value of a parameter on this rank's device; None if it is loaded later. Collective."""
+        if name in self.supplied:
+            return None
         world = self.world
         if name in self.lacking and name not in self._reset:
             self._reset.update(self._after_reset(name))
@@ -156,8 +164,12 @@ def _reset_of(part: nn.Module) -> Callable[[], Any] | None:
 
 
 @torch.no_grad()
-def allocate_buffers(module: nn.Module, world: World) -> list[tuple[str, nn.Module, list[str]]]:
+def allocate_buffers(
+    module: nn.Module, world: World, supplied: Collection[str] = frozenset()
+) -> list[tuple[str, nn.Module, list[str]]]:
     """Allocate buffers that are on the meta device; return those without data on rank 0. Collective.
+
+    Buffers that are ``supplied``, loaded later, are not returned.
 
     Raises:
         ConfigurationError: an attribute is a tensor on the meta device that is not a buffer, which nothing fills.
@@ -173,7 +185,7 @@ def allocate_buffers(module: nn.Module, world: World) -> list[tuple[str, nn.Modu
             f"{', '.join(stray)} is a tensor on the meta device that is not a buffer, so nothing gives it data: use "
             "register_buffer, or compute it in forward."
         )
-    empty = {name for name, buffer in module.named_buffers() if buffer.is_meta}
+    empty = {name for name, buffer in module.named_buffers() if buffer.is_meta and name not in supplied}
     lacking = empty & world.broadcast_object(empty)
     found = []
     for path, part in module.named_modules():

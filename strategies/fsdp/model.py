@@ -9,7 +9,7 @@ Private functions of torch's FSDP are called to run a backward pass inside the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ...framework.core.optimizer_config import parameters_of
+from ...framework.core.split_optimizer import optimizers_in
 from ...framework.core.torch_versions import fsdp_groups
 from ...framework.distributed.world import World
-from ...framework.parallel.meta_device import owners_of, replace_tensors
-from ...framework.parallel.strategy import StepAdapter
+from ...framework.parallel.deferred import Deferred
+from ...framework.parallel.meta_device import owners_of, replace_tensors, supplied_names
+from ...framework.parallel.strategy import StepAdapter, StepFunction
+from ..limits import updates_full_parameters
 from .activations import Checkpointed, checkpoint_forward, checkpointed_parts
 from .boxes import box_in, box_of, like, local_of, whole_of_parts
-from .deferred import Deferred
+from .full_updates import FullUpdates
+from .gathering import prepare_gathering
 from .initial import Origins, Source, allocate_buffers, check_buffers
 from .module_gradients import ModuleGradients
 from .outside import Context, OutsideCalls, explain_sharded
-from .state import shard_slots
+from .state import carry_slots, shard_slots
 from .tensor import split_layers, tie_again
 from .undo import Footprint
 from .units import Units, check_parameters, find_units, prefetch, without_shared
@@ -66,18 +70,23 @@ class ShardedModel:
         world: World,
         sharding: Sharding,
         deferred: Deferred,
+        supplied: Collection[str] = (),
     ) -> None:
         self.module = module
         self.world = world
         self.sharding = sharding
         self.root: Any = StepAdapter(module)
         self._optimizers = list(optimizers)
+        parts = [part for optimizer in optimizers for part in optimizers_in(optimizer)]
+        full = [part for part in parts if updates_full_parameters(part)]
+        self._keep_full = {id(parameter) for part in full for parameter in parameters_of(part)}
         # Errors in the arguments are raised before the module is changed.
         check_parameters(module)
         self.units = find_units(module, sharding.units)
         self.checkpointed = checkpointed_parts(module, self.units, sharding.checkpointed)
-        origins = Origins(module, deferred, world)
-        computed = allocate_buffers(module, world)
+        later = supplied_names(module, supplied)
+        origins = Origins(module, deferred, world, later)
+        computed = allocate_buffers(module, world, later)
         sources = self._take_away()
         adapter: nn.Module = self.root
         self._footprint = Footprint(adapter)
@@ -86,6 +95,7 @@ class ShardedModel:
         self._shard(sources)
         self._fill(sources, origins)
         check_buffers(computed)
+        self.full_updates = [FullUpdates(part, world) for part in full]
         # torch would do this in the first forward pass: done here, its errors appear in set-up.
         self._state._lazy_init()
         self._footprint.close()
@@ -95,11 +105,7 @@ class ShardedModel:
         self.syncs = True
         self._unreduced = False
         self._trainable = self._trainables()
-        for sharded in self.parts:
-            # Gathered once now: otherwise torch's buffers would be missing for a unit that no step runs, or would be
-            # created as inference tensors by an evaluation, which training cannot use.
-            sharded.unshard()
-            sharded.reshard()
+        prepare_gathering(self.parts)
         self.outside = OutsideCalls(self.root, sharding.context, self.reshard)
         self.gradients = ModuleGradients(module, self.parts, self._in_forward, self.reshard)
 
@@ -167,13 +173,20 @@ class ShardedModel:
             assert isinstance(empty, DTensor)
             whole = origins.value(source.name, source.given)
             shape, offsets = box_of(empty)
-            local = box_in(whole, shape, offsets)
-            local = local.to(device, copy=True) if self.world.size > 1 else local.to(device).contiguous()
+            if whole is None:
+                local = torch.empty(shape, dtype=source.given.dtype, device=device)
+            else:
+                local = box_in(whole, shape, offsets)
+                local = local.to(device, copy=True) if self.world.size > 1 else local.to(device).contiguous()
+                del whole  # before the next one takes memory
             parameter = nn.Parameter(like(empty, local), requires_grad=source.given.requires_grad)
             parameter._fsdp_orig_uid = getattr(empty, "_fsdp_orig_uid", None)  # type: ignore[attr-defined]
             source.put(parameter)
             for optimizer in self._optimizers:
-                shard_slots(optimizer, source.given, parameter)
+                if id(source.given) in self._keep_full:
+                    carry_slots(optimizer, source.given, parameter)
+                else:
+                    shard_slots(optimizer, source.given, parameter)
             if source.given.is_meta:
                 origins.deferred.forget(source.given)
 
@@ -242,10 +255,12 @@ class ShardedModel:
         finally:
             self.outside.end_step()
 
-    def evaluate(self, *arguments: Any, **options: Any) -> Any:
+    def evaluate(self, step: StepFunction, *arguments: Any, **options: Any) -> Any:
         """Run a step without a backward pass after it; free the parameters that it has gathered."""
+        if self.outside.routing:
+            return step(*arguments, **options)
         try:
-            return self.train(*arguments, **options)
+            return self.train(step, *arguments, **options)
         finally:
             self.reshard()
 
@@ -260,6 +275,8 @@ class ShardedModel:
         self.reshard()
         self.outside.ignore()
         self.gradients.release()
+        for updates in self.full_updates:
+            updates.release()
         for restore in self._plain_forwards:
             restore()
         self._footprint.undo()

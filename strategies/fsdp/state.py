@@ -16,9 +16,10 @@ from ...framework.core.errors import ConfigurationError
 from ...framework.core.optimizer_config import parameters_of
 from ...framework.core.quantized_state import grouped, is_quantized, join_slots, quantizes, split_slots
 from ...framework.distributed.world import World
-from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, torch_state_dict
+from ...framework.parallel.canonical_state import CanonicalState, Slots, is_stored, torch_state_dict, whole_of
 from ...framework.parallel.parameter_names import state_tensors
 from .boxes import box_in, box_of, like, local_of
+from .full_updates import FullUpdates
 from .quantized import quantized_from_store, quantized_shards
 
 
@@ -28,11 +29,15 @@ class ShardedState(CanonicalState):
     Args:
         world: the ranks.
         reshard: frees gathered parameters, so that the module holds its shards; None if it holds them always.
+        full_updates: the updates of parameters whose owner holds their optimizer state in full.
     """
 
-    def __init__(self, world: World, reshard: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, world: World, reshard: Callable[[], None] | None = None, full_updates: Sequence[FullUpdates] = ()
+    ) -> None:
         self._world = world
         self._reshard = reshard
+        self._full_updates = full_updates
 
     def model_state(self, module: nn.Module) -> dict[str, Shard]:
         """Return this rank's shards of the parameters, and on rank 0 the buffers."""
@@ -60,17 +65,41 @@ class ShardedState(CanonicalState):
                 tensor.copy_(stored.read())
 
     def optimizer_state(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Slots]]:
-        """Yield each parameter that has state, and this rank's shards of it."""
-        for parameter in parameters_of(optimizer):
+        """Yield each parameter that has state, and this rank's shards of it. Collective."""
+        plain = self._plain_of_owners(optimizer)
+        for position, parameter in enumerate(parameters_of(optimizer)):
             slots = optimizer.state.get(parameter)
             if slots:
                 yield parameter, slots_as_shards(slots, quantizes(optimizer))
+            elif position in plain:
+                yield parameter, plain[position]
+
+    def _plain_of_owners(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        """Return the values that are not tensors with dims, by position, of parameters that other ranks own.
+
+        Rank 0 writes them. Collective.
+        """
+        if not self._full_updates:
+            return {}
+        own = {
+            position: {slot: value for slot, value in slots.items() if not (isinstance(value, Tensor) and value.dim())}
+            for position, parameter in enumerate(parameters_of(optimizer))
+            if self._update_of(parameter) is not None and (slots := optimizer.state.get(parameter))
+        }
+        return {position: slots for each in self._world.all_gather_object(own) for position, slots in each.items()}
+
+    def _update_of(self, parameter: Tensor) -> FullUpdates | None:
+        return next((updates for updates in self._full_updates if parameter in updates), None)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Sequence[Slots], groups: list[dict[str, Any]]) -> None:
         """Read this rank's shard of every slot. Collective."""
-        own = [
-            slots_from_store(parameter, slots) for parameter, slots in zip(parameters_of(optimizer), state, strict=True)
-        ]
+        own = []
+        for parameter, slots in zip(parameters_of(optimizer), state, strict=True):
+            updates = self._update_of(parameter)
+            if updates is None:
+                own.append(slots_from_store(parameter, slots))
+            else:
+                own.append({slot: whole_of(value) for slot, value in slots.items()} if updates.owns(parameter) else {})
         optimizer.load_state_dict(torch_state_dict(optimizer, own, groups))
 
 
@@ -126,6 +155,13 @@ def slot_from_store(parameter: Tensor, stored: Any) -> Any:
     whole = stored.read().to(local_of(parameter).device)
     mesh = parameter.device_mesh
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def carry_slots(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:
+    """Keep an optimizer's full state of a parameter for the sharded parameter."""
+    slots = optimizer.state.pop(old, None)
+    if slots:
+        optimizer.state[new] = slots
 
 
 def shard_slots(optimizer: Optimizer, old: Tensor, new: nn.Parameter) -> None:

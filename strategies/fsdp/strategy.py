@@ -6,7 +6,7 @@ Parallel"). ``hsdp`` shards within groups of ranks and replicates across groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
@@ -15,23 +15,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from ...framework.core.arguments import check_names
 from ...framework.core.errors import LoopError, unknown
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
+from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
-from ..limits import check_dense, check_elementwise
+from ..limits import check_dense, check_independent
 from .activations import NO_RECOMPUTATION, Checkpointed, check_checkpointing
 from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_precision, check_reduce_dtype
-from .deferred import Deferred
 from .gradients import ShardedGradients
 from .mesh import Layout, Replicas, lay_out
 from .model import ShardedModel, Sharding
 from .quantized import check_blocks
+from .recovery import ShardedRecovery, UniformModel
 from .state import ShardedState
 from .tensor import check_plan
 from .units import Units, check_units
@@ -100,9 +101,12 @@ class FSDPStrategy(Strategy):
         self.traits = Traits(
             shards_state=True, forward_has_collectives=True, backward_has_collectives=True, reduces_in_backward=True
         )
+        can_join = replicas == 1 and tensor_parallel == 1 and hasattr(FSDPModule, "reset_iter_state")
+        self.recovery = ShardedRecovery() if can_join else None
         self._layout: Layout
         self._mesh: DeviceMesh
         self._deferred: Deferred
+        self._supplied: Collection[str] = ()
         self._sharded: ShardedModel | None = None
         self._routed = Routed.LOSS
         self._stop_hooks: list[Any] = []
@@ -131,8 +135,7 @@ class FSDPStrategy(Strategy):
         self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
         self._mesh = self._layout.build(world)
         self._deferred = Deferred()
-        self.gradients = ShardedGradients(world)
-        self.state = ShardedState(world)
+        self.gradients, self.state = ShardedGradients(world), ShardedState(world)
         # The ranks of a tensor-parallel group share one computation, so they must see the same data.
         world.data_rank, world.data_size = world.rank // self.tensor_parallel, world.size // self.tensor_parallel
         return world
@@ -143,8 +146,9 @@ class FSDPStrategy(Strategy):
         """Return a context in which parameters are built without data; ``setup`` gives each rank its shard."""
         return self._deferred.recording()
 
-    def to_device(self, module: nn.Module) -> None:
+    def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
         """Move the buffers to the device; ``setup`` moves only each rank's shards of the parameters."""
+        self._supplied = supplied
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -162,7 +166,7 @@ class FSDPStrategy(Strategy):
         self.check_module(module)
         mesh = self._layout.data_part(self._mesh)
         for optimizer in optimizers:
-            check_elementwise(optimizer, self.name)
+            check_independent(optimizer, self.name)
             check_blocks(optimizer, module, mesh, self.tensor_parallel)
         sharding = Sharding(
             self.units,
@@ -177,8 +181,11 @@ class FSDPStrategy(Strategy):
             training and routed is Routed.STEP,
         )
         self._routed = routed
-        self._sharded = ShardedModel(module, optimizers, self.world, sharding, self._deferred)
-        self.state = ShardedState(self.world, self._sharded.reshard)
+        kind = UniformModel if routed is Routed.REPEATED else ShardedModel
+        self._sharded = kind(module, optimizers, self.world, sharding, self._deferred, self._supplied)
+        if routed is Routed.REPEATED:
+            self.recovery = ShardedRecovery(self._sharded)
+        self.state = ShardedState(self.world, self._sharded.reshard, self._sharded.full_updates)
         self.sync_buffers(module)
         self._stop_hooks = [each.register_step_pre_hook(self._before_update) for each in optimizers]
         if routed is Routed.STEP:
@@ -283,17 +290,3 @@ class FSDPStrategy(Strategy):
             sharded.take_off()
             if self.world.size == 1:
                 sharded.gather(everywhere=True)
-
-
-def hsdp(units: Units = None, *, replicas: Replicas = "node", **arguments: Any) -> FSDPStrategy:
-    """Return ``fsdp`` with full replicas of the model: one per node, and two on a single node."""
-    strategy = FSDPStrategy(units, replicas=replicas, **arguments)
-    strategy.name = "hsdp"
-    return strategy
-
-
-def fsdp_offload(units: Units = None, **arguments: Any) -> FSDPStrategy:
-    """Return ``fsdp`` with shards, gradients and optimizer state in the CPU's memory."""
-    strategy = FSDPStrategy(units, cpu_offload=True, **arguments)
-    strategy.name = "fsdp-offload"
-    return strategy

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ...framework.api.train_module import TrainModule
 from ...framework.core.errors import ConfigurationError
+from ...framework.core.wording import a_type
 from ...framework.parallel.meta_device import Owner
 
 _HOOK = "configure_tensor_parallel"
@@ -42,7 +43,7 @@ def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
         return
     if not isinstance(plan, dict):
         raise ConfigurationError(
-            f"{type(module).__name__}.{_HOOK} returned a {type(plan).__name__}: return a dict of names of submodules "
+            f"{type(module).__name__}.{_HOOK} returned {a_type(plan)}: return a dict of names of submodules "
             "and their ParallelStyle, or None after calling parallelize_module yourself."
         )
     parallelize_module(module, mesh, plan)

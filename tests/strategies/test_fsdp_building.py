@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from phalanx import Fabric
 from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.parallel.deferred import Deferred
 from phalanx.framework.parallel.meta_device import replace_tensors
 from phalanx.strategies import FSDPStrategy
-from phalanx.strategies.fsdp.deferred import Deferred
 
 
 class OwnInit(SmallGPT):
