@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .framework.checkpoint.whole_checkpoint import load as load, remove as remove, weights as weights
     from .framework.checkpoint.write_plan import Shard as Shard, Snapshot as Snapshot
     from .framework.checkpoint.writer import Save as Save, save as save
+    from .framework.pretrained.fingerprint import fingerprint as fingerprint
 
 _HOMES = {
     ".framework.checkpoint.consolidate": "consolidate",
@@ -33,6 +34,7 @@ _HOMES = {
     ".framework.checkpoint.whole_checkpoint": "load remove weights",
     ".framework.checkpoint.write_plan": "Shard Snapshot",
     ".framework.checkpoint.writer": "Save save",
+    ".framework.pretrained.fingerprint": "fingerprint",
 }
 
 __all__, __getattr__, __dir__ = face(__name__, _HOMES)

@@ -68,6 +68,14 @@ class Callback(NamesArguments):
         return ()
 
     @property
+    def ranked_metric(self) -> tuple[str, str, float | None] | None:
+        """The metric that this callback compares epochs by, its mode ``"min"`` or ``"max"``, and its best value so far.
+
+        None for a callback that compares nothing; the value before there is one is ``None``.
+        """
+        return None
+
+    @property
     def saved_checkpoints(self) -> SavedCheckpoints | None:
         """The records of the checkpoints that this callback saves; None for a callback that saves none."""
         return None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from ..checkpoint.save_request import SaveRequest
@@ -227,6 +227,15 @@ class TrainerView(Protocol):
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None: ...
     def export(
         self, path: str | Path, dtype: str | torch.dtype | None = None, max_shard_size: int | str | None = None
+    ) -> Path: ...
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        model: nn.Module | None = None,
+        tokenizer: Any = None,
+        max_shard_size: int | str = "5GB",
+        dtype: str | torch.dtype | None = None,
+        average: str | None = None,
     ) -> Path: ...
 
     # ---- actions of callbacks that take part in the engine

@@ -21,6 +21,7 @@ from ..state import rebuild_module
 from .absent_names import MODULE
 from .module_hooks import ModuleHooks
 from .outside_run import OutsideRun
+from .pretrained_weights import PretrainedWeights
 from .run_access import RunAccess
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _LOGS = ("log", "log_dict")
 
 
 @lacks(MODULE, AbsentValue)
-class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
+class TrainModule(RunAccess, PretrainedWeights, ModuleHooks, HyperparametersMixin, nn.Module):
     """Base class of models with their training. Override ``training_step``, ``configure_optimizers`` and other hooks.
 
     ``training_step`` computes the loss; then the framework runs backward, clips gradients, and steps the optimizer
@@ -48,6 +49,9 @@ class TrainModule(RunAccess, ModuleHooks, HyperparametersMixin, nn.Module):
     automatic_optimization: bool = True
     strict_loading: bool = True
     """Whether a checkpoint must match exactly. If False, matching tensors are loaded and mismatches are reported."""
+    save_frozen: bool = True
+    """Whether checkpoints hold frozen parameters. If False, those that have the values with which the fit began are
+    left out, with a fingerprint: the module must be built with the same ones to load such a checkpoint."""
     checkpoint_renames: ClassVar[Mapping[str, str]] = {}
     """Renamed prefixes of parameter names, from those in checkpoints to the current ones: ``{"net": "body.net"}``."""
     example_input_array: Any = None

@@ -9,9 +9,10 @@ import torch
 
 from ..core.arguments import names_arguments
 from ..core.errors import unknown
+from ..core.size_text import size_in_bytes
 from .manifest import MODEL
 from .reader import Checkpoint, open_checkpoint
-from .safetensors_export import PlainTensors, size_in_bytes, target_dtype, write_plain
+from .safetensors_export import PlainTensors, target_dtype, write_plain
 from .stored_tensor import SavedTensor, StoredTensor
 
 AVERAGES = "averages"

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError
-from .manifest import JSON
+from .fingerprint import fingerprint
+from .manifest import JSON, MODEL
 from .reader import Checkpoint, open_checkpoint
 
 _CHUNK_ELEMENTS = 1 << 21
@@ -43,13 +44,16 @@ class SectionDifference:
     shapes: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
     values: dict[str, ValueDifference] = field(default_factory=dict)
+    fingerprints: list[str] = field(default_factory=list)
+    """Tensors that differ, and that at least one of the checkpoints leaves out: the values are not known."""
     same: int = 0
     """The number of tensors that are equal in name, shape, dtype and every element."""
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        return not (self.only_in_first or self.only_in_second or self.shapes or self.dtypes or self.values)
+        names = (self.only_in_first, self.only_in_second, self.shapes, self.dtypes, self.values, self.fingerprints)
+        return not any(names)
 
 
 @dataclass
@@ -108,11 +112,22 @@ def _tensor(one: Checkpoint, other: Checkpoint, section: str, name: str, found: 
     if shapes[0] != shapes[1]:
         found.shapes[name] = (list(shapes[0]), list(shapes[1]))
         return
+    if section == MODEL and name in one.left_out | other.left_out:
+        if _fingerprint(one, name) != _fingerprint(other, name):
+            found.fingerprints.append(name)
+        elif dtypes[0] == dtypes[1]:
+            found.same += 1
+        return
     values = _values(one, other, section, name, prod(shapes[0]))
     if values.different:
         found.values[name] = values
     elif dtypes[0] == dtypes[1]:
         found.same += 1
+
+
+def _fingerprint(checkpoint: Checkpoint, name: str) -> str | None:
+    record = checkpoint.left_out.get(name)
+    return fingerprint(checkpoint.read(MODEL, name)) if record is None else record.fingerprint
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, TypeGuard
 
 from ..core.arguments import names_arguments
-from .manifest import JSON, VERSION, Manifest, TensorRecord
+from .manifest import JSON, Manifest, TensorRecord
 from .manifest_file import read_manifest
 
 _COUNTERS = ("epoch", "batch_in_epoch", "global_batch", "global_step")
@@ -26,6 +26,10 @@ class SectionSummary:
     bytes: int
     bytes_by_dtype: dict[str, int]
     """Bytes by the safetensors code of the dtype: ``F32``, ``BF16``, ..."""
+    left_out: int = 0
+    """The number of frozen tensors that the checkpoint leaves out, which the other fields do not count."""
+    left_out_elements: int = 0
+    """The number of their elements."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def inspection_of(path: str | os.PathLike[str], manifest: Manifest) -> Inspectio
     epoch, batch, _, step = (_count(progress.get(name)) for name in _COUNTERS)
     return Inspection(
         path=os.fspath(path),
-        format_version=VERSION,
+        format_version=manifest.version,
         phalanx=manifest.phalanx,
         saved_at=manifest.saved_at,
         kind=kind_of(manifest),
@@ -144,13 +148,24 @@ def monitored(manifest: Manifest) -> tuple[str, float] | None:
     return None
 
 
+def best_recorded(manifest: Manifest) -> str | None:
+    """Return the path of the best checkpoint when this one was saved, or None if it is not recorded."""
+    for state in _dict(_dict(_dict(manifest.document).get("state")).get("callbacks")).values():
+        if path := _text(_dict(state).get("best_model_path")):
+            return path
+    return None
+
+
 def _section(tensors: Mapping[str, TensorRecord | str]) -> SectionSummary:
-    records = [record for record in tensors.values() if isinstance(record, TensorRecord)]
+    every = [record for record in tensors.values() if isinstance(record, TensorRecord)]
+    records = [record for record in every if record.fingerprint is None]
+    absent = [prod(record.shape) for record in every if record.fingerprint is not None]
     sizes: Counter[str] = Counter()
     for record in records:
         sizes[record.dtype] += sum(record.size_of(part) for part in record.parts)
     elements = sum(prod(record.shape) for record in records)
-    return SectionSummary(len(records), len(tensors) - len(records), elements, sizes.total(), dict(sizes))
+    tied = len(tensors) - len(every)
+    return SectionSummary(len(records), tied, elements, sizes.total(), dict(sizes), len(absent), sum(absent))
 
 
 def _optimizer(described: dict[str, JSON]) -> OptimizerSummary:

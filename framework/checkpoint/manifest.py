@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isfinite, prod
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from ..core.errors import CheckpointError
+from .manifest_values import MAX_VALUE, extent, matching, natural, seconds, typed
 from .safetensors_header import ITEM_BYTES, MAX_HEADER_BYTES, RESERVED_NAME, FileRecord, byte_size, distinct
 from .tiling import coverage_problem
 
@@ -22,7 +23,8 @@ JSON: TypeAlias = Any
 
 MANIFEST = "manifest.json"
 FORMAT = "phalanx-checkpoint"
-VERSION = 1
+VERSION = 2
+"""The newest format version. Version 1 has no tensors that are left out."""
 MODEL = "model"
 _START = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
 FILE_NAME = re.compile(r"([a-z][a-z0-9_]*)-[0-9]{5,9}\.safetensors")
@@ -31,10 +33,6 @@ _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 MAX_MANIFEST_BYTES = 1 << 30
 """The size limit of a manifest, which is read into memory; a checkpoint of 6 million parts fits."""
 START_BYTES = 31
-_MAX_BYTES = 1 << 62
-_MAX_DIMS = 64
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,11 +48,15 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor: the code of its dtype, its global shape, and parts that cover it exactly once."""
+    """A tensor: the code of its dtype, its global shape, and parts that cover it exactly once.
+
+    A tensor that the checkpoint leaves out has no parts, and a fingerprint of its values: ``fingerprint.fingerprint``.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    fingerprint: str | None = None
 
     def size_of(self, part: Part) -> int:
         """Return the size of a part in bytes."""
@@ -77,6 +79,25 @@ class Manifest:
     checksum: str = field(default="", compare=False)
     """The checksum of the manifest's bytes, and so of its contents; empty until it is written."""
 
+    @property
+    def version(self) -> int:
+        """The format version: the oldest one that has everything that this checkpoint contains."""
+        return VERSION if self.left_out else 1
+
+    @property
+    def left_out(self) -> dict[str, TensorRecord]:
+        """The tensors of the model that the checkpoint leaves out, by name."""
+        model = self.sections.get(MODEL, {})
+        return {name: one for name, one in model.items() if isinstance(one, TensorRecord) and one.fingerprint}
+
+
+def left_out_message(path: object, name: str, count: int) -> str:
+    """Return the sentence about a tensor that is to be read, and that the checkpoint leaves out."""
+    return (
+        f"{str(path)!r} leaves out {name!r}, one of {count} frozen weights that it does not contain: load it into a "
+        "module that is built with the same base, with load_from_checkpoint or ckpt_path=."
+    )
+
 
 def dump(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``, one line for each field and tensor.
@@ -88,7 +109,7 @@ def dump(manifest: Manifest) -> bytes:
 
     fields = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": manifest.version,
         "phalanx": manifest.phalanx,
         "saved_at": manifest.saved_at,
         "world_size": manifest.world_size,
@@ -120,6 +141,8 @@ def _tensor_fields(item: tuple[str, TensorRecord | str]) -> tuple[str, Any]:
     name, record = item
     if isinstance(record, str):
         return name, {"alias": record}
+    if record.fingerprint is not None:
+        return name, {"dtype": record.dtype, "shape": record.shape, "fingerprint": record.fingerprint}
     return name, {"dtype": record.dtype, "shape": record.shape, "parts": [vars(part) for part in record.parts]}
 
 
@@ -172,7 +195,7 @@ def _finite(text: str) -> float:
 def _check_version(fields: dict[str, JSON]) -> None:
     if fields["format"] != FORMAT:
         raise CheckpointError(f"format={fields['format']!r}; only {FORMAT!r} is read.")
-    version = _natural(fields["version"])
+    version = natural(fields["version"])
     if version > VERSION:
         raise CheckpointError(
             f"the checkpoint has format version {version}, written by phalanx {fields.get('phalanx')!r}; this phalanx"
@@ -183,17 +206,17 @@ def _check_version(fields: dict[str, JSON]) -> None:
 def _manifest(fields: dict[str, JSON], checksum: str) -> Manifest:
     manifest = Manifest(
         sections={
-            _matching(SECTION_NAME, section): {name: _tensor(record) for name, record in tensors.items()}
+            matching(SECTION_NAME, section): {name: _tensor(record) for name, record in tensors.items()}
             for section, tensors in fields["sections"].items()
         },
-        files={_matching(FILE_NAME, name): _file(record) for name, record in fields["files"].items()},
+        files={matching(FILE_NAME, name): _file(record) for name, record in fields["files"].items()},
         document=fields["document"],
-        rank_documents=_of(list, fields["rank_documents"]),
-        nonfinite=None if fields["nonfinite"] is None else _of(str, fields["nonfinite"]),
-        sharded=_of(bool, fields["sharded"]),
-        world_size=_natural(fields["world_size"]),
-        saved_at=_seconds(fields["saved_at"]),
-        phalanx=_of(str, fields["phalanx"]),
+        rank_documents=typed(list, fields["rank_documents"]),
+        nonfinite=None if fields["nonfinite"] is None else typed(str, fields["nonfinite"]),
+        sharded=typed(bool, fields["sharded"]),
+        world_size=natural(fields["world_size"]),
+        saved_at=seconds(fields["saved_at"]),
+        phalanx=typed(str, fields["phalanx"]),
         checksum=checksum,
     )
     for section, tensors in manifest.sections.items():
@@ -204,30 +227,32 @@ def _manifest(fields: dict[str, JSON], checksum: str) -> Manifest:
 
 
 def _file(value: JSON) -> FileRecord:
-    if _natural(value["header_size"]) > MAX_HEADER_BYTES:
+    if natural(value["header_size"]) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {value['header_size']:,} bytes is more than safetensors knows")
-    checksums = (_matching(_CHECKSUM, value["header_xxh3_64"]), _matching(_CHECKSUM, value["xxh3_64"]))
-    return FileRecord(_natural(value["size"]), _natural(value["header_size"]), *checksums)
+    checksums = (matching(_CHECKSUM, value["header_xxh3_64"]), matching(_CHECKSUM, value["xxh3_64"]))
+    return FileRecord(natural(value["size"]), natural(value["header_size"]), *checksums)
 
 
 def _tensor(value: JSON) -> TensorRecord | str:
     if "alias" in value:
-        return _of(str, value["alias"])
-    dtype = _of(str, value["dtype"])
+        return typed(str, value["alias"])
+    dtype = typed(str, value["dtype"])
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {dtype!r} is not known")
+    if "fingerprint" in value:
+        return TensorRecord(dtype, extent(value["shape"]), (), matching(_CHECKSUM, value["fingerprint"]))
     if type(value["parts"]) is not list:
         raise TypeError(f"parts={value['parts']!r} is not a list")
-    return TensorRecord(dtype, _extent(value["shape"]), tuple(map(_part, value["parts"])))
+    return TensorRecord(dtype, extent(value["shape"]), tuple(map(_part, value["parts"])))
 
 
 def _part(value: JSON) -> Part:
     return Part(
-        _of(str, value["file"]),
-        _natural(value["start"]),
-        _extent(value["offsets"]),
-        _extent(value["shape"]),
-        _matching(_CHECKSUM, value["xxh3_64"]),
+        typed(str, value["file"]),
+        natural(value["start"]),
+        extent(value["offsets"]),
+        extent(value["shape"]),
+        matching(_CHECKSUM, value["xxh3_64"]),
     )
 
 
@@ -240,8 +265,12 @@ def _check_tensor(manifest: Manifest, section: str, name: str, record: TensorRec
             raise ValueError(f"{where} is an alias of {record!r}, which holds no data")
         return
     # Also if another dim is empty: torch multiplies all dims.
-    if prod(max(size, 1) for size in record.shape) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
+    if prod(max(size, 1) for size in record.shape) * ITEM_BYTES[record.dtype] > MAX_VALUE:
         raise ValueError(f"{where} has the absurd shape {list(record.shape)}")
+    if record.fingerprint is not None:
+        if section != MODEL:
+            raise ValueError(f"{where} is left out, which only tensors of the model can be")
+        return
     problem = coverage_problem(record.shape, ((part.offsets, part.shape) for part in record.parts))
     if problem is not None:
         raise ValueError(f"{where}: {problem}")
@@ -268,33 +297,3 @@ def _check_files(manifest: Manifest) -> None:
             position = end
         if position != file.size:
             raise ValueError(f"file {name!r} has {file.size:,} bytes where its parts end at {position:,}")
-
-
-def _natural(value: JSON) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_BYTES:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _seconds(value: JSON) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 1e12:
-        raise ValueError(f"{value!r} is not a time in seconds since 1970")
-    return float(value)
-
-
-def _extent(value: JSON) -> tuple[int, ...]:
-    if len(_of(list, value)) > _MAX_DIMS:
-        raise ValueError(f"{len(value)} dims are more than {_MAX_DIMS}")
-    return tuple(map(_natural, value))
-
-
-def _matching(pattern: re.Pattern[str], value: JSON) -> str:
-    if pattern.fullmatch(_of(str, value)) is None:
-        raise ValueError(f"{value!r} is not of the form {pattern.pattern}")
-    return str(value)
-
-
-def _of(kind: Callable[..., T], value: JSON) -> T:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} where a {getattr(kind, '__name__', kind)} belongs")
-    return value  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.arguments import names_arguments
 from ..core.errors import CheckpointError, ConfigurationError, unknown
-from .manifest import JSON, Manifest, Part, TensorRecord
+from .manifest import JSON, Manifest, Part, TensorRecord, left_out_message
 from .manifest_file import read_manifest
 from .safetensors_header import CHUNK_BYTES, PlainFile, open_tensor_file
 from .safetensors_io import DTYPES, bytes_of
@@ -43,8 +43,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
-        self.manifest = manifest
+        self.path, self.manifest = path, manifest
         self.document: JSON = manifest.document
         self.rank_documents: list[JSON] = manifest.rank_documents
         self._files: OrderedDict[str, PlainFile] = OrderedDict()
@@ -71,6 +70,11 @@ class Checkpoint:
     def aliases(self, section: str) -> dict[str, str]:
         """Map each tied name to the name that holds its data."""
         return {name: record for name, record in self._section(section).items() if isinstance(record, str)}
+
+    @property
+    def left_out(self) -> dict[str, TensorRecord]:
+        """The tensors of the model that the checkpoint leaves out, by name."""
+        return self.manifest.left_out
 
     def shape(self, section: str, name: str) -> tuple[int, ...]:
         """Return the global shape of a tensor."""
@@ -158,6 +162,8 @@ class Checkpoint:
 
         Other files are not opened: there is one per writing rank, and each rank of a run reads only its own part.
         """
+        if record.fingerprint is not None:
+            raise CheckpointError(left_out_message(self.path, name, len(self.left_out)))
         for part in touched:
             if part.file not in self._seen:
                 self._file(part.file)

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError, did_you_mean
+from ..core.size_text import size_in_bytes
 from ..system.atomic_directories import remove_tree, replace_directory
-from ..system.atomic_files import hidden_sibling, make_directory, new_file, storage_error, write_synced
+from ..system.atomic_files import (
+    hidden_sibling,
+    make_directory,
+    new_file,
+    refuse_existing,
+    storage_error,
+    write_synced,
+)
 from .host_pieces import dense
 from .manifest import MANIFEST
 from .safetensors_header import header_of
@@ -26,7 +33,6 @@ from .stored_tensor import StoredTensor
 
 SLICE_BYTES = 8 << 20
 """The bytes of a tensor in memory at a time; a few times as many during conversion."""
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHORT = {
     "64": torch.float64,
     "32": torch.float32,
@@ -58,19 +64,6 @@ def target_dtype(given: str | int | torch.dtype | None) -> torch.dtype | None:
             f"Known: {', '.join(sorted(known))}."
         )
     return found
-
-
-def size_in_bytes(given: int | str) -> int:
-    """Return the bytes of a size such as ``5_000_000_000`` or ``"5GB"``.
-
-    Raises:
-        ConfigurationError: the value is not a size.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(given))
-    unit = _UNITS.get(match[2].upper()) if match is not None else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
-        raise ConfigurationError(f"max_shard_size={given!r} is not a size; give bytes, or a string such as '5GB'.")
-    return ceil(float(match[1]) * unit)
 
 
 class PlainTensors:
@@ -142,8 +135,7 @@ def write_plain(
         return _write_shards(tensors, target, size_in_bytes(max_shard_size), stem)
     if target.is_dir():
         target = target / f"{stem}.safetensors"
-    if os.path.lexists(target):
-        raise ConfigurationError(f"out={str(target)!r} exists; choose another name or remove it first.")
+    refuse_existing(target)
     with new_file(target, tensors.size(*tensors.names)) as temporary:
         _write_file(tensors, temporary, tensors.names)
     return target
@@ -156,13 +148,13 @@ def check_target(target: Path, as_directory: bool) -> None:
         ConfigurationError: the target exists, or is inside a checkpoint.
     """
     if as_directory and os.path.lexists(target):
-        raise ConfigurationError(f"out={str(target)!r} exists; with max_shard_size it is made as a new directory.")
+        raise ConfigurationError(f"{str(target)!r} exists; with max_shard_size it is made as a new directory.")
     if os.path.lexists((target if target.is_dir() else target.parent) / MANIFEST):
         raise ConfigurationError(
-            f"out={str(target)!r} lies in a checkpoint, which holds its own files alone; choose another place."
+            f"{str(target)!r} lies in a checkpoint, which holds its own files alone; choose another place."
         )
-    if os.path.lexists(target) and not target.is_dir():
-        raise ConfigurationError(f"out={str(target)!r} exists; choose another name or remove it first.")
+    if not target.is_dir():
+        refuse_existing(target)
 
 
 def _write_file(tensors: PlainTensors, path: Path, names: Sequence[str]) -> None:

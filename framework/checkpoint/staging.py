@@ -154,7 +154,7 @@ class Staging:
             sections[section][name] = Shard(copied[key], shard.shape, shard.offsets)
         if self._stream is not None:
             self._end_on_device(self._stream)
-        return Snapshot(sections, *documents, set(snapshot.buffers))
+        return Snapshot(sections, *documents, set(snapshot.buffers), snapshot.left_out)
 
     def finish(self) -> None:
         """Make the copies that ``take`` deferred, on any thread, and unblock waiting updates.

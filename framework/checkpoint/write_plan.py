@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError
-from .manifest import JSON, SECTION_NAME
+from .manifest import JSON, SECTION_NAME, TensorRecord
 from .safetensors_header import RESERVED_NAME
 from .safetensors_io import code_of, size_of
 from .tiling import coverage_problem, is_flat
@@ -54,6 +54,8 @@ class Snapshot:
     rank_document: JSON = None
     buffers: Set[str] = frozenset()
     """Names in ``"model"`` that are not weights: a buffer may be infinite in a good model."""
+    left_out: Mapping[str, TensorRecord] = field(default_factory=dict)
+    """Tensors of the model that are not saved, with their fingerprints. Those of rank 0 are used."""
 
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

@@ -27,7 +27,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..core.arguments import names_arguments
@@ -35,8 +34,9 @@ from ..core.errors import ConfigurationError, PhalanxError, StorageError
 from ..distributed.world import World
 from ..system.atomic_directories import HiddenDirectory, remove_tree, replace_directory
 from ..system.atomic_files import absolute, storage_error, write_synced
+from ..system.provenance import own_version
 from .background_deletion import BackgroundDeletion
-from .manifest import JSON, MANIFEST, Manifest, Part, TensorRecord, dump, parse
+from .manifest import JSON, MANIFEST, MODEL, Manifest, Part, TensorRecord, dump, parse
 from .manifest_file import is_ours
 from .part_writer import PartWriter, WrittenPart, file_name, total_bytes
 from .retention import link_files
@@ -241,6 +241,8 @@ class Save:
             records = sections.setdefault(section, {})
             for name, writers in tensors.items():
                 records[name] = writers if isinstance(writers, str) else self._record(section, name, writers, written)
+        if self._snapshot.left_out:
+            sections.setdefault(MODEL, {}).update(self._snapshot.left_out)
         return Manifest(
             sections=sections,
             files={name: record for part in written for name, record in part.files.items()},
@@ -250,7 +252,7 @@ class Save:
             sharded=self._sharded,
             world_size=self._world.size,
             saved_at=time.time(),
-            phalanx=_version(),
+            phalanx=own_version(),
         )
 
     def _record(
@@ -284,13 +286,6 @@ class Save:
     def _release(self) -> None:
         for hidden in self._hidden:
             hidden.release()
-
-
-def _version() -> str:
-    try:
-        return version("phalanx")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _check_target(target: Path) -> None:

@@ -33,6 +33,8 @@ class Signal(str, Enum):
     """A rank found a loss that is NaN or infinite; the payload is the error's message."""
     NOTE = "note"
     """A line for the console of rank 0; the payload is the text."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """An update ran out of memory and was repeated."""
     SAVE_DONE = "saved"
     """An asynchronous save has finished; the payload is the save's number."""
     END_EPOCH = "end_epoch"

@@ -6,6 +6,7 @@ device 0 as its current one, so each thread that calls CUDA first makes the devi
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -79,3 +80,10 @@ def make_current(device: torch.device) -> None:
     """Make a CUDA device the current one of this thread; do nothing for other devices."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def empty_caches() -> None:
+    """Collect garbage, and release the memory that torch caches on CUDA devices in use."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

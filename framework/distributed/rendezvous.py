@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import ipaddress
 import itertools
 import os
 import secrets
@@ -29,6 +28,7 @@ from ..system.environment import gloo_interface, own_records, take_store_descrip
 from ..system.failing_exit import before_failing_exit
 from ..system.launcher_env import LOOPBACK, Placement
 from ..system.processes import allow_open_files
+from .listening import listen
 
 _LAST_MOMENT_SECONDS = 0.01
 _FIRST_LOOK_SECONDS = 0.002
@@ -214,7 +214,7 @@ def _store(place: Placement, limit: timedelta) -> Any:
         # torch would bind all interfaces, and a port that phalanx chose may have been taken since.
         listening = take_store_descriptor()
         if listening is None and place.rank == 0 and place.launcher != "phalanx":
-            listening = _listen(host, port, place.size, alone=place.local_size == place.size)
+            listening = listen(host, port, place.size, alone=place.local_size == place.size)
         serving: dict[str, Any] = {"is_master": False}
         if listening is not None:
             os.set_inheritable(listening, False)
@@ -233,40 +233,6 @@ def _knock(host: str, port: int, seconds: float) -> None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_KNOCK_SECONDS):
             return
         time.sleep(_LONGEST_LOOK_SECONDS)
-
-
-def _listen(host: str, port: int, size: int, alone: bool) -> int:
-    """Return a socket that listens on the address that other ranks connect to, and on no other if possible.
-
-    ``alone``: all ranks are on this host. Otherwise it listens on all interfaces if the address is a loopback address
-    (some systems resolve their own name to one), or is forwarded to this host.
-    """
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigurationError(
-            f"MASTER_ADDR={host!r} is not a host that rank 0 can resolve ({error}): set it to the address of rank 0's "
-            "host."
-        ) from None
-    found = dict.fromkeys((family, str(place[0])) for family, *_, place in addresses)
-    reachable = [(family, address) for family, address in found if alone or not _is_loopback(address)]
-    # Of several addresses, other hosts may connect to any; ranks on this host try all in this order.
-    for family, address in reachable if alone or len(reachable) == 1 else []:
-        with contextlib.suppress(OSError):
-            return socket.create_server((address, port), family=family, backlog=max(64, 2 * size)).detach()
-    try:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        return socket.create_server(("", port), family=family, backlog=max(64, 2 * size), dualstack_ipv6=dual).detach()
-    except OSError as error:
-        raise ConfigurationError(
-            f"MASTER_PORT={port} cannot be listened on by rank 0 ({error.strerror}): choose another port, the same "
-            "for all ranks."
-        ) from None
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def destroy_group(held: list[dist.ProcessGroup]) -> None:

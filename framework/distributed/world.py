@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -223,6 +223,21 @@ class World:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         dist.all_gather(list(gathered.unbind()), tensor.detach().contiguous(), group=self._group_for(tensor))
         return gathered
+
+    def all_to_all(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send ``tensors[rank]`` to each rank; return the tensors that the ranks have sent to this one. Collective.
+
+        Args:
+            tensors: 1-d tensors of the same dtype and device, one for each rank.
+            sizes: the number of elements that each rank sends to this one.
+        """
+        if self.size == 1:
+            return list(tensors)
+        sent = torch.cat(list(tensors))
+        received = sent.new_empty(sum(sizes))
+        group = self._group_for(sent)
+        dist.all_to_all_single(received, sent, list(sizes), [tensor.numel() for tensor in tensors], group=group)
+        return list(received.split(list(sizes)))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Overwrite ``tensor`` with that of rank ``src``, and return it. Collective."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..checkpoint import decode, held, save
 from ..checkpoint.open_on_all_ranks import open_on_all_ranks
 from ..core.errors import CheckpointError, ConfigurationError
+from ..core.wording import a_type
 from ..distributed.collective_errors import on_all_ranks
 from ..distributed.seed import capture, restore as restore_generators
 from ..parallel.parameter_names import renamed
@@ -175,7 +176,7 @@ class Checkpoints:
         for value in objects:
             if not is_stateful(value):
                 raise ConfigurationError(
-                    f"register_for_checkpointing was given a {type(value).__name__}, which lacks state_dict or "
+                    f"register_for_checkpointing was given {a_type(value)}, which lacks state_dict or "
                     "load_state_dict; give it both."
                 )
         self._registered += objects

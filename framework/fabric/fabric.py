@@ -16,7 +16,6 @@ A Fabric is composed of parts: ``Collectives`` (gather, reduce, wait, agree), ``
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -28,6 +27,7 @@ from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from ..core.precision import Precision
+from ..distributed.devices import empty_caches
 from ..distributed.world import World
 from ..launch import launch_function, launch_script
 from ..launch.exit_hooks import install_rank_hooks
@@ -278,19 +278,14 @@ class Fabric(AccelerateNames):
     save = verb("_checkpoints", Checkpoints.save)
     load = verb("_checkpoints", Checkpoints.load)
     load_raw = verb("_checkpoints", Checkpoints.load_raw)
+    load_pretrained = verb("_weights", FullWeights.load_pretrained)
+    save_pretrained = verb("_weights", FullWeights.save_pretrained)
     save_model = verb("_weights", FullWeights.save_model)
     modules = property(attrgetter("_prepared.modules"), doc="All modules that are set up: the user's own objects.")
     full_state_dict = verb("_weights", FullWeights.full_state_dict)
     save_state = verb("_checkpoints", Checkpoints.save_state)
     load_state = verb("_checkpoints", Checkpoints.load_state)
     register_for_checkpointing = verb("_checkpoints", Checkpoints.register_for_checkpointing)
-
-
-def empty_caches() -> None:
-    """Collect garbage, and release the memory that torch caches on CUDA devices in use."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checkpoint.codec import decode
 from ..checkpoint.reader import Checkpoint
 from ..core.errors import CheckpointError, did_you_mean
+from ..core.split_optimizer import kind_of
 from ..state.module_state import LENIENT, put_extra_state, put_model, saved_extra_state, shapes_of, stored_of
 from ..state.optimizer_state import load_optimizer
 from ..state.state_matching import (
@@ -138,7 +139,7 @@ def compare(saved: Saved, contents: Contents, names: Mapping[int, str], strict: 
         if key in saved.optimizers:
             described = saved.described(key)
             label = f"optimizer {number}" if key == "optimizer" else key
-            groups, kind = group_names(optimizer, names), type(optimizer).__name__
+            groups, kind = group_names(optimizer, names), kind_of(optimizer)
             fits.optimizers[key] = match_optimizer(label, kind, groups, described, saved.renames, misshapen)
             fits.problems += fits.optimizers[key].problems
     if strict:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 
 from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
-from ..parallel.closures import evaluate_once, needs_closure
+from ..core.split_optimizer import needs_closure
+from ..parallel.closures import evaluate_once
 from ..parallel.compilation import Compilation
+from ..parallel.generation import route_generation
 from ..parallel.optimizer_step import Updater
 from ..parallel.strategy import Strategy
 from .gradient_window import GradientWindow
@@ -63,17 +65,21 @@ class Engine:
         self.window: GradientWindow | None = None
         self._joined: tuple[GradientWindow, int] | None = None
         self._may_sync = True
-        self._restore_forward: Callable[[], None] | None = None
+        # Functions that revert changes to the module.
+        self._at_release = ExitStack()
 
     def compile(self, compilation: Compilation) -> None:
         """Compile the module's parts, until ``release``."""
-        self._restore_forward = compilation.apply(self.module, self.strategy)
+        self._at_release.callback(compilation.apply(self.module, self.strategy))
+
+    def route_generation(self, context: AbstractContextManager[Any] | None) -> None:
+        """Run ``generate`` of models of transformers through the strategy, until ``release``."""
+        self._at_release.callback(route_generation(self.module, self.strategy, context))
 
     def release(self) -> None:
-        """Release the module from the strategy, and revert ``compile``."""
+        """Release the module from the strategy, and revert ``compile`` and ``route_generation``."""
         self.strategy.teardown()
-        if self._restore_forward is not None:
-            self._restore_forward()
+        self._at_release.close()
 
     @property
     def updates(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..core.errors import ConfigurationError
 from ..core.optimizer_config import parameters_of
 from ..core.precision import LossScaler
+from ..core.wording import a_type
 from ..parallel.strategy import Strategy
 from .loaders import FabricLoader, Reading
 from .module import engine_of
@@ -88,8 +89,7 @@ class Prepared:
             engine = next((each for each in self.engines if each.module is module), None)
         if engine is None or engine not in self.engines:
             raise ConfigurationError(
-                f"{verb} was given a {type(module).__name__} that is not set up; call setup with it and use what that "
-                "returns."
+                f"{verb} was given {a_type(module)} that is not set up; call setup with it and use what that returns."
             )
         return engine
 

@@ -12,13 +12,16 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..core.errors import ConfigurationError
+from ..core.interception import intercept_loop
 from ..core.optimizer_config import check_kind, parameters_of
 from ..core.precision import DefaultDtype, Precision
+from ..core.wording import a_type
 from ..distributed.batch_copy import BatchCopy
 from ..distributed.gather import gather_rows
 from ..distributed.seed import seed_everything
 from ..parallel.compilation import Compilation, compilation_of
-from ..parallel.strategy import Routed
+from ..parallel.placed_parts import placed_parts
+from ..parallel.strategy import Routed, check_placed
 from .collectives import Collectives
 from .loaders import FabricLoader, Sharing, skip_first_batches
 from .module import FabricModule, unwrap, wrap_module
@@ -60,9 +63,11 @@ class Setup:
             ConfigurationError: one of them was set up before, or the strategy does not support it.
         """
         self._check_new(module, optimizers)
+        intercept_loop()
         original, compilation = unwrap(module), compilation_of(module)[1] or self._compilation
         world = self._ranks.world
         strategy = self._prepared.strategy.clone()
+        check_placed(strategy, original, training=bool(optimizers))
         if move_to_device:
             strategy.to_device(original)
         self._precision.convert_module(original)
@@ -70,10 +75,11 @@ class Setup:
         if compilation is not None:
             engine.compile(compilation)
         # A strategy that builds its own updates cannot add an optimizer later: without one the module is for
-        # evaluation.
-        training = bool(optimizers) or not strategy.traits.takes_one_optimizer
+        # evaluation. So is one with parts that Accelerate has placed.
+        training = bool(optimizers) or not (strategy.traits.takes_one_optimizer or placed_parts(original))
         ready = strategy.setup(original, optimizers, training=training, routed=Routed.FORWARD)
         self._prepared.engines.append(engine)
+        engine.route_generation(self._precision.forward_context(world.device.type))
         wrapped = wrap_module(engine, self._precision, world.device.type)
         engine.optimizers = [FabricOptimizer(optimizer, engine) for optimizer in ready]
         join_fabric(original, self._fabric, self._prepared, engine)
@@ -105,6 +111,7 @@ class Setup:
         for optimizer in optimizers:
             self._check_optimizer(optimizer)
             engine = self._engine_of_optimizer(optimizer)
+            check_placed(engine.strategy, engine.module, training=True)
             wrapped = FabricOptimizer(optimizer, engine)
             engine.optimizers.append(wrapped)
             ready.append(wrapped)
@@ -248,7 +255,7 @@ class Setup:
 
     def _check_new(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         if not isinstance(module, nn.Module):
-            raise ConfigurationError(f"setup was given a {type(module).__name__}; it takes a module, then optimizers.")
+            raise ConfigurationError(f"setup was given {a_type(module)}; it takes a module, then optimizers.")
         original = unwrap(module)
         if isinstance(module, FabricModule) or any(engine.module is original for engine in self._prepared.engines):
             raise ConfigurationError(f"this {type(original).__name__} is set up already; use what setup returned.")
@@ -257,7 +264,7 @@ class Setup:
 
     def _check_optimizer(self, optimizer: Any) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError(f"a {type(optimizer).__name__} was given as an optimizer to set up.")
+            raise ConfigurationError(f"{a_type(optimizer)} was given as an optimizer to set up.")
         check_kind(optimizer)
         if any(optimizer is one or optimizer is one.optimizer for one in self._prepared.optimizers):
             raise ConfigurationError(f"this {type(optimizer).__name__} is set up already; use what setup returned.")

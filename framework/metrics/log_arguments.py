@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigurationError, MetricError, did_you_mean
+from ..core.wording import a_type
 from .torchmetrics_state import is_collection
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
@@ -93,7 +94,7 @@ def number_of(name: str, value: Any) -> float:
         pass
     hint = "; log a MetricCollection with log_dict" if is_collection(value) else ""
     raise MetricError(
-        f"log({name!r}, ...) got a {type(value).__name__}; "
+        f"log({name!r}, ...) got {a_type(value)}; "
         f"a value must be a number, a tensor with one element, or a torchmetrics Metric{hint}."
     )
 

@@ -287,6 +287,11 @@ class MetricLog:
         """Return a record of the values that this rank has logged in the epoch so far, without reading a device."""
         return LogRecord(self._scopes, self._module, self.batches)
 
+    def go_back(self, record: LogRecord) -> None:
+        """Forget what was logged since a record of this log was made."""
+        self.batches = record.put_back(self._scopes)
+        self.mark = self._mark()
+
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue an epoch from the records of one rank or several, whose data this rank continues."""
         self.batches = sum(state["batches"] for state in states)

@@ -27,6 +27,17 @@ class LogRecord:
         self._module = module
         self._metrics = metric_states(module) if module is not None else {}
 
+    def put_back(self, scopes: Scopes) -> int:
+        """Put the values of the moment back, of the module's metrics, too; return the number of batches. Once."""
+        for in_step, scope in scopes.items():
+            scope.clear()
+            for entry, last in self._entries[in_step]:
+                scope.add(entry.plain_name, entry)
+                scope.latest[entry.index] = last
+        if self._module is not None:
+            load_metric_states(self._module, self._metrics)
+        return self._batches
+
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the entries, and the states of the module's metrics."""
         pairs = [(in_step, *pair) for in_step, entries in self._entries.items() for pair in entries]

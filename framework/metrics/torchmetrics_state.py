@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import MetricError
+from ..core.wording import a_type
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -77,9 +78,9 @@ def compute_over_ranks(name: str, metric: Any, ranks: Sequence[list[tuple[int, S
     try:
         return torch.as_tensor(value).detach().float().cpu().reshape(())
     except (TypeError, ValueError, RuntimeError):
-        shape = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+        shape = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is {a_type(value)}"
         raise MetricError(
-            f"log({name!r}, ...) got a {type(metric).__name__} whose value {shape}; it must be one number: "
+            f"log({name!r}, ...) got {a_type(metric)} whose value {shape}; it must be one number: "
             "call compute() in the hook at the epoch's end, and log the parts of the result."
         ) from None
 

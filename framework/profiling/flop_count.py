@@ -55,14 +55,13 @@ class FlopCount(TorchDispatchMode):
         """The FLOPs counted so far; None if nothing was counted, or a formula has failed."""
         return None if self._failed or not self._flops else self._flops
 
-    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``step``, counted."""
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self._flops = 0.0
 
-        def counted(*args: Any) -> Any:
-            with self:
-                return step(*args)
-
-        return counted
+    def fail(self) -> None:
+        """Give up: what was counted is not complete."""
+        self._failed = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,7 +72,7 @@ class FlopCount(TorchDispatchMode):
             try:
                 self._flops += formula(*args, **kwargs, out_val=output) * (1 + _gradients(operation, args))
             except Exception:  # a formula of another version of torch, or the user's own; training continues
-                self._failed = True
+                self.fail()
         return output
 
 

@@ -99,6 +99,12 @@ class Meter:
         """Count time in which data was fetched within the step in progress."""
         self._data_seconds += seconds
 
+    def drop_step(self) -> None:
+        """Forget the units of the step in progress, which is repeated."""
+        self.open_units = 0.0
+        if self.flop_count is not None:
+            self.flop_count.clear()
+
     def end_step(self, began: float, fetched: float) -> None:
         """End a step.
 

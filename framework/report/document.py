@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+from ..system.run_directory import CONFIGURATION
 from .attempts import summarize_attempts
 from .loose import text, whole
 from .run_files import RunFiles
-from .saved import saved_checkpoints
+from .saved import best_checkpoint, saved_checkpoints
 from .series import OWN_PREFIX, History, as_number
 from .times import timestamp
 from .verdicts import explain
@@ -30,17 +30,18 @@ _SETTINGS = ("changed", "resolved", "callbacks", "loggers")
 def build_report(files: RunFiles) -> dict[str, Any]:
     """Return the report of a run; numbers that are not finite are null."""
     config, events = files.config, files.events
-    saved = saved_checkpoints(_checkpoint_directories(files), files.identity)
+    saved = saved_checkpoints(files)
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "run": run_name(files.directory),
         "path": str(files.directory),
         "state": files.state,
         **_outcome(files),
+        "best_checkpoint": best_checkpoint(files, saved),
         **_started(config),
         "resume_from": saved.newest,
     }
-    found["why"] = explain(found, config.get("ckpt_path"))
+    found["why"] = explain(found, config.get("ckpt_path"), (files.directory / CONFIGURATION).exists())
     complete: dict[str, Any] = finite({
         **found,
         "progress": _progress(files),
@@ -135,13 +136,6 @@ def curves_of(history: History) -> dict[str, dict[str, list[Any]]]:
 def run_name(directory: Path) -> str:
     """Return the last two parts of the path of a run's directory, which name it: ``phalanx_logs/version_3``."""
     return "/".join(directory.absolute().parts[-2:])
-
-
-def _checkpoint_directories(files: RunFiles) -> list[Path]:
-    given = files.config.get("checkpoint_directories")
-    own = files.directory / "checkpoints"
-    others = given if isinstance(given, list) else []
-    return [Path(os.path.abspath(path)) for path in (own, *others) if isinstance(path, (str, Path))]
 
 
 def finite(value: Any) -> Any:

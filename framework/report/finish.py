@@ -30,15 +30,21 @@ def finish_report(directory: Path, outcome: dict[str, Any]) -> None:
         write_text(directory / PAGE, render_page(document))
 
 
-def amend_report(directory: Path, changes: dict[str, Any]) -> None:
+def amend_report(directory: Path, changes: dict[str, Any], missing: dict[str, Any] | None = None) -> None:
     """Write the report of a fit again, with other values of its outcome; it may have no report yet.
+
+    Args:
+        directory: the run's directory.
+        changes: the other values.
+        missing: values for a fit that could not record them itself.
 
     Raises:
         StorageError: it cannot be written.
     """
     files = RunFiles(directory)
     known = (*OUTCOME, *EVALUATIONS)
-    finish_report(directory, {name: files.outcome[name] for name in known if name in files.outcome} | changes)
+    outcome = {name: files.outcome[name] for name in known if name in files.outcome}
+    finish_report(directory, (missing or {}) | outcome | changes)
 
 
 def add_to_report(directory: Path, stage: str, results: list[dict[str, float]]) -> None:

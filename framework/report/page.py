@@ -88,7 +88,15 @@ def _tiles(report: dict[str, Any]) -> str:
 
 
 def tiles(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """Yield the numbers that summarize a run, each with its label."""
+    """Yield the numbers that summarize a run and its restarts, each with its label."""
+    yield from measured(report)
+    if restarts := whole(report.get("restarts")):
+        lost = sum(as_number(report.get(name)) or 0.0 for name in ("redone_seconds", "waited_seconds"))
+        yield f"{restarts:,}", f"{'restart' if restarts == 1 else 'restarts'}, {span_text(lost)} lost"
+
+
+def measured(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yield the results of a run, each with its label."""
     best = mapping(report.get("best_score"))
     if best:
         yield number_text(as_number(best.get("value"))), f"best {text(best.get('name'))}"
@@ -99,9 +107,6 @@ def tiles(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
         yield span_text(seconds), "of this attempt" if whole(report.get("restarts")) else "duration"
     yield from _metered(mapping(report.get("throughput"))) if report.get("throughput") else _speed(report)
     yield from _memory(report)
-    if restarts := whole(report.get("restarts")):
-        lost = sum(as_number(report.get(name)) or 0.0 for name in ("redone_seconds", "waited_seconds"))
-        yield f"{restarts:,}", f"{'restart' if restarts == 1 else 'restarts'}, {span_text(lost)} lost"
 
 
 def _speed(report: dict[str, Any]) -> Iterable[tuple[str, str]]:

@@ -126,6 +126,9 @@ class RunRecorder:
         values: dict[str, float] = {}
         if self._last is not None and step == self._last[1]:
             return
+        if self._rate is not None and self._last is not None and now - self._last[0] < _PERIOD_SECONDS / 2:
+            # The rest of a period at the end of a fit, mostly its last save, does not show its speed.
+            return
         throughput = state.get("throughput") or {}
         count, unit = throughput.get("count"), throughput.get("unit")
         if self._last is not None and step > self._last[1] and now > self._last[0]:

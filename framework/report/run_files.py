@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ from ..system.run_directory import CONFIG, RANKS, REPORT, identity_of
 from .event_log import HISTORY, Events, read_events
 from .recorder import STATUS
 from .series import as_number
+from .times import timestamp
 
 PAGE = "report.html"
 """The name of the report's page."""
@@ -74,14 +76,25 @@ class RunFiles:
         """The id that the run's checkpoints record."""
         return identity_of(self.directory)
 
+    @property
+    def checkpoint_directories(self) -> list[Path]:
+        """The directories that the run saves checkpoints into."""
+        given = self.config.get("checkpoint_directories")
+        own = self.directory / "checkpoints"
+        others = given if isinstance(given, list) else []
+        return [Path(os.path.abspath(path)) for path in (own, *others) if isinstance(path, (str, Path))]
+
     @cached_property
     def outcome(self) -> dict[str, Any]:
         """The report, unless a fit has begun in this directory since; then an empty dict."""
         if self.ended is not None:
             return self.ended
         ended, began = parsed_time(self.report.get("ended")), as_number(self.status.get("began"))
-        # Both times are those of rank 0's clock; the report may have been completed by a supervisor, without a time.
-        return {} if ended is not None and began is not None and ended < began else self.report
+        if ended is None or began is None:
+            # A supervisor may have written the report, without a time.
+            return self.report
+        # Both times are those of rank 0's clock. That of the report is cut to a millisecond.
+        return self.report if ended >= (parsed_time(timestamp(began)) or began) else {}
 
     @cached_property
     def state(self) -> str:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.inspect_manifest import inspection_of, kind_of, monitored
+from ..checkpoint.inspect_manifest import best_recorded, inspection_of, kind_of, monitored
 from ..checkpoint.listing import candidates
-from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.manifest_file import read_manifest
 from ..checkpoint.verify import first_incomplete
-from ..core.errors import PhalanxError
+from ..core.errors import CheckpointError, PhalanxError
+from .loose import text
+from .run_files import RunFiles
 from .times import timestamp
 
 # Manifests name every tensor: reading them all would take seconds in a folder with many large checkpoints.
@@ -35,16 +37,48 @@ class Saved:
         return max(good, key=lambda row: (row["step"] or 0, row["saved_at"]), default=None)
 
 
-def saved_checkpoints(directories: list[Path], identity: str | None) -> Saved:
-    """Return the checkpoints that the run with this identity has saved into any of the directories."""
+def saved_checkpoints(files: RunFiles) -> Saved:
+    """Return the checkpoints that a run has saved."""
     found: list[tuple[float, Path]] = []
-    for directory in dict.fromkeys(directories):
+    for directory in dict.fromkeys(files.checkpoint_directories):
         with contextlib.suppress(PhalanxError, OSError):
             found += [(_saved_at(path), path) for path in candidates(directory)]
     found.sort(key=lambda pair: pair[0], reverse=True)
-    rows = [row for _, path in found[:_MOST_READ] if (row := _described(path, identity)) is not None]
+    rows = [row for _, path in found[:_MOST_READ] if (row := _described(path, files.identity)) is not None]
     others = max(0, len(found) - _MOST_READ)
     return Saved(sorted(rows, key=lambda row: (row["step"] or 0, row["saved_at"])), len(rows) + others)
+
+
+def best_checkpoint(files: RunFiles, saved: Saved | None = None) -> str | None:
+    """Return the path of the best checkpoint of a run, or None if it has none that is complete.
+
+    It is the one that the report names. A run that could not write its report, or that trains, has it in the records
+    of its newest checkpoint.
+
+    Args:
+        saved: the checkpoints of the run, if they are known.
+    """
+    named = text(files.outcome.get("best_checkpoint"))
+    if not named and (newest := (saved or saved_checkpoints(files)).newest) is not None:
+        named = best_recorded(read_manifest(newest["path"])) or ""
+    # The directory of the run may have been moved with its checkpoints.
+    places = (Path(named), files.directory / "checkpoints" / Path(named).name) if named else ()
+    return next((str(path) for path in places if _is_complete(path, files.identity)), None)
+
+
+def _is_complete(path: Path, identity: str | None) -> bool:
+    """Whether the run with this identity has saved a checkpoint here, all files of which have their sizes."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return False
+    return _is_of(manifest, identity) and first_incomplete(path, manifest) is None
+
+
+def _is_of(manifest: Manifest, identity: str | None) -> bool:
+    """Whether a checkpoint was saved by the run with this identity, as far as either is known."""
+    document = manifest.document if isinstance(manifest.document, dict) else {}
+    return identity is None or document.get("run") in (None, identity)
 
 
 def _saved_at(path: Path) -> float:
@@ -63,8 +97,7 @@ def _described(path: Path, identity: str | None) -> dict[str, Any] | None:
         if os.stat(path / MANIFEST).st_size > _MOST_MANIFEST_BYTES:
             return row | {"problem": "its manifest is too large to be read here; phalanx checkpoint inspect reads it"}
         manifest = read_manifest(path)
-        document = manifest.document if isinstance(manifest.document, dict) else {}
-        if identity is not None and document.get("run") not in (None, identity):
+        if not _is_of(manifest, identity):
             return None
         found, metric = inspection_of(path, manifest), monitored(manifest)
         problem = first_incomplete(path, manifest)

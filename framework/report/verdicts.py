@@ -13,12 +13,13 @@ _RESUMABLE = {"failed", "preempted", "stalled", "interrupted", "killed", "silent
 _CONFIGURATION, _REFUSED_CHECKPOINT = 78, 65
 
 
-def explain(found: dict[str, Any], ckpt_path: str | None) -> dict[str, Any]:
+def explain(found: dict[str, Any], ckpt_path: str | None, is_configured: bool = False) -> dict[str, Any]:
     """Return why a run ended, from the other parts of its report.
 
     Args:
         found: the report so far, with ``state``, ``optimizer_steps``, ``resume_from`` and what describes the end.
         ckpt_path: the argument of ``fit`` that names the checkpoint to resume from.
+        is_configured: whether the program takes this argument as an option.
     """
     step, state = found["optimizer_steps"], found["state"]
     newest = found["resume_from"]
@@ -30,7 +31,7 @@ def explain(found: dict[str, Any], ckpt_path: str | None) -> dict[str, Any]:
         "step": step,
         "lost_steps": lost,
         "lost": _lost(found, lost),
-        "resume": _resume(found, ckpt_path),
+        "resume": _resume(found, ckpt_path, is_configured),
     }
 
 
@@ -61,7 +62,8 @@ def _sentence(found: dict[str, Any]) -> str:
     state, step, code = found["state"], found["optimizer_steps"], found["exit_code"]
     took = found["duration_seconds"]
     after = "" if took is None else f" after {span_text(took)}"
-    reason = headline(found["stopped"])
+    # It is the end of a clause, which the reader of the sentence completes.
+    reason = headline(found["stopped"]).rstrip(".")
     where = "before training began" if step is None else f"at step {step:,}"
     # The reason of a supervisor has the position, with the epoch and the batch.
     where = "" if re.search(r"\bstep \d", reason) else f" {where}"
@@ -95,7 +97,7 @@ def _lost(found: dict[str, Any], lost: int | None) -> str:
     return f"{'nothing lost' if not lost else steps}: {newest['name']} (step {newest['step'] or 0:,}) is good"
 
 
-def _resume(found: dict[str, Any], ckpt_path: str | None) -> str | None:
+def _resume(found: dict[str, Any], ckpt_path: str | None, is_configured: bool) -> str | None:
     """Return the command that resumes a run; None for one that need not or cannot be resumed."""
     command = found["command"]
     if found["state"] not in _RESUMABLE or not command:
@@ -105,7 +107,15 @@ def _resume(found: dict[str, Any], ckpt_path: str | None) -> str | None:
         return f"{text}   (once the setting is corrected)"
     if found["exit_code"] == _REFUSED_CHECKPOINT or found["resume_from"] is None:
         return f"{text}   (from the beginning)" if found["exit_code"] != _REFUSED_CHECKPOINT else None
-    return text if ckpt_path == "auto" else f'{text}   (with fit(..., ckpt_path="auto"))'
+    if ckpt_path == "auto":
+        return text
+    return with_checkpoint(text, "auto") if is_configured else f'{text}   (with fit(..., ckpt_path="auto"))'
+
+
+def with_checkpoint(command: str, given: str) -> str:
+    """Return the command of a program with configuration files, with this ``--ckpt_path`` in place of its own."""
+    others = re.sub(r"\s--ckpt_path(=|\s+)\S+", "", command)
+    return f"{others} --ckpt_path {shlex.quote(given)}"
 
 
 def shortened_command(command: str, directory: str | None = None) -> str:
@@ -115,6 +125,9 @@ def shortened_command(command: str, directory: str | None = None) -> str:
     except ValueError:
         return command
     name = Path(first).name
+    if name.startswith("python") and others and Path(others[0]).name == "phalanx":
+        # The command of the same name is a script, which its interpreter runs.
+        first, name, others = "phalanx", "phalanx", others[1:]
     prefix = f"{directory}/" if directory else "\0"
     others = [each.removeprefix(prefix) for each in others]
     return shlex.join(["python" if name.startswith("python") else first, *others])

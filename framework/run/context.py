@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..api.data_module import DataModule
     from ..checkpoint.save_request import SaveRequest
     from ..data.accumulation_window import Windows
+    from ..state.frozen_base import FrozenBase
     from ..system.run_directory import RunDirectory
     from ..watchdog.heartbeat import Heartbeat
 
@@ -52,8 +53,12 @@ class ManualOptimizer(Protocol):
 class RunSaver(Protocol):
     """Saves the checkpoints of a run; see ``resume.checkpoint_saver``."""
 
+    base: FrozenBase | None
+    """The weights with which the fit began, if its checkpoints leave out those that are frozen."""
+
     @property
     def sharded(self) -> bool: ...
+    def keep_base(self) -> None: ...
     def follow(self, windows: Windows) -> None: ...
     def record(self) -> Any: ...
     def prepare(self, size: int = 0) -> None: ...

@@ -17,9 +17,9 @@ from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError, LoopError
 from ..core.precision import Precision
+from ..core.split_optimizer import needs_closure
 from ..distributed.batch_copy import BatchCopy
 from ..fabric.collectives import to_device
-from ..parallel.closures import needs_closure
 from ..parallel.strategy import StepFunction, Strategy
 
 

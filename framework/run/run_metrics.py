@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,6 +101,16 @@ class RunMetrics:
         for log in self.logs:
             values.update(log.current() if reader == "callback" else log.step_values(_FLAGS[reader]))
         return {name: torch.as_tensor(value) for name, value in values.items()}
+
+    def epoch_numbers(self, began: int) -> dict[str, float]:
+        """Return the values for the loggers and the progress bar at the end of an epoch: of training, then validation.
+
+        Values of validations before the epoch, whose first micro-batch is number ``began`` of the fit, are left out.
+        Those that are on a device are read at once.
+        """
+        values = {**self.view("progress_bar"), **self.view("logged")}
+        current = {name: value for name, value in values.items() if self.measured.get(name, math.inf) > began}
+        return as_numbers(dict(sorted(current.items(), key=lambda item: item[0] in self.measured)))
 
     def restore_measured(self, measured: Mapping[str, int]) -> None:
         """Restore ``measured`` from a checkpoint."""

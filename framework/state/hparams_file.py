@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigurationError
+from ..core.wording import a_type
 
 
 def read_hparams(path: str | Path) -> dict[str, Any]:
@@ -34,13 +35,13 @@ def read_hparams(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{given} cannot be read: {type(error).__name__}: {error}.") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{given} holds a {type(found).__name__}, but must hold a mapping of names to values.")
+        raise ConfigurationError(f"{given} holds {a_type(found)}, but must hold a mapping of names to values.")
     return {str(name): value for name, value in found.items()}
 
 
 def _from_yaml(path: Path) -> Any:
     # Not a dependency of phalanx: only this file format needs it.
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8")) or {}

@@ -18,12 +18,15 @@ from torch import nn
 
 from ..checkpoint.codec import decode
 from ..checkpoint.consolidate import AVERAGES, section_tensors
+from ..checkpoint.fingerprint import fingerprint
 from ..checkpoint.manifest import MODEL
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.safetensors_io import code_of
 from ..core.errors import CheckpointError, ConfigurationError, did_you_mean, unknown
 from ..distributed.seed import capture, restore
 from ..parallel.parameter_names import canonical_table, state_tensors
 from .class_hyperparameters import imported_classes
+from .frozen_base import refuse_other_base
 from .hparams_file import read_hparams
 from .module_state import StateTensors, check_model, put_extra_state, saved_extra_state, state_of
 from .state_matching import listed
@@ -61,6 +64,10 @@ def rebuild_module(
     with kept_generators(device):
         module = _built(cls, checkpoint, overrides, hparams_file)
         module.configure_model()
+        if checkpoint.left_out:
+            module.load_requested()
+        else:
+            module.drop_pretrained()
         module.to(device)
         _hand_over_user_state(module, checkpoint)
         strict = module.strict_loading if strict is None else strict
@@ -188,8 +195,14 @@ def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool, section: str)
     shapes = {name: tuple(own[raw].shape) for name, raw in table.items()}
     renames = getattr(module, "checkpoint_renames", None)
     match = check_model(module, shapes, checkpoint, strict, renames)
+    wanted = {name: checkpoint.left_out[saved] for name, saved in match.tensors.items() if saved in checkpoint.left_out}
+    values = {name: own[table[name]] for name in wanted}
+    found = {name: fingerprint(value) for name, value in values.items()}
+    refuse_other_base(checkpoint.path, wanted, found, {name: code_of(one.dtype, name) for name, one in values.items()})
     with torch.no_grad():
         for name, saved in match.tensors.items():
+            if saved in checkpoint.left_out:
+                continue
             own[table[name]].copy_(tensors[saved].read())
     left = [*match.problems, *put_extra_state(module, saved_extra_state(checkpoint), renames)]
     if left:

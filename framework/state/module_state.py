@@ -49,8 +49,14 @@ def put_model(strategy: Strategy, module: nn.Module, tensors: StoredTensors) -> 
 
 
 def stored_of(checkpoint: Checkpoint, match: ModelMatch) -> dict[str, SavedTensor]:
-    """Return the tensors of a checkpoint that match a module, by the module's canonical names."""
-    return {name: SavedTensor(checkpoint, "model", saved) for name, saved in match.tensors.items()}
+    """Return the tensors of a checkpoint that match a module, by the module's canonical names.
+
+    Tensors that the checkpoint leaves out are not among them: see ``frozen_base.check_base``.
+    """
+    left_out = checkpoint.left_out
+    return {
+        name: SavedTensor(checkpoint, "model", saved) for name, saved in match.tensors.items() if saved not in left_out
+    }
 
 
 def check_model(

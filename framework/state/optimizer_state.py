@@ -15,6 +15,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.stored_tensor import SavedTensor
 from ..checkpoint.write_plan import Shard
 from ..core.optimizer_config import parameters_of
+from ..core.split_optimizer import kind_of
 from ..parallel.strategy import Strategy
 from .state_matching import OptimizerMatch, group_names
 
@@ -85,7 +86,7 @@ def optimizer_state(
         params = [own[id(parameter)] for parameter in group.parameters]
         frozen = [name for name, is_frozen in zip(params, group.frozen, strict=True) if is_frozen]
         described.append({"params": params, "frozen": frozen, "hyper": encode_inline(group.hyper)})
-    return {"class": type(optimizer).__name__, "groups": described, "scalars": encode_inline(scalars)}, shards
+    return {"class": kind_of(optimizer), "groups": described, "scalars": encode_inline(scalars)}, shards
 
 
 def _move_to_host(scalars: dict[str, dict[str, Any]]) -> None:

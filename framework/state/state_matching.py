@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,15 @@ class ModelMatch:
 
     tensors: dict[str, str] = field(default_factory=dict)
     misshapen: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    """The module's names that the checkpoint lacks."""
+    extra: list[str] = field(default_factory=list)
+    """The checkpoint's names that the module lacks."""
     problems: list[str] = field(default_factory=list)
+
+    def accept_missing(self, names: Collection[str]) -> None:
+        """Accept that the checkpoint lacks these names."""
+        self.missing = [name for name in self.missing if name not in names]
 
 
 def match_model(module: nn.Module, own: Mapping[str, Shape], saved: SavedModel) -> ModelMatch:
@@ -63,7 +71,12 @@ def match_model(module: nn.Module, own: Mapping[str, Shape], saved: SavedModel) 
 
     A name that is missing on one side is accepted if its tensor is available under a name that it is tied to.
     """
-    match, tied, shapes = ModelMatch(), tied_names(module), saved.shapes
+    return match_names(own, saved, tied_names(module))
+
+
+def match_names(own: Mapping[str, Shape], saved: SavedModel, tied: Mapping[str, str]) -> ModelMatch:
+    """Do the work of ``match_model``; ``tied`` maps each name of a module to the first name of its tensor."""
+    match, shapes = ModelMatch(), saved.shapes
     for name, shape in own.items():
         if shapes.get(name) == shape:
             match.tensors[name] = saved.names[name]
@@ -71,9 +84,9 @@ def match_model(module: nn.Module, own: Mapping[str, Shape], saved: SavedModel) 
             match.misshapen.add(name)
             match.problems.append(f"{name}: {shapes[name]} in the checkpoint, {shape} in the module")
     arrives = {tied[name] for name in own if name in shapes}
-    missing = [name for name in own if name not in shapes and tied[name] not in arrives]
+    match.missing = missing = [name for name in own if name not in shapes and tied[name] not in arrives]
     taken = {saved.owners[name] for name in own if name in shapes}
-    extra = [name for name in shapes if name not in own and saved.owners[name] not in taken]
+    match.extra = extra = [name for name in shapes if name not in own and saved.owners[name] not in taken]
     match.problems += [f"{name}: missing in the checkpoint{_guess(name, extra or shapes)}" for name in missing]
     match.problems += [f"{name}: unknown to the module{_guess(name, missing or own)}" for name in extra]
     if match.problems:

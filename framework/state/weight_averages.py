@@ -8,8 +8,10 @@ from typing import Any
 
 from ..checkpoint.consolidate import AVERAGES as SECTION
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.stored_tensor import SavedTensor
 from ..checkpoint.write_plan import Shard
 from ..core.errors import ConfigurationError
+from .switched_weights import KEY, SwitchedWeights
 from .weight_average import Average
 
 
@@ -19,6 +21,8 @@ class Averages:
     def __init__(self) -> None:
         self.recompute: Callable[[Average], None] | None = None
         """Recomputes the batch statistics of an average, if the run has training data."""
+        self.switched: SwitchedWeights | None = None
+        """The weights of optimizers that switch them for evaluation; None if there are no such optimizers."""
         self._averages: dict[str, Average] = {}
 
     def __iter__(self) -> Iterator[Average]:
@@ -34,9 +38,9 @@ class Averages:
             ConfigurationError: the key is already registered, or another average is used for evaluation.
         """
         settings = average.settings
-        if settings.key in self._averages:
+        if settings.key in (*self._averages, KEY):
             raise ConfigurationError(
-                f"two callbacks keep an average named {settings.key!r}, so a checkpoint could not distinguish them: "
+                f"two averages are named {settings.key!r}, so a checkpoint could not distinguish them: "
                 "give one of them another name=."
             )
         for flag, argument in (("evaluates", "evaluate"), ("stays", "average_at_end")):
@@ -48,6 +52,10 @@ class Averages:
                 )
         self._averages[settings.key] = average
         return average
+
+    def use_switched(self, switched: SwitchedWeights) -> None:
+        """Evaluate and save the weights to evaluate of these optimizers, if there are any."""
+        self.switched = switched if switched else None
 
     def use_statistics(self, recompute: Callable[[Average], None] | None) -> None:
         """Set the function that recomputes batch statistics of averages; None if the module has none."""
@@ -78,10 +86,24 @@ class Averages:
 
     @contextmanager
     def evaluated(self) -> Generator[None, None, None]:
-        """Use the evaluation average in the module within the context, if there is one. Collective.
+        """Use the weights to evaluate in the module within the context. Collective.
 
-        After an error on a rank the live weights are restored too, unless that is a collective.
+        They are those of optimizers that switch them, and the evaluation average if there is one. After an error on a
+        rank the live weights are restored too, unless that is a collective.
         """
+        if self.switched is None:
+            with self._averaged():
+                yield
+            return
+        try:
+            self.switched.swap_in()
+            with self._averaged():
+                yield
+        finally:
+            self.switched.swap_out()
+
+    @contextmanager
+    def _averaged(self) -> Generator[None, None, None]:
         average = next((one for one in self if one.settings.evaluates and one.count and not one.is_in_module), None)
         if average is None:
             yield
@@ -96,7 +118,9 @@ class Averages:
         average.swap_out()
 
     def keep_in_module(self) -> None:
-        """Leave the average in the module permanently, at the end of a fit. Collective."""
+        """Leave the weights to evaluate in the module permanently, at the end of a fit. Collective."""
+        if self.switched is not None:
+            self.switched.swap_in()
         for average in self:
             if average.settings.stays and average.count:
                 average.swap_in()
@@ -104,24 +128,33 @@ class Averages:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def with_live(self, state: dict[str, Shard]) -> dict[str, Shard]:
-        """Return a module's canonical state with the live weights."""
+        """Return a module's canonical state as a checkpoint holds it: with the live weights, not averages.
+
+        Of optimizers that switch weights, it has those to evaluate. Collective.
+        """
         for average in self:
             state = average.with_live(state)
-        return state
+        return state if self.switched is None else self.switched.to_evaluate(state)
 
     def shards(self) -> dict[str, Shard]:
         """Return this rank's part of all averages, as a checkpoint's section holds them."""
         return {name: shard for average in self for name, shard in average.shards().items()}
+
+    def weights_of_training(self) -> dict[str, Shard]:
+        """Return this rank's part of the weights of optimizers that switch them, for the same section. Collective."""
+        return {} if self.switched is None else self.switched.shards()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint's document."""
         return {average.settings.key: average.state_dict() for average in self}
 
     def load(self, checkpoint: Checkpoint, names: Mapping[str, str], note: Callable[[str], None]) -> None:
-        """Load the averages from a checkpoint, after the live weights were loaded. Collective.
+        """Load the averages from a checkpoint, after the weights and optimizers were loaded. Collective.
 
         ``names`` maps each tensor of the module to its saved name.
         """
+        if self.switched is not None:
+            self.switched.load(_training_weights(checkpoint, names))
         saved: dict[str, Any] = checkpoint.document.get(SECTION) or {}
         for average in self:
             key = average.settings.key
@@ -143,3 +176,10 @@ class Averages:
             average.load_into_module(tensors)
         else:
             note(f"{checkpoint.path} holds no average {average.settings.key!r}: its live weights are used.")
+
+
+def _training_weights(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, SavedTensor]:
+    """Return the weights of training in a checkpoint by name; none if it was saved without them."""
+    held = set(checkpoint.names(SECTION)) if SECTION in checkpoint.sections else set()
+    keys = {name: f"{KEY}/{saved}" for name, saved in names.items()}
+    return {name: SavedTensor(checkpoint, SECTION, key) for name, key in keys.items() if key in held}

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..core.errors import StorageError
+from ..core.errors import ConfigurationError, StorageError
 from ..core.size_text import size_text
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -62,6 +62,12 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 def hidden_sibling(path: Path, kind: str) -> Path:
     """Return a new hidden name beside ``path``; ``kind`` is ``"tmp"``, ``"old"`` or ``"gone"``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}")
+
+
+def refuse_existing(path: str | os.PathLike[str]) -> None:
+    """Raise a ``ConfigurationError`` if something has this name, a broken link included."""
+    if os.path.lexists(path):
+        raise ConfigurationError(f"{os.fspath(path)!r} exists; choose another name or remove it first.")
 
 
 def make_directory(path: Path) -> None:

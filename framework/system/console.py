@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import textwrap
 from typing import Any
 
 # Frames, and the mark that rich puts where it cuts a text.
@@ -18,6 +21,29 @@ def encodable(text: str, stream: Any) -> str:
     except UnicodeEncodeError:
         return text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
     return text
+
+
+def terminal_columns() -> int | None:
+    """Return the width of the terminal that the standard output is; None for a file, a pipe or a notebook."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    return None
+
+
+def folded(line: str, columns: int | None, indent: str = "") -> list[str]:
+    """Return a line as lines of at most this width, the second and further ones indented. None: it is not folded."""
+    if columns is None or len(line) <= columns:
+        return [line]
+    return textwrap.wrap(
+        line, columns, subsequent_indent=indent, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True
+    )
+
+
+def is_notebook() -> bool:
+    """Whether this process runs the cells of a notebook, or was forked from one that does."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None and hasattr(module, "get_ipython") else None
+    return getattr(shell, "kernel", None) is not None
 
 
 def print_line(text: str) -> None:

@@ -6,6 +6,7 @@ Only this module reads and sets them, besides ``fork_server_main.py``, which can
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shlex
 import sys
@@ -13,13 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import unknown
 from .failure_records import RankRecords
-from .launcher_env import ATTEMPT, ERROR_DIR, LOOPBACK, RUN, STORE_FD, Job, Placement, read_job, read_placement
+from .launcher_env import ATTEMPT, COMMAND, ERROR_DIR, RUN, STORE_FD, Job, Placement, read_job, read_placement
 from .redaction import hiding
+from .script_overrides import ScriptOverrides
 
 _NVME_PATH = "PHALANX_NVME_PATH"
 _QUIET = "PHALANX_QUIET"
 _PIN_MEMORY = "PHALANX_PIN_MEMORY"
+_TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
+_PROGRESS = "PHALANX_PROGRESS"
+_PROGRESS_CHOICES = ("rich", "plain", "off")
+_OVERRIDES = "PHALANX_OVERRIDES"
 
 
 def environment_placement(num_nodes: int = 1) -> Placement:
@@ -47,22 +54,15 @@ def threads_for_ranks(num_ranks: int) -> int:
 
 
 def rank_environment(
-    rank: int,
-    size: int,
-    port: int,
-    store_fd: int | None,
-    error_dir: str,
-    threads: int,
-    attempt: int = 0,
-    token: str = "",
+    place: Placement, store_fd: int | None, error_dir: str, threads: int, attempt: int = 0
 ) -> dict[str, str]:
     """Return the full environment for a rank that phalanx starts on this machine.
 
     The user's own OMP_NUM_THREADS is retained.
 
     Args:
-        store_fd: the listening socket that rank 0 inherits and serves the rendezvous on; None for the others.
-        token: a value that only the ranks of this start have.
+        store_fd: the listening socket that rank 0 inherits and serves the rendezvous on; None for the others, and if
+            another process serves it.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {
@@ -70,24 +70,39 @@ def rank_environment(
         # A rank that is killed loses no output.
         "PYTHONUNBUFFERED": "1",
         # Only rank 0 can read from the terminal: on the others breakpoint() has no effect.
-        **({} if rank == 0 else {"PYTHONBREAKPOINT": "0"}),
+        **({} if place.rank == 0 else {"PYTHONBREAKPOINT": "0"}),
         **inherited,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        # No socket of the ranks can be reached from another machine.
-        "GLOO_SOCKET_IFNAME": _loopback_interface(),
-        "NCCL_SOCKET_IFNAME": _loopback_interface(),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "MASTER_ADDR": str(place.master_addr),
+        "MASTER_PORT": str(place.master_port),
+        **({} if place.num_nodes > 1 else _on_loopback()),
         ERROR_DIR: error_dir,
         ATTEMPT: str(attempt),
-        RUN: token,
+        COMMAND: starting_command(),
+        RUN: place.run,
         STORE_FD: "" if store_fd is None else str(store_fd),
     }
+
+
+def override_script(script: str, arguments: Mapping[str, Any]) -> None:
+    """Override arguments of a script's Trainer in this process, and in the ranks that it starts.
+
+    Args:
+        script: the absolute path of the script. Other programs that it starts are not changed.
+        arguments: JSON values by the name of the argument.
+    """
+    command = [sys.executable, *sys.orig_argv[1:]]
+    os.environ[_OVERRIDES] = ScriptOverrides(script, dict(arguments), command).text()
+
+
+def script_overrides() -> ScriptOverrides | None:
+    """Return the overrides that ``override_script`` has set for the script of this process, or None."""
+    return ScriptOverrides.read(os.environ.get(_OVERRIDES), getattr(sys.modules.get("__main__"), "__file__", None))
 
 
 def adopt_environment(environment: dict[str, str]) -> None:
@@ -114,6 +129,11 @@ def nvme_path() -> str | None:
     return os.environ.get(_NVME_PATH) or None
 
 
+def nvme_default(folder: str) -> dict[str, str]:
+    """Return the variable that makes a folder the one of ``nvme_path``; none if the user has set it."""
+    return {} if nvme_path() else {_NVME_PATH: folder}
+
+
 def library_variable(name: str) -> str | None:
     """Return a variable of another library, None if it is not set or empty."""
     return os.environ.get(name) or None
@@ -132,6 +152,23 @@ def is_quiet() -> bool:
 def takes_colors(stream: Any) -> bool:
     """Whether text for a stream may have colours: it is a terminal, and ``NO_COLOR`` is not set."""
     return bool(stream.isatty()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def moves_cursor(stream: Any) -> bool:
+    """Whether a stream is a terminal in which text can be drawn again."""
+    return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
+
+
+def progress_choice() -> str | None:
+    """Return how the user wants to see progress: ``"rich"``, ``"plain"`` or ``"off"``; None for the default.
+
+    Raises:
+        UnknownNameError: the variable has another value.
+    """
+    choice = os.environ.get(_PROGRESS) or None
+    if choice is not None and choice not in _PROGRESS_CHOICES:
+        raise unknown(_PROGRESS, choice, _PROGRESS_CHOICES)
+    return choice
 
 
 def pins_batches() -> bool:
@@ -234,5 +271,23 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
-def _loopback_interface() -> str:
-    return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+def starting_command() -> str:
+    """Return the command that has started this process, or the ranks if it is one of them, as a shell reads it."""
+    overrides = script_overrides()
+    own = [sys.executable, *sys.orig_argv[1:]] if overrides is None else overrides.command
+    return os.environ.get(COMMAND) or shlex.join(own)
+
+
+def import_without_warnings(name: str) -> None:
+    """Import torch, or a library that imports it, such that its C++ code prints errors but no warnings.
+
+    When another host has ended, torch warns of each connection with a stack of twenty lines.
+    """
+    with variables_set({_TORCH_LOG: os.environ.get(_TORCH_LOG, "ERROR")}):
+        importlib.import_module(name)
+
+
+def _on_loopback() -> dict[str, str]:
+    """Return variables with which no socket of the ranks can be reached from another machine."""
+    interface = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

@@ -11,6 +11,7 @@ A short traceback leaves out the frames in phalanx and torch between the user's 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import time
@@ -189,6 +190,11 @@ def brief_traceback(error: BaseException) -> str:
     return "\n".join(lines)
 
 
+def shows_lines(error: BaseException) -> bool:
+    """Whether the brief traceback of ``error`` has lines of code."""
+    return any(line.startswith(_FRAME) for line in brief_traceback(error).splitlines())
+
+
 def passes_phalanx(error: BaseException) -> bool:
     """Whether the traceback of ``error`` has frames of phalanx."""
     return any(frame.filename.startswith(OWN_FOLDERS) for frame in traceback.extract_tb(error.__traceback__))
@@ -198,7 +204,8 @@ def _is_foreign(part: str) -> bool:
     if not part.startswith(_FRAME):
         return False
     path = part[len(_FRAME) :].partition('"')[0]
-    return path.startswith(OWN_FOLDERS) or "site-packages/torch/" in path or path.startswith("<frozen ")
+    imports = path == importlib.__file__ or path.startswith("<frozen ")
+    return imports or path.startswith(OWN_FOLDERS) or "site-packages/torch/" in path
 
 
 def _raises(frame: str, parts: list[str]) -> bool:

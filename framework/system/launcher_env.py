@@ -20,11 +20,14 @@ ERROR_DIR = "PHALANX_ERROR_DIR"
 ATTEMPT = "PHALANX_ATTEMPT"
 # A random value, a new one for each attempt.
 RUN = "PHALANX_RUN"
+# The command that has started the ranks, as a shell reads it.
+COMMAND = "PHALANX_COMMAND"
 # The descriptor of the socket on which rank 0 serves the rendezvous.
 STORE_FD = "PHALANX_STORE_FD"
 
 _TITLES = {"phalanx": "phalanx", "torchrun": "torchrun", "slurm": "SLURM", "mpi": "mpirun"}
 _HOW_TO_START = {
+    "phalanx": "phalanx launch -n {}",
     "torchrun": "--nproc-per-node={}",
     "slurm": "srun --ntasks-per-node={}",
     "mpi": "mpirun with {} processes on each node",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import socket
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .environment import hiding_secrets, usable_cores
+from .environment import hiding_secrets, starting_command, usable_cores
 
 _PACKAGE = __name__.partition(".")[0]
 # Reading the commit of a repository takes milliseconds, unless its disk does not answer.
@@ -21,10 +21,7 @@ _GIT_SECONDS = 2.0
 
 
 def provenance() -> dict[str, Any]:
-    """Return the versions, the commit of the script's repository, the command, the folder and the host as JSON values.
-
-    Values of secret variables are left out of the command.
-    """
+    """Return the versions, the commit of the script's repository, the command and the machine as JSON values."""
     script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
     folder = script.absolute().parent if script.is_file() else Path.cwd()
     return {
@@ -35,10 +32,23 @@ def provenance() -> dict[str, Any]:
         },
         "git_commit": git_commit(folder),
         "git_dirty": has_changes(folder),
-        "command": hiding_secrets()(shlex.join([sys.executable, *sys.orig_argv[1:]])),
+        "command": own_command(),
         "directory": str(Path.cwd()),
         "host": socket.gethostname(),
     }
+
+
+def own_version() -> str:
+    """Return the version of the installed phalanx, ``"unknown"`` if it is not installed."""
+    try:
+        return version("phalanx")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def own_command() -> str:
+    """Return the command that started this process, without the values of secret variables."""
+    return hiding_secrets()(starting_command())
 
 
 def git_commit(directory: Path) -> str | None:

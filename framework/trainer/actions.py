@@ -10,10 +10,11 @@ from ..core.absent_names import must_be_none
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError
 from ..distributed.control import Signal
+from ..pretrained import folder_order
 from ..resume import check_export, export_module, export_run, make_ready
 from ..system.atomic_files import absolute
 from ..system.console import print_line
-from . import open_report
+from . import open_report, write_pretrained
 from .late_save import save_ended_fit
 from .properties import TrainerProperties
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
+    from torch import nn
 
     from ..core.accumulation import AccumulationSchedule
     from ..resume.step_record import StepRecord
@@ -58,7 +60,16 @@ class TrainerActions(TrainerProperties):
 
     @names_arguments
     def set_accumulation(self, schedule: AccumulationSchedule) -> None:
-        """Replace the accumulation schedule, before training starts."""
+        """Replace the accumulation schedule, before training starts.
+
+        Raises:
+            ConfigurationError: ``global_batch_size`` sets the number of micro-batches.
+        """
+        if (whole := self._session.settings.global_batch) is not None:
+            raise ConfigurationError(
+                f"an accumulation schedule and {whole} both set how many micro-batches an optimizer step has: leave "
+                "one of them out."
+            )
         self._session.use_accumulation(schedule)
 
     @names_arguments
@@ -132,6 +143,40 @@ class TrainerActions(TrainerProperties):
             raise ConfigurationError("export writes the weights of a module that was fitted or evaluated: fit first.")
         check_export(dtype, max_shard_size)
         return export_module(self._session.module, target, dtype, max_shard_size) if self.is_global_zero else target
+
+    @names_arguments
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        model: nn.Module | None = None,
+        tokenizer: Any = None,
+        max_shard_size: int | str = "5GB",
+        dtype: str | torch.dtype | None = None,
+        average: str | None = None,
+    ) -> Path:
+        """Write the model as a folder that ``from_pretrained`` of transformers opens; return the folder. Collective.
+
+        The folder holds the config, the generation config, the tokenizer and safetensors files. It appears when it is
+        complete; in an existing folder the files are replaced once all of them are written. After a fit the weights
+        are those of its end, as for ``save_checkpoint``.
+
+        Args:
+            directory: the folder.
+            model: the model, a part of the module. Default: the only model of transformers in it. Of other modules the
+                weights alone are written.
+            tokenizer: a tokenizer or processor to add.
+            max_shard_size: the largest size of a file, in bytes or as ``"5GB"``.
+            dtype: the dtype in which floating-point tensors are written, such as ``"bf16"``. Default: that in which
+                updates are applied.
+            average: write this average of the weights, such as ``"ema"``, instead of the trained weights.
+
+        Raises:
+            ConfigurationError: an argument is invalid, there is no such model, it has adapters of peft, or a number
+                does not fit into ``dtype``.
+            StorageError: the folder cannot be written.
+        """
+        order = folder_order(directory, model, tokenizer, max_shard_size, dtype, average)
+        return write_pretrained(self._session, order)
 
     def report(self) -> RunReport:
         """Return the report of the last fit, or of the fit in progress; a notebook shows it as a page.

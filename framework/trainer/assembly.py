@@ -14,13 +14,12 @@ from ..core.optimizer_config import resolve_optimizers
 from ..core.position_rng import mix_seed
 from ..distributed.collective_errors import on_rank_zero
 from ..distributed.seed import seed_rank
-from ..loop import ManualStep, statistics_pass
-from ..loop.automatic_step import AutomaticStep
+from ..loop import statistics_pass
 from ..metrics.logger_fanout import LoggerFanout
 from ..metrics.no_log import OUTSIDE_LOOPS
-from ..parallel.compilation import is_compiled
+from ..parallel.compilation import is_compiled_by_user
+from ..parallel.generation import route_generation
 from ..parallel.strategy import Routed
-from ..parallel.sync_batch_norm import share_batch_statistics
 from ..profiling.flop_count import FlopCount
 from ..resume import agree_on_resumption, load_model, restore_groups_and_freezing, restore_run
 from ..resume.checkpoint_saver import Saver
@@ -30,10 +29,12 @@ from ..resume.rank_state import restore_rank
 from ..resume.resume_point import claim_directory, find_checkpoint
 from ..run.overrides import batch_transfer, check_closure, is_overridden
 from ..run.run import Run
+from ..state.switched_weights import SwitchedWeights
 from .checks import check_backward
 from .data_sources import Data, prepare_data, require_data
 from .device_hints import device_hints
-from .loop_assembly import build_loop, check_limits, evaluation_plan
+from .loop_assembly import build_loop, build_step, check_limits, evaluation_plan, routed_code
+from .model_placement import load_pretrained, place_model
 from .plugins import merged_callbacks
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ..checkpoint.reader import Checkpoint
     from ..loop.evaluation_loop import EvaluationPlan
     from ..loop.fit_loop import FitLoop
+    from ..pretrained.loading import LoadPlan
     from ..resume.restore import Resumption
     from .resolved_settings import Settings
     from .session import Session, StageRequest
@@ -82,7 +84,7 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     loop = build_loop(session, run, data, request, checkpoint)
     session.attach_loop(loop)
     run.saver.follow(loop.windows)
-    _place_model(session, run)
+    pretrained = place_model(session, run, request, training=True, checkpoint=checkpoint)
     _configure_optimizers(run, settings)
     # An engine that takes one optimizer steps a form of its own.
     own_step = [] if run.traits.takes_one_optimizer else run.optimizers
@@ -94,8 +96,8 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
         check_limits(loop, checkpoint)
         restore_groups_and_freezing(run, resumption)
     run.heartbeat.mark_sync_point()
-    routed = Routed.LOSS if module.automatic_optimization else Routed.STEP
-    run.use_optimizers(run.strategy.setup(module, run.optimizers, training=True, routed=routed), run.schedulers)
+    _distribute(run, pretrained, training=True, routed=routed_code(run, loop.windows))
+    run.saver.keep_base()
     transfer = batch_transfer(run.world.device, run.precision, module, request.datamodule)
     _attach_step(run, loop, data, settings, transfer)
     if resumption is not None:
@@ -119,8 +121,8 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
     data = _data(session, run, request)
     sources = data.evaluation(stage)
     require_data(sources, stage)
-    _place_model(session, run)
-    run.strategy.setup(request.module, [], training=False, routed=Routed.FORWARD)
+    pretrained = place_model(session, run, request, training=False, checkpoint=checkpoint)
+    _distribute(run, pretrained, training=False, routed=Routed.FORWARD)
     if checkpoint is not None:
         load_model(run, checkpoint)
         session.records.weights_replaced(request.module, checkpoint.path)
@@ -136,11 +138,11 @@ def _evaluated_checkpoint(session: Session, run: Run, request: StageRequest) -> 
     """Return the verified checkpoint that an evaluation was given; None for the module's own weights. Collective."""
     if request.ckpt_path is None:
         return None
-    directory = session.directory
+    directory, has_fitted = session.directory, session.records.has_fitted
     found = on_rank_zero(
         run.world,
         lambda: find_checkpoint(
-            request.ckpt_path or "", directory.root, directory.name, session.callbacks, session.note
+            request.ckpt_path or "", directory.root, directory.name, session.callbacks, session.note, has_fitted
         ),
     )
     return open_on_all_ranks(run.world, found)
@@ -202,41 +204,30 @@ def _attach_step(
     run: Run, loop: FitLoop, data: Data, settings: Settings, transfer: Callable[[Any, int], Any] | None
 ) -> None:
     """Build the step that the loop calls for each window, and the pass for batch norm statistics of averages."""
+    # The pass reads batches of the loader, and this number counts global batches.
+    full = loop.windows.full if settings.global_batch is None else None
     statistics = statistics_pass(
-        run, partial(data.loaders, "train"), lambda: data.evaluation("train")[0], transfer, loop.windows.full
+        run, partial(data.loaders, "train"), lambda: data.evaluation("train")[0], transfer, full
     )
     run.averages.use_statistics(statistics)
+    run.averages.use_switched(SwitchedWeights(run.module, run.strategy, run.optimizers))
     train_transfer = None if transfer is None else partial(_transfer_first, transfer)
     # Checked before the ranks start too, but strategy="auto" has been replaced since then.
     check_backward(run.module, run.strategy)
     run.meter.use_peak(settings.given.device_peak_flops, run.precision.compute_dtype)
-    # Of compiled code nothing is counted. The passes of manual optimization add to gradients in ways of their own.
-    compiles = any(is_compiled(part) for part in run.module.modules())
-    if run.module.automatic_optimization and not settings.barebones and not compiles:
+    # The passes of manual optimization add to gradients in ways of their own.
+    visible = not any(is_compiled_by_user(part) for part in run.module.modules())
+    if run.module.automatic_optimization and not settings.barebones and visible:
         run.meter.count_flops(FlopCount())
-    if run.module.automatic_optimization:
-        step: Any = AutomaticStep(run, train_transfer, settings.given.nonfinite, settings.clipping, loop.windows)
-    else:
-        step = ManualStep(run, train_transfer, settings.given.nonfinite)
+    step = build_step(run, loop.windows, settings, train_transfer)
     loop.use_step(step, transfer)
 
 
-def _place_model(session: Session, run: Run) -> None:
-    """Call ``configure_model``, move the module to its device and dtype, and compile its parts. Collective."""
-    module, precision = run.module, run.precision
-    with run.strategy.building():
-        module.configure_model()
-    if session.settings.given.sync_batchnorm and run.world.size > 1:
-        run.at_end.callback(share_batch_statistics(module, run.device_type))
-    run.strategy.to_device(module)
-    undo = precision.convert_module(module)
-    if undo is not None:
-        run.at_end.callback(undo)
-    compilation = session.compilation or session.fabric.compilation
-    if compilation is not None:
-        run.at_end.callback(compilation.apply(module, run.strategy))
-        if is_compiled(module):
-            run.at_end.callback(module.log_outside_graphs())
+def _distribute(run: Run, pretrained: LoadPlan | None, training: bool, routed: Routed) -> None:
+    """Set the module and its optimizers up under the strategy, and load pretrained weights. Collective."""
+    run.use_optimizers(run.strategy.setup(run.module, run.optimizers, training, routed), run.schedulers)
+    load_pretrained(run, pretrained)
+    run.at_end.callback(route_generation(run.module, run.strategy, run.fabric.forward_context()))
 
 
 def _configure_optimizers(run: Run, settings: Settings) -> None:

@@ -27,7 +27,7 @@ from ..memory.measure import (
     size_of,
     without_data,
 )
-from ..memory.memory_plan import MemoryPlan, candidates, casts_of, fits_easily, make_plan
+from ..memory.memory_plan import MemoryPlan, TrainingData, candidates, casts_of, fits_easily, make_plan
 from ..run.overrides import batch_transfer, is_overridden
 from ..system.environment import nvme_path
 from .data_sources import Data
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from ..api.train_module import TrainModule
     from ..parallel.resources import Resources
+    from .plan_target import PlanTarget
     from .session import Session, StageRequest
 
 # Errors that mean a strategy cannot be used on this machine.
@@ -49,6 +50,7 @@ class _Measurements:
 
     size: ModelSize
     activations: Activations | None = None
+    data: TrainingData | None = None
     optimizers: int = 1
     notes: tuple[str, ...] = ()
 
@@ -56,12 +58,14 @@ class _Measurements:
 # ---- a plan -------------------------------------------------------------------------------------------------------
 
 
-def plan_memory(session: Session, request: StageRequest, activation_bytes: int | None) -> MemoryPlan:
+def plan_memory(
+    session: Session, request: StageRequest, activation_bytes: int | None, target: PlanTarget
+) -> MemoryPlan:
     """Return the plan. No ranks are started."""
     if _needs_child(session.fabric.resources):
         # Here, the opened device would keep its memory, and no rank could be forked afterwards.
-        return launch_function(_plan_here, (session, request, activation_bytes), 1, uses_cuda=True)
-    return _plan_here(session, request, activation_bytes)
+        return launch_function(_plan_here, (session, request, activation_bytes, target), 1, uses_cuda=True)
+    return _plan_here(session, request, activation_bytes, target)
 
 
 def _needs_child(resources: Resources) -> bool:
@@ -69,13 +73,18 @@ def _needs_child(resources: Resources) -> bool:
     return resources.must_launch and resources.device_type == "cuda" and forked_ranks_can_use_cuda()
 
 
-def _plan_here(session: Session, request: StageRequest, activation_bytes: int | None) -> MemoryPlan:
+def _plan_here(session: Session, request: StageRequest, activation_bytes: int | None, target: PlanTarget) -> MemoryPlan:
     resources = session.fabric.resources
     module = request.module
     # If ranks are still to be started, this process continues to hold its own copy of the model next to theirs.
     memory = _memory(resources, () if resources.must_launch else _tensors(module))
     measured = _measure(session, request, memory, activation_bytes)
-    return _plan(session, module, memory, measured)
+    machines = target.resources(resources)
+    own = _memory(machines, () if machines.must_launch else _tensors(module))
+    memory = target.memory(own, machines.devices)
+    if not memory.device_is_host:
+        machines = replace(machines, device_type="cuda")
+    return _plan(session, module, memory, measured, machines)
 
 
 def choose_strategy(session: Session, request: StageRequest) -> None:
@@ -94,7 +103,7 @@ def choose_strategy(session: Session, request: StageRequest) -> None:
     name = candidates(world.size)[0]
     if not _is_small(module, resources, memory):
         measured = world.all_gather_object(_measure(session, request, memory, None))
-        plan = _plan(session, module, memory, _maximum(measured))
+        plan = _plan(session, module, memory, _maximum(measured), resources)
         if session.settings.verbose:
             session.note(plan.table(candidates(world.size)))
         name = plan.chosen
@@ -110,8 +119,9 @@ def _is_small(module: TrainModule, resources: Resources, memory: Memory) -> bool
     return fits_easily(size_of(built), _ranks(resources), resources.precision, memory)
 
 
-def _plan(session: Session, module: TrainModule, memory: Memory, measured: _Measurements) -> MemoryPlan:
-    resources = session.fabric.resources
+def _plan(
+    session: Session, module: TrainModule, memory: Memory, measured: _Measurements, resources: Resources
+) -> MemoryPlan:
     refusals = {
         name: refusal
         for name in LAYOUTS
@@ -126,7 +136,8 @@ def _plan(session: Session, module: TrainModule, memory: Memory, measured: _Meas
         measured.activations,
         refusals,
         measured.notes,
-        accumulates=session.accumulation.constant != 1,
+        accumulates=session.accumulation.constant != 1 or session.settings.global_batch is not None,
+        data=measured.data,
     )
 
 
@@ -194,15 +205,16 @@ def _measure(session: Session, request: StageRequest, memory: Memory, activation
         optimizers = held.count
     except Exception as error:
         notes.append(f"Optimizer state is counted as Adam's: {_summary(error)}")
-    activations = None
+    activations, data = None, None
     if activation_bytes is not None:
         activations = Activations(activation_bytes, casts_of(size, resources.precision))
     else:
         try:
-            activations = _activations(session, request, size, memory)
+            batch, data = _first_batch(session, request)
+            activations = _activations(session, request, batch, size, memory)
         except Exception as error:
             notes.append(f"Activations could not be measured, and count as 0: {_summary(error)}")
-    return _Measurements(size, activations, optimizers, tuple(notes))
+    return _Measurements(size, activations, data, optimizers, tuple(notes))
 
 
 def _summary(error: Exception) -> str:
@@ -210,7 +222,7 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {text}{'' if text.endswith('.') else '.'}"
 
 
-def _activations(session: Session, request: StageRequest, size: ModelSize, memory: Memory) -> Activations:
+def _activations(session: Session, request: StageRequest, batch: Any, size: ModelSize, memory: Memory) -> Activations:
     """Run the forward pass of a micro-batch, and on CUDA its backward pass, on a copy of the module.
 
     The copy has data if that takes at most half of the memory; otherwise it consists of fake tensors.
@@ -218,16 +230,17 @@ def _activations(session: Session, request: StageRequest, size: ModelSize, memor
     resources, module = session.fabric.resources, request.module
     if not module.automatic_optimization:
         raise ConfigurationError("a step under manual optimization updates weights, so it is not run before training.")
-    precision, world = resources.precision, World(resources.place, _device(resources))
-    batch = _first_batch(session, request, world)
+    precision, device = resources.precision, _device(resources)
+    prepare = None if session.settings.memory is None else session.settings.memory.apply
     # The copy, its gradients, and as much again for activations.
     if 3 * size.elements * precision.parameter_dtype.itemsize >= memory.device / 2:
-        return measure_with_fake_tensors(module, batch, precision)
-    transfer = batch_transfer(world.device, precision, module, request.datamodule)
+        return measure_with_fake_tensors(module, batch, precision, prepare)
+    transfer = batch_transfer(device, precision, module, request.datamodule)
     try:
-        return measure_with_data(module, batch if transfer is None else transfer(batch, 0), world.device, precision)
+        given = batch if transfer is None else transfer(batch, 0)
+        return measure_with_data(module, given, device, precision, prepare)
     finally:
-        if world.device.type == "cuda":
+        if device.type == "cuda":
             # torch would keep what the copy took, out of reach of other processes.
             torch.cuda.empty_cache()
 
@@ -236,9 +249,10 @@ def _device(resources: Resources) -> torch.device:
     return device_of(resources.device_type, resources.place, resources.indices)
 
 
-def _first_batch(session: Session, request: StageRequest, world: World) -> Any:
-    """Return this rank's first micro-batch. Random generators and loaders are left unchanged."""
-    settings, datamodule = session.settings, request.datamodule
+def _first_batch(session: Session, request: StageRequest) -> tuple[Any, TrainingData]:
+    """Return this rank's first micro-batch and the size of the data. Generators and loaders are left unchanged."""
+    settings, datamodule, resources = session.settings, request.datamodule, session.resources
+    world = World(resources.place, _device(resources))
     # A shuffling loader draws from the global generators, and training has to find them as the user left them.
     with RandomStream(0).entered():
         if datamodule is not None:
@@ -250,12 +264,27 @@ def _first_batch(session: Session, request: StageRequest, world: World) -> Any:
         # Reading an iterator would take its first batch away from training.
         if any(iter(leaf) is leaf for leaf in tree_leaves(loaders) if hasattr(leaf, "__next__")):
             raise ConfigurationError("the training data can be read only once.")
+        whole = settings.global_batch
+        if whole is not None and whole.is_found:
+            whole = replace(whole, micro_batch_size=None)
         source = prepare_training(
             loaders,
             rank=world.rank,
-            size=session.resources.world_size,
+            size=resources.world_size,
             seed=0,
-            shard=session.settings.shards_data,
+            shard=settings.shards_data,
             sequential=bool(settings.overfit_batches),
+            global_batch=whole,
         )
-        return next(source.start(0))
+        samples = _samples(loaders) if settings.shards_data else None
+        data = TrainingData(source.micro_batch_size, samples, getattr(loaders, "drop_last", False))
+        first = next(source.start(0))
+        return (first if whole is None else next(iter(first))), data
+
+
+def _samples(loaders: Any) -> int | None:
+    """Return the samples of an epoch; None if they are unknown."""
+    try:
+        return len(loaders.sampler)
+    except (AttributeError, TypeError):
+        return None

@@ -10,8 +10,10 @@ from torch import nn
 from ..api.data_module import DataModule
 from ..api.train_module import TrainModule
 from ..core.errors import ConfigurationError
+from ..core.wording import a_type
+from ..loop.recovering_step import check_strategy
 from ..parallel.resources import Resources
-from ..parallel.strategy import Strategy, check_algorithm
+from ..parallel.strategy import Strategy, check_algorithm, check_placed
 from ..run.overrides import is_overridden, with_arity
 from .data_sources import check_given
 from .hook_names import check_data_module_names, check_module_names
@@ -40,12 +42,21 @@ def check_fit(
     check_manual(module, settings)
     check_devices(module)
     check_backward(module, resources.strategy)
+    check_placed(resources.strategy, module, training=True)
     resources.strategy.check_module(module)
+    if settings.memory is not None and not is_overridden("configure_model", module):
+        settings.memory.words_of(module)
     value, algorithm = settings.clipping
     shard = settings.shards_data
     if value is not None:
         check_algorithm(resources.strategy, algorithm)
-    check_given("train", given, module, datamodule, resources.data_size, shard, required=True)
+    if settings.global_batch is not None:
+        settings.global_batch.check_ranks(resources.data_size)
+        if settings.global_batch.is_found:
+            check_strategy(resources.strategy)
+    check_given(
+        "train", given, module, datamodule, resources.data_size, shard, True, global_batch=settings.global_batch
+    )
     if is_overridden("validation_step", module):
         check_given("validate", given, module, datamodule, resources.data_size, shard, required=False)
 
@@ -82,6 +93,7 @@ def check_evaluation(
         ConfigurationError: the module or the data breaks a rule.
     """
     check_module(module, stage)
+    check_placed(resources.strategy, module, training=False)
     check_given(stage, given, module, datamodule, resources.data_size, shard, required=True)
 
 
@@ -188,6 +200,11 @@ def check_manual(module: TrainModule, settings: Settings) -> None:
             f"gradient_clip_val={value} with automatic_optimization = False: call self.clip_gradients(optimizer, "
             f"gradient_clip_val={value}) in training_step before the step, and leave it out of the Trainer."
         )
+    if settings.global_batch is not None:
+        raise ConfigurationError(
+            f"{settings.global_batch} with automatic_optimization = False, where training_step gets a batch of the "
+            "loader and decides when to step: set the batch size in the loader."
+        )
     if settings.accumulation.constant != 1:
         raise ConfigurationError(
             f"accumulate_grad_batches={settings.accumulation} with automatic_optimization = False: call the "
@@ -196,7 +213,7 @@ def check_manual(module: TrainModule, settings: Settings) -> None:
 
 
 def _described(given: Any) -> str:
-    return f"{given.__name__}, a class" if isinstance(given, type) else f"a {type(given).__name__}"
+    return f"{given.__name__}, a class" if isinstance(given, type) else a_type(given)
 
 
 def _how_to_fix(given: Any, wanted: type) -> str:

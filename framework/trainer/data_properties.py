@@ -116,6 +116,12 @@ class DataProperties:
         return self._session.accumulation(self.progress.epoch, self.progress.global_step)
 
     @property
+    def micro_batch_size(self) -> int | None:
+        """Samples of a full micro-batch of a rank in the current or last fit; None if unknown."""
+        loop = self._session.loop
+        return self._session.records.micro_batch_size if loop is None else loop.windows.source.micro_batch_size
+
+    @property
     def is_last_batch(self) -> bool:
         """Whether the micro-batch in progress is the last of its epoch, as far as the length is known."""
         return self.progress.batch_in_epoch >= self.num_training_batches - 1

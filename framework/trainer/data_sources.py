@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ..api.data_module import DataModule
+    from ..core.global_batch import GlobalBatch
     from ..data.evaluation_source import EvaluationSource
     from ..data.training_source import TrainingSource
     from ..distributed.world import World
@@ -87,6 +88,7 @@ class Data:
             shard=self.shard,
             sequential=bool(settings.overfit_batches),
             name="train_dataloaders",
+            global_batch=settings.global_batch,
         )
 
     def evaluation(self, stage: str) -> list[EvaluationSource]:
@@ -120,6 +122,7 @@ def check_given(
     size: int,
     shard: bool,
     required: bool,
+    global_batch: GlobalBatch | None = None,
 ) -> None:
     """Check the given loaders, and that there are some if data is ``required``. Reads no batch.
 
@@ -130,8 +133,11 @@ def check_given(
     name = _ARGUMENTS[stage] if stage == "train" or not required else "dataloaders"
     loaders = given.get(stage)
     if loaders is not None:
-        prepare = prepare_training if stage == "train" else prepare_evaluations
-        prepare(loaders, rank=0, size=size, seed=0, shard=shard, name=name)
+        options: dict[str, Any] = {"rank": 0, "size": size, "seed": 0, "shard": shard, "name": name}
+        if stage == "train":
+            prepare_training(loaders, global_batch=global_batch, **options)
+        else:
+            prepare_evaluations(loaders, **options)
     elif required and _provider(stage, module, datamodule) is None:
         raise ConfigurationError(
             f"there is no data to {stage}: pass {name} or a datamodule, or define {_LOADER_HOOKS[stage]}()."

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.optim import Optimizer
 
+from ..core.split_optimizer import optimizers_in
+
 # The first generation of tensor cores that multiplies in TF32.
 _TF32_CAPABILITY = (8, 0)
 _WITH_FUSED_FORM = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -28,7 +30,8 @@ def device_hints(device: torch.device, computes_in_fp32: bool, optimizers: Itera
             "This GPU multiplies float32 matrices several times as fast in TF32, with 10 bits of precision: call "
             "torch.set_float32_matmul_precision('high') if that suffices."
         )
-    slow = [optimizer for optimizer in optimizers if _could_be_fused(optimizer)]
+    parts = [part for optimizer in optimizers for part in optimizers_in(optimizer)]
+    slow = [part for part in parts if _could_be_fused(part)]
     if slow:
         yield (
             f"torch.optim.{type(slow[0]).__name__}(fused=True) updates in one pass over the weights, and needs less "

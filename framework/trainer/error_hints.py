@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError, ConfigurationError, add_hint
+from ..diagnostics.out_of_memory import is_out_of_memory
 from ..run.overrides import is_overridden
-from .memory_hints import is_out_of_memory, memory_hint
+from .memory_hints import memory_hint
 
 if TYPE_CHECKING:
     from ..run.run import Run

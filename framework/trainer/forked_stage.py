@@ -88,6 +88,7 @@ def _restore(session: Session, request: StageRequest, outcome: dict[str, Any]) -
             "of the run, or let the strategy gather the weights."
         )
     else:
+        module.drop_pretrained()
         module.load_state_dict(outcome["weights"])
     for name, loaders in request.given.items():
         if loaders is not None:

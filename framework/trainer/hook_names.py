@@ -27,7 +27,7 @@ def _names_of(cls: type) -> list[str]:
 _CALLBACK_HOOKS, _DATA_HOOKS = map(_names_of, (Callback, DataModule))
 _MODULE_HOOKS = [*_names_of(TrainModule), "forward"]
 # Hook names of older frameworks, which would never be called.
-_FORMER = {
+FORMER = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
@@ -57,6 +57,8 @@ _WORDS = {
     "testing": "test",
     "prediction": "predict",
     "begin": "start",
+    "finish": "end",
+    "finished": "end",
     "step": "batch",
 }
 
@@ -97,17 +99,17 @@ def _check_names(cls: type, base: type, hooks: Iterable[str]) -> None:
     Raises:
         ConfigurationError: there is such a method; the message names the most similar hook.
     """
-    inherited = set(dir(base)) - set(_FORMER)
+    inherited = set(dir(base)) - set(FORMER)
     owners = [owner for owner in cls.__mro__ if _is_users(owner)]
     for owner in owners:
         for name, value in vars(owner).items():
             if not inspect.isfunction(value) or name.startswith("_") or name in inherited:
                 continue
-            meant = _FORMER.get(name) if name in _FORMER else _similar(name, hooks)
+            meant = FORMER.get(name) if name in FORMER else _similar(name, hooks)
             if meant is None or meant not in hooks:
                 continue
             is_missing = getattr(cls, meant) is getattr(base, meant) and meant != "forward"
-            if name in _FORMER or is_missing or not (name.startswith(f"{meant}_") or _is_used(owners, name, value)):
+            if name in FORMER or is_missing or not (name.startswith(f"{meant}_") or _is_used(owners, name, value)):
                 raise ConfigurationError(
                     f"phalanx never calls {cls.__name__}.{name}. Did you mean {meant!r}? "
                     "If it is your own helper, give it a name less similar to a hook's."

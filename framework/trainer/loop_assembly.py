@@ -7,16 +7,22 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CheckpointError, ConfigurationError
-from ..data.accumulation_window import Windows
+from ..data.accumulation_window import GlobalWindows, Windows
+from ..data.repeatable_windows import RepeatableWindows
+from ..loop import ManualStep
+from ..loop.automatic_step import AutomaticStep
 from ..loop.evaluation_loop import EvaluationPlan
 from ..loop.fit_loop import FitLoop
 from ..loop.fit_plan import FitPlan
+from ..loop.recovering_step import RecoveringStep, check_recovery
+from ..parallel.strategy import Routed
 from ..run.overrides import is_overridden
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..checkpoint.reader import Checkpoint
+    from ..core.global_batch import GlobalBatch
     from ..data.evaluation_source import EvaluationSource
     from ..run.run import Run
     from .data_sources import Data
@@ -37,7 +43,9 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
         return source, settings.limit_batches("train", data.agreed_length(source, None))
 
     source, full = sources()
-    windows = Windows(source, run.accumulation, run.progress, full, run.world.size)
+    windows = _windows(settings.global_batch)(source, run.accumulation, run.progress, full, run.world.size)
+    if isinstance(windows, RepeatableWindows) and checkpoint is not None:
+        windows.start_with(checkpoint.document.get("micro_batch_size") or windows.micro_batch_size)
     validation = None
     # Where validation is switched off its loaders are not requested, since their data may be missing.
     is_on = settings.limits["validate"] != 0
@@ -58,6 +66,12 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
         every = settings.given.reload_dataloaders_every_n_epochs
         loop.reload_data(every, lambda: loop.windows.use_source(*sources()), _validation_reloader(session, loop, data))
     return loop
+
+
+def _windows(global_batch: GlobalBatch | None) -> type[Windows]:
+    if global_batch is None:
+        return Windows
+    return RepeatableWindows if global_batch.is_found else GlobalWindows
 
 
 def _validation_reloader(session: Session, loop: FitLoop, data: Data) -> Callable[[], None]:
@@ -143,3 +157,27 @@ def check_limits(loop: FitLoop, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path} was saved after {reached} {what}, but {name}={limit}: raise {name} to "
                 "continue training."
             )
+
+
+def routed_code(run: Run, windows: Windows) -> Routed:
+    """Return the code inside the functions that the strategy routes in a fit.
+
+    Raises:
+        ConfigurationError: windows are to be repeated when a rank runs out of memory, and cannot be.
+    """
+    if isinstance(windows, RepeatableWindows):
+        check_recovery(run)
+        return Routed.REPEATED
+    return Routed.LOSS if run.module.automatic_optimization else Routed.STEP
+
+
+def build_step(
+    run: Run, windows: Windows, settings: Settings, transfer: Callable[[Any], Any] | None
+) -> AutomaticStep | ManualStep:
+    """Return the step that the loop calls for each window; ``transfer`` moves a batch to the device."""
+    nonfinite, clipping = settings.given.nonfinite, settings.clipping
+    if not run.module.automatic_optimization:
+        return ManualStep(run, transfer, nonfinite)
+    if isinstance(windows, RepeatableWindows):
+        return RecoveringStep(run, transfer, nonfinite, clipping, windows)
+    return AutomaticStep(run, transfer, nonfinite, clipping, windows)

@@ -18,18 +18,10 @@ if TYPE_CHECKING:
 
 _LARGEST = 5
 _TORCH = str(Path(torch.__file__).parent)
-_CPU_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _RECORD = (
     "To see the lines that created the largest tensors, call torch.cuda.memory._record_memory_history(stacks='python') "
     "before the fit."
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device or the host has no memory left."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)
 
 
 def memory_hint(run: Run) -> str:

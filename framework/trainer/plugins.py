@@ -93,12 +93,13 @@ def _add_timer(callbacks: list[Callback], settings: Settings) -> None:
 
 
 def _check_accumulation(callbacks: list[Callback], settings: Settings) -> None:
-    if settings.accumulation.constant == 1 or not callbacks:
+    whole = settings.global_batch
+    if (settings.accumulation.constant == 1 and whole is None) or not callbacks:
         return
     if _has(callbacks, CALLBACKS.load("gradient_accumulation_scheduler")):
+        given = f"accumulate_grad_batches={settings.accumulation}" if whole is None else str(whole)
         raise ConfigurationError(
-            f"accumulate_grad_batches={settings.accumulation} and a GradientAccumulationScheduler contradict one "
-            "another: leave one of them out."
+            f"{given} and a GradientAccumulationScheduler contradict one another: leave one of them out."
         )
 
 
@@ -145,17 +146,25 @@ def _built(registry: Registry, item: Any, kind: type[Any], what: str) -> Any:
 def _by_name(registry: Registry, name: str, what: str) -> Any:
     """Build the object for a name. A required name of a metric is the validation loss."""
     build = registry.load(name)
-    parameters = inspect.signature(build).parameters.values()
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind in plain]
-    if needed == ["monitor"]:
-        return build(monitor="val_loss")
-    if needed:
+    defaults = default_arguments(build)
+    if needed := [each for each in _required(build) if each not in defaults]:
         raise ConfigurationError(
             f"the {what} {name!r} cannot be given by name alone, since it needs {', '.join(needed)}: "
             f"give an object, {build.__name__}({', '.join(f'{each}=...' for each in needed)})."
         )
-    return build()
+    return build(**defaults)
+
+
+def default_arguments(build: Any) -> dict[str, Any]:
+    """Return the required arguments of a plug-in that is given by name: a metric is the validation loss."""
+    return {"monitor": "val_loss"} if _required(build) == ["monitor"] else {}
+
+
+def _required(build: Any) -> list[str]:
+    """Return the names of the arguments that a plug-in requires."""
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(build).parameters.values()
+    return [each.name for each in parameters if each.default is each.empty and each.kind in plain]
 
 
 def merged_callbacks(callbacks: Sequence[Callback], module_callbacks: list[Callback]) -> list[Callback]:

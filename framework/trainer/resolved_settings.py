@@ -9,6 +9,8 @@ from typing import Any
 
 from ..core.accumulation import AccumulationSchedule, resolve_accumulation
 from ..core.errors import ConfigurationError
+from ..core.global_batch import GlobalBatch, resolve_global_batch
+from ..parallel.activation_memory import ActivationMemory, activation_memory
 from ..parallel.optimizer_step import check_clipping
 from ..profiling.profiler import Profiler
 from ..system.environment import is_quiet
@@ -44,6 +46,7 @@ class Settings:
     num_sanity_val_steps: int
     log_every_n_steps: int
     accumulation: AccumulationSchedule
+    global_batch: GlobalBatch | None
     clipping: tuple[float | None, str]
     fast_dev_run: int
     root: Path
@@ -51,6 +54,7 @@ class Settings:
     time_limit_margin: timedelta
     stall_limits: tuple[float, ...]
     profiler: Profiler
+    memory: ActivationMemory | None
 
     @property
     def barebones(self) -> bool:
@@ -113,6 +117,7 @@ def resolve_settings(given: TrainerSettings) -> Settings:
         num_sanity_val_steps=0 if given.barebones else 2 if sanity is None else sanity,
         log_every_n_steps=(0 if given.barebones else 50 if log_every is None else log_every) or NEVER,
         accumulation=resolve_accumulation(given.accumulate_grad_batches),
+        global_batch=resolve_global_batch(given.global_batch_size, given.micro_batch_size),
         clipping=check_clipping(given.gradient_clip_val, given.gradient_clip_algorithm),
         fast_dev_run=value["fast_dev_run"],
         root=value["default_root_dir"],
@@ -120,6 +125,7 @@ def resolve_settings(given: TrainerSettings) -> Settings:
         time_limit_margin=value["time_limit_margin"],
         stall_limits=value["stall_timeout"],
         profiler=value["profiler"],
+        memory=activation_memory(given.memory, compiles=given.compile not in (False, None)),
     )
     if settings.fast_dev_run:
         _limit_to_dev_run(settings, settings.fast_dev_run)
@@ -143,6 +149,11 @@ def _check_combinations(given: TrainerSettings) -> None:
         raise ConfigurationError(
             f"check_val_every_n_epoch=None with val_check_interval={given.val_check_interval}: without epochs there is "
             "no fraction of one; give val_check_interval as a number of batches or as a time."
+        )
+    if given.global_batch_size is not None and given.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            f"global_batch_size={given.global_batch_size} sets how many micro-batches an optimizer step has, and so "
+            f"does accumulate_grad_batches={given.accumulate_grad_batches}: leave one of them out."
         )
     _check_order("min_epochs", given.min_epochs, "max_epochs", given.max_epochs)
     _check_order("min_steps", given.min_steps, "max_steps", given.max_steps)

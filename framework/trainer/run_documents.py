@@ -61,15 +61,15 @@ def changed_arguments(settings: Settings) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for each in fields(settings.given):
         value = getattr(settings.given, each.name)
-        if value is not each.default and not _equal(value, each.default):
-            plain = _plain(value)
+        plain = _plain(value)
+        if value is not each.default and not _equal(plain, _plain(each.default)):
             changed[each.name] = plain if _survives(plain) else _described(value)
     return changed
 
 
 def _equal(value: Any, default: Any) -> bool:
-    """Whether an argument equals its default; objects of users may not compare."""
-    return type(value) is type(default) and isinstance(value, (str, int, float, tuple, timedelta)) and value == default
+    """Whether an argument equals its default, both as JSON values; objects of users may not compare."""
+    return type(value) is type(default) and isinstance(value, (str, int, float, list, dict)) and value == default
 
 
 def _described(value: Any) -> str:

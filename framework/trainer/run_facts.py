@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..core.split_optimizer import kind_of
 from ..memory.formulas import LAYOUTS, Ranks, footprint
 from ..memory.measure import elements_of, size_of
 from ..memory.memory_plan import casts_of
@@ -82,7 +83,7 @@ def _counted(parameters: Iterable[Tensor]) -> dict[str, int]:
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     settings = {name: _plain(value) for name, value in optimizer.defaults.items()}
     # Arguments that are left at None or False say little about a run.
-    return {"type": type(optimizer).__name__, "settings": {k: v for k, v in settings.items() if v not in (None, False)}}
+    return {"type": kind_of(optimizer), "settings": {k: v for k, v in settings.items() if v not in (None, False)}}
 
 
 def _plain(value: Any) -> Any:

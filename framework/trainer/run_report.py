@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..api.callback import Callback, saved_by
+from ..core.wording import counted
 from ..report.run_files import PAGE
+from ..report.verdicts import shortened_command, with_checkpoint
+from ..system.console import folded
+from ..system.entry_script import can_rerun_script
+from ..system.environment import script_overrides
+from ..system.provenance import own_command
+from ..system.run_directory import CONFIGURATION
 from .resolved_settings import NEVER
 from .run_documents import checkpoints
 
@@ -20,24 +27,26 @@ if TYPE_CHECKING:
     from ..run.run import Run
     from ..system.run_directory import RunDirectory
 
+_INDENT = " " * len("checkpoint ")
+_LEAST_COLUMNS = 20
 _TENSORBOARD_FILES = "events.out.tfevents.*"
+# The programs that a command may begin with, and what their interpreter is given to do the same.
+_OF_ENVIRONMENT = {"python": [], "phalanx": ["-m", "phalanx"], "tensorboard": ["-m", "tensorboard.main"]}
 
 
-def box(title: str, lines: list[str]) -> str:
-    """Return lines in a frame."""
+def box(title: str, lines: list[str], columns: int | None = None) -> str:
+    """Return lines in a frame, folded to the width of a terminal; ``columns`` None: no line is folded."""
+    if columns is not None:
+        inner = max(columns - len("│ ") - len(" │"), _LEAST_COLUMNS)
+        lines = [part for line in lines for part in folded(line, inner, _INDENT)]
     width = max(len(title) + 1, *(len(line) for line in lines))
     top = f"┌─ {title} " + "─" * (width - len(title) - 1) + "┐"
     body = [f"│ {line:<{width}} │" for line in lines]
     return "\n".join([top, *body, "└" + "─" * (width + 2) + "┘"])
 
 
-def counted(number: int, what: str) -> str:
-    """Return a number with its noun in singular or plural."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('batch') else 's'}"
-
-
 def start_lines(loop: FitLoop, log_dir: str | None, checkpoint_dir: Path | None) -> list[str]:
-    """Return at most seven lines about the configuration of a fit."""
+    """Return at most eight lines about the configuration of a fit."""
     run, plan, windows = loop.run, loop.plan, loop.windows
     world, fabric = run.world, run.fabric
     nodes = f" on {counted(world.num_nodes, 'node')}" if world.num_nodes > 1 else ""
@@ -47,6 +56,9 @@ def start_lines(loop: FitLoop, log_dir: str | None, checkpoint_dir: Path | None)
         f"batch      {_global_batch(run, windows)}",
         f"length     {_length(plan, windows)}",
     ]
+    if (overrides := script_overrides()) is not None and overrides.trainer:
+        given = ", ".join(f"{name}={value!r}" for name, value in overrides.trainer.items())
+        lines.append(f"overrides  {given}, instead of the script's")
     if log_dir is not None:
         lines += [f"logs       {shortened(log_dir)}", *_logs_no_step(loop)]
     if checkpoint_dir is not None:
@@ -74,6 +86,9 @@ def _global_batch(run: Run, windows: Windows) -> str:
     if not run.module.automatic_optimization:
         each = counted(size, "sample") if size is not None else "one micro-batch"
         return f"{each} for each of {counted(ranks, 'rank')}; training_step steps the optimizers"
+    if (samples := windows.source.global_batch_size) is not None:
+        most = "" if windows.found_size is None else "at most "
+        return f"{counted(samples, 'sample')}, in micro-batches of {most}{size} on {counted(ranks, 'rank')}"
     factor = windows.schedule.constant
     unit = "sample" if size is not None else "micro-batch"
     if factor is None:
@@ -95,48 +110,75 @@ def _length(plan: FitPlan, windows: Windows) -> str:
     return f"{' or '.join(limits) or 'no limit'}, {epoch}"
 
 
-def end_lines(run: Run, callbacks: list[Callback], log_dir: str | None, directory: RunDirectory) -> list[str]:
-    """Return a few lines about the end of a fit and the next steps."""
+def end_lines(run: Run, callbacks: list[Callback]) -> list[str]:
+    """Return a few lines about the end of a fit."""
     progress = run.progress
     reason = f": {run.stop_reason}" if run.stop_reason else ""
     steps, epochs = counted(progress.global_step, "optimizer step"), counted(progress.epoch, "epoch")
     nothing = run.resumed is not None and run.resumed[1] == progress.global_batch
     lines = [f"trained    {'nothing more: it had finished after ' if nothing else ''}{steps}, {epochs}{reason}"]
-    best, last = checkpoints(run, callbacks)
     for saved in saved_by(callbacks):
         if saved.monitor is not None and saved.best_model_score is not None:
             lines.append(f"best       {saved.monitor} = {float(saved.best_model_score):.5g}")
             break
+    return lines
+
+
+def next_lines(run: Run, callbacks: list[Callback], log_dir: str | None, directory: RunDirectory) -> list[str]:
+    """Return the paths of what a fit has written, and the commands that use them. They are not framed: to be copied."""
+    lines = []
+    best, last = checkpoints(run, callbacks)
     if best or last:
-        lines.append(f"checkpoint {shortened(best or last)}")
+        lines.append(f"checkpoint {quoted(best or last)}")
+    if directory.claimed and (page := directory.path / PAGE).exists():
+        lines.append(f"report     {quoted(page)}")
     # A callback that stopped the fit would stop it again.
     if last and not run.stop_reason:
         # "auto" searches the default directory of checkpoints.
         given = "auto" if Path(last).is_relative_to(directory.checkpoints) else shortened(last)
-        lines.append(f'resume     fit(..., ckpt_path="{given}"), with a higher limit to train for longer')
+        command, call = _command(run), f'fit(..., ckpt_path="{given}") '
+        if command and directory.claimed and (directory.path / CONFIGURATION).exists():
+            command, call = with_checkpoint(command, given), ""
+        lines.append(f"resume     {call}with a higher limit{':' if command else ''}")
+        lines += [f"{_INDENT}{command}"] if command else []
     if log_dir is not None:
         lines += _curves(Path(log_dir))
-    if directory.claimed and (page := directory.path / PAGE).exists():
-        lines.append(f"report     {shortened(page)}")
-    return lines
+    return [f"  {line}" for line in lines]
+
+
+def _command(run: Run) -> str | None:
+    """Return the command that starts this fit again; None in a notebook, and under a launcher other than phalanx."""
+    resources = run.fabric.resources
+    if not can_rerun_script() or resources.place.launcher not in (None, "phalanx"):
+        return None
+    first, *rest = shlex.split(shortened_command(own_command(), str(Path.cwd())))
+    if first in _OF_ENVIRONMENT:
+        return f"{_program(first)} {shlex.join(rest)}"
+    return shlex.join([first, *rest])
 
 
 def _curves(directory: Path) -> list[str]:
     """Return the command to display curves, depending on the loggers."""
     if next(directory.glob(_TENSORBOARD_FILES), None) is not None:
-        return [f"curves     {_tensorboard()} --logdir {shlex.quote(shortened(directory))}"]
-    tables = (directory / name for name in ("metrics.csv", "metrics.jsonl"))
-    return [f"metrics    {shortened(table)}" for table in tables if table.is_file()]
+        return [f"curves     {_program('tensorboard')} --logdir {quoted(directory)}"]
+    if any((directory / name).is_file() for name in ("metrics.csv", "metrics.jsonl")):
+        return [f"curves     {_program('phalanx')} report {quoted(directory)}"]
+    return []
 
 
-def _tensorboard() -> str:
-    """Return a command that starts TensorBoard, whether or not the virtual environment is activated."""
-    if shutil.which("tensorboard"):
-        return "tensorboard"
-    here = Path(sys.executable).with_name("tensorboard")
+def _program(name: str) -> str:
+    """Return a command that starts a program of this environment, whether or not the environment is activated."""
+    here, found = Path(sys.executable).parent / name, shutil.which(name)
+    if found is not None and Path(found).parent == here.parent:
+        return name
     if here.exists():
-        return shlex.quote(shortened(here))
-    return f"{shlex.quote(sys.executable)} -m tensorboard.main"
+        return quoted(here)
+    return shlex.join([sys.executable, *_OF_ENVIRONMENT[name]])
+
+
+def quoted(path: str | Path) -> str:
+    """Return a path as it can be given to a shell, relative to the working directory if it is below it."""
+    return shlex.quote(shortened(path))
 
 
 def shortened(path: str | Path) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..api.callback import Callback, saved_by
+from ..core.errors import ConfigurationError
 from ..core.progress import Progress
 from ..run.context import RunContext
 from ..system.environment import hiding_secrets
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ..run.run import Run
     from ..system.run_directory import RunDirectory
     from .resolved_settings import Settings
+    from .settings import TrainerSettings
 
 _MOST_EARLY_NOTES = 100
 METRIC_KINDS = ("callback", "logged", "progress_bar")
@@ -68,6 +70,18 @@ class StageRequest:
     keep_predictions: bool = True
     compilation: Compilation | None = None
     """The compilation of a module that was given as the result of ``torch.compile``."""
+    pretrained: str | None = None
+    """The path of the pretrained weights to start from."""
+
+    def start_from(self, pretrained: str | Path | None) -> None:
+        """Check and record the path of pretrained weights.
+
+        Raises:
+            ConfigurationError: it is not a path.
+        """
+        if pretrained is not None and not isinstance(pretrained, str | Path):
+            raise ConfigurationError(f"fit(pretrained={pretrained!r}): give the path of a folder or a file.")
+        self.pretrained = None if pretrained is None else str(pretrained)
 
 
 @dataclass
@@ -76,6 +90,8 @@ class Session:
 
     view: TrainerView
     """The Trainer, as hooks receive it."""
+    requested: TrainerSettings
+    """The settings that the program asks for; those in use may be others."""
     settings: Settings
     fabric: Fabric
     loggers: list[Logger]

@@ -68,6 +68,12 @@ class TrainerSettings:
         "whole; or a dict of its options ``mode``, ``backend``, ``dynamic``, ``fullgraph`` and ``options``, with "
         '``"blocks": False`` for the module whole.',
     )
+    memory: str | Mapping[str, str] | None = _setting(
+        None,
+        'how the repeated blocks of a module keep activations for the backward pass: ``"blocks"`` computes them again, '
+        '``"selective"`` all but the results of matrix products and attention, ``"offload"`` keeps them in the memory '
+        "of the host; or a dict from patterns of the names of blocks to these words.",
+    )
     logger: Any = _setting(None, "a ``Logger``, a name, or a list of these; True is TensorBoard, False none.")
     callbacks: Any = _setting(None, "a ``Callback``, a name, or a list of these.")
     fast_dev_run: bool | int = _setting(
@@ -123,6 +129,14 @@ class TrainerSettings:
     )
     accumulate_grad_batches: int | Mapping[int, int] | AccumulationSchedule = _setting(
         1, "micro-batches of each optimizer step: a number, ``{epoch: number}``, or a schedule."
+    )
+    global_batch_size: int | None = _setting(
+        None, "samples of each optimizer step over all ranks; one such global batch counts as one batch.", at_least(1)
+    )
+    micro_batch_size: int | str | None = _setting(
+        None,
+        "samples of a forward and backward pass on one rank, of which as many run as the rank's part of the global "
+        'batch takes; ``"auto"`` finds the size that fits into memory; None: the batch size of the loader.',
     )
     gradient_clip_val: int | float | None = _setting(None, "clip gradients to this norm or value; 0 and None do not.")
     gradient_clip_algorithm: str | None = _setting(None, '``"norm"`` (default) or ``"value"``.')

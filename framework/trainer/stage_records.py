@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # The stages whose loaders a stage replaces: a fit requests validation loaders as well.
 _REPLACED = {"fit": ("train", "validate")}
-_NUMBERS = ("batches", "training_batches", "length", "ckpt_path", "throughput")
+_NUMBERS = ("batches", "training_batches", "micro_batch_size", "length", "ckpt_path", "throughput")
 
 
 @dataclass
@@ -36,6 +36,7 @@ class StageRecords:
     batches: dict[str, list[int | float]] = field(default_factory=dict)
     """This rank's batches of each evaluation loader, by stage."""
     training_batches: int | float = math.inf
+    micro_batch_size: int | None = None
     length: tuple[int | float, int | float, int | None, AccumulationSchedule] | None = None
     """The arguments of ``estimate_steps`` for the last fit."""
     throughput: Throughput | None = None
@@ -45,6 +46,8 @@ class StageRecords:
     """``ckpt_path`` of the last stage as the user gave it."""
     named_checkpoint: str | None = None
     """``ckpt_path`` if the user chose the checkpoint; None if ``"auto"`` or a restart did."""
+    has_fitted: bool = False
+    """Whether a fit has begun."""
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     ended_fit: EndedFit | None = None
@@ -59,7 +62,9 @@ class StageRecords:
             self.loaders.pop(name, None)
             self.batches.pop(name, None)
         if stage == "fit":
+            self.has_fitted = True
             self.training_batches, self.length, self.throughput = math.inf, None, None
+            self.micro_batch_size = None
             self.optimizers, self.schedulers = [], []
             self.ended_fit = None
             self.no_fit = "the last fit ended with an error: resume from its newest checkpoint with ckpt_path='auto'"
@@ -89,6 +94,7 @@ class StageRecords:
         """
         windows, plan = loop.windows, loop.plan
         self.training_batches = math.inf if windows.end is None else windows.end
+        self.micro_batch_size = windows.source.micro_batch_size
         self.length = plan.epoch_limit, plan.step_limit, windows.full, windows.schedule
         self.throughput = loop.run.meter.throughput()
         if loop.run.traits.replicates:

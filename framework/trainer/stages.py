@@ -20,6 +20,7 @@ from ..metrics.no_log import OUTSIDE_LOOPS
 from ..parallel.compilation import uncompiled
 from ..report import add_to_report, finish_report
 from ..state import encode_known
+from ..system.console import terminal_columns
 from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.failure_records import brief_traceback, exit_code_of
 from ..system.run_directory import CONFIG, REPORT
@@ -29,7 +30,7 @@ from .error_hints import add_hints
 from .profiled_stage import profiled_fit
 from .run_documents import configuration, outcome
 from .run_record import start_recording
-from .run_report import box, end_lines, start_lines
+from .run_report import box, end_lines, next_lines, start_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -135,7 +136,7 @@ def _begin(session: Session, loop: FitLoop) -> None:
     if session.settings.verbose:
         logs = _log_directory(session) or (str(session.directory.path) if session.loggers else None)
         saves = session.checkpoint_directory() if session.checkpoint_callback is not None else None
-        session.view.note(box("phalanx", start_lines(loop, logs, saves)))
+        session.view.note(box("phalanx", start_lines(loop, logs, saves), terminal_columns()))
 
 
 def _end(session: Session, loop: FitLoop) -> None:
@@ -146,8 +147,9 @@ def _end(session: Session, loop: FitLoop) -> None:
         return
     _report(session, run, 0, {})
     if session.settings.verbose:
-        lines = end_lines(run, session.callbacks, _log_directory(session), session.directory)
-        session.view.note(box("done", lines))
+        framed = box("done", end_lines(run, session.callbacks), terminal_columns())
+        following = next_lines(run, session.callbacks, _log_directory(session), session.directory)
+        session.view.note("\n".join([framed, *following]))
 
 
 def _report(session: Session, run: Run, exit_code: int, error: dict[str, Any]) -> None:

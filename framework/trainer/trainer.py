@@ -13,23 +13,26 @@ from ..api.train_module import TrainModule
 from ..core.absent_names import lacks
 from ..core.arguments import names_arguments
 from ..core.errors import ConfigurationError, is_count
-from ..launch import launch_script
+from ..core.interception import current_interceptor
 from ..metrics.hparams_text import hyperparameters_to_log
 from ..parallel.compilation import compilation_of
 from ..resume.resume_point import checked_checkpoint_path
 from ..system.atomic_files import absolute
-from ..system.entry_script import can_rerun_script
+from ..system.console import folded, terminal_columns
 from ..system.environment import fix_cublas_workspace
 from ..system.run_directory import RunDirectory
 from . import plan_memory
-from .actions import TrainerActions
 from .argument_hints import takes
 from .checks import check_evaluation, check_fit, check_plan, split_datamodule
 from .forked_stage import run_in_function
+from .interception import requested_settings, settings_in_use
 from .lone_stage import TrainerFabric, run_alone
+from .plan_target import PlanTarget
 from .plugins import resolve_callbacks, resolve_loggers
 from .resolved_settings import resolve_settings
 from .rules import flag
+from .script_ranks import start_script_ranks
+from .searches import TrainerSearches
 from .session import Session, StageRequest
 from .settings import TrainerSettings
 from .stages import run_stage
@@ -44,7 +47,7 @@ _DEFAULT_NAME = "phalanx_logs"
 
 
 @lacks(TRAINER)
-class Trainer(TrainerActions):
+class Trainer(TrainerSearches):
     """Trains, validates, tests and predicts.
 
     The arguments are keyword arguments; ``help(Trainer.__init__)`` lists them.
@@ -56,6 +59,8 @@ class Trainer(TrainerActions):
     @takes(TrainerSettings)
     def __init__(self, given: TrainerSettings) -> None:
         """Check and resolve all arguments. No process or file is created before a stage is called."""
+        requested = requested_settings(given)
+        given = settings_in_use(requested)
         settings = resolve_settings(given)
         fabric = TrainerFabric(
             given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision, compile=given.compile
@@ -64,6 +69,7 @@ class Trainer(TrainerActions):
         name = next((logger.name for logger in loggers if logger.name), _DEFAULT_NAME)
         self._session = Session(
             view=self,
+            requested=requested,
             settings=settings,
             fabric=fabric,
             loggers=loggers,
@@ -87,6 +93,8 @@ class Trainer(TrainerActions):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
+        *,
+        pretrained: str | Path | None = None,
     ) -> None:
         """Train a module. Collective.
 
@@ -100,10 +108,12 @@ class Trainer(TrainerActions):
                 verifies, or a fresh start.
             weights_only: accepted for programs written for Lightning, by all stages: nothing is ever unpickled, and a
                 resumed fit restores its entire state.
+            pretrained: a folder or file of weights to start from, see ``TrainModule.load_pretrained``. A resumed fit
+                loads its checkpoint instead.
 
         Raises:
             ConfigurationError: an argument is invalid. Raised before any process starts.
-            CheckpointError: the checkpoint is missing, damaged or does not match.
+            CheckpointError: the checkpoint or the weights are missing, damaged or do not match.
             NonFiniteError: a loss or gradient is NaN or infinite.
         """
         flag("weights_only", weights_only)
@@ -116,6 +126,7 @@ class Trainer(TrainerActions):
         for callback in self.callbacks:
             callback.check(self, "fit")
         request = StageRequest(model, given, datamodule, checked_checkpoint_path(ckpt_path), compilation=compilation)
+        request.start_from(pretrained)
         self._launched_or_here("fit", request)
 
     @names_arguments
@@ -126,6 +137,10 @@ class Trainer(TrainerActions):
         *,
         activation_bytes: int | None = None,
         datamodule: DataModule | None = None,
+        ranks: int | None = None,
+        ranks_per_node: int | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
     ) -> MemoryPlan:
         """Return the memory that each strategy needs per rank, and that available; printed, it is a table.
 
@@ -133,9 +148,17 @@ class Trainer(TrainerActions):
         module in this process, on its device, to measure the tensors saved for backward. The module, generators and
         loaders are unchanged.
 
+        Args:
+            ranks: plan for this number of ranks, and not for those of the Trainer.
+            ranks_per_node: how many of them share a node; by default all, but at most 8.
+            device_memory: plan for GPUs of this memory, in bytes or as ``"80GB"``, and not for this machine.
+            host_memory: plan for nodes of this memory.
+
         Raises:
-            ConfigurationError: the module or the data could not be used by ``fit``.
+            ConfigurationError: the module or the data could not be used by ``fit``, or a number is not one.
         """
+        target = PlanTarget(ranks, ranks_per_node, device_memory, host_memory)
+        target.check(self.fabric.resources)
         if activation_bytes is not None and not is_count(activation_bytes, 0):
             raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule)
@@ -149,7 +172,7 @@ class Trainer(TrainerActions):
             self.settings.shards_data,
             activation_bytes,
         )
-        return plan_memory(self._session, StageRequest(model, given, datamodule), activation_bytes)
+        return plan_memory(self._session, StageRequest(model, given, datamodule), activation_bytes, target)
 
     @names_arguments
     def validate(
@@ -213,7 +236,8 @@ class Trainer(TrainerActions):
         if verbose and self.settings.verbose:
             for metrics in results:
                 shown = ", ".join(f"{name} = {value:.5g}" for name, value in sorted(metrics.items()))
-                self.note(f"{stage}: {shown or 'nothing was logged'}")
+                line = f"{stage}: {shown or 'nothing was logged'}"
+                self.note("\n".join(folded(line, terminal_columns(), "  ")))
         return results
 
     def _evaluation_request(
@@ -240,15 +264,13 @@ class Trainer(TrainerActions):
 
     def _launched_or_here(self, stage: str, request: StageRequest) -> Any:
         """Run a stage in this rank; start the ranks first if they are not running."""
+        if (interceptor := current_interceptor()) is not None:
+            return interceptor.stage(self._session, stage, request)
         resources, max_restarts = self.fabric.resources, self.settings.given.max_restarts
         place = resources.place
         if resources.launched is not None:
             return run_alone(self._session, stage, request, resources.launched)
-        # Restarts of a single rank need a supervisor process too.
-        restarts = bool(max_restarts) and place.launcher is None and place.size == 1
-        if (resources.must_launch or restarts) and can_rerun_script():
-            # This process only supervises from this point on; the ranks reach this line by running the script.
-            launch_script(resources.world_size, max_restarts, self.writes, resources.libraries)
+        start_script_ranks(self._session, self.writes)
         if max_restarts and place.launcher != "phalanx":
             started = "there is no script to run again" if place.launcher is None else f"{place.launcher} started it"
             self.note(f"max_restarts={max_restarts} has no effect on this run, since {started}.")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ...core.arguments import names_arguments
 from ...core.errors import ConfigurationError
 from ...distributed.world import World
-from ...system.atomic_files import hidden_sibling, make_directory, storage_error
+from ...system.atomic_files import hidden_sibling, make_directory, refuse_existing, storage_error
 from ..writer import save
 from . import accelerate, deepspeed, lightning
 from .detect_format import detect
@@ -74,8 +74,7 @@ def convert(
     kind = detect(origin, format)
     if prefix and kind.startswith("lightning"):
         raise ConfigurationError(f"prefix={prefix!r} was given, but a checkpoint of Lightning has its module's names.")
-    if os.path.lexists(target):
-        raise ConfigurationError(f"out={str(target)!r} exists; choose another name or remove it first.")
+    refuse_existing(target)
     given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     workplace = hidden_sibling(target, "tmp")
     numbers = count()

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from ...core.errors import CheckpointError, ConfigurationError
 from ...core.optimizer_config import resolve_optimizers
+from ...core.split_optimizer import kind_of
+from ...core.wording import a_type
 from .foreign_state import ForeignOptimizer, Group, SlotState, bare
 
 _ASK = "pass module= (and where it has no configure_optimizers, optimizers=) so that names come from the optimizer"
@@ -84,11 +86,11 @@ def orders_of(module: nn.Module | None, optimizers: Sequence[Optimizer] | None) 
     foreign = [one for one in optimizers for group in one.param_groups for p in group["params"] if id(p) not in names]
     if foreign:
         raise ConfigurationError(
-            f"optimizers= holds a {type(foreign[0]).__name__} of what is not a parameter of {type(module).__name__}; "
+            f"optimizers= holds {a_type(foreign[0])} of what is not a parameter of {type(module).__name__}; "
             "make it of that module's parameters."
         )
     return [
-        Order([[names[id(p)] for p in group["params"]] for group in one.param_groups], type(one).__name__)
+        Order([[names[id(p)] for p in group["params"]] for group in one.param_groups], kind_of(one))
         for one in optimizers
     ]
 

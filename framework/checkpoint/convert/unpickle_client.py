@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...core.errors import CheckpointError
+from ...core.wording import a_type
 from ...system.processes import die_with_parent
 from ..codec import decode
 from ..convert import unpickle_process
@@ -109,7 +110,7 @@ def _taken_over(base: Path, job: Job) -> Content:
         return Content({**decode(description["document"]), "tensors": tensors}, description["left"])
     content = decode(description["document"], tensors)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{job.path} holds a {type(content).__name__} where a dict is expected.")
+        raise CheckpointError(f"{job.path} holds {a_type(content)} where a dict is expected.")
     return Content(content, description["left"])
 
 

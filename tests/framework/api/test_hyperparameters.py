@@ -129,7 +129,7 @@ def test_mistakes_get_a_sentence() -> None:
 
     with pytest.raises(ConfigurationError, match="Did you mean 'width'"):
         Wrong(1)
-    with pytest.raises(ConfigurationError, match="got a int; it takes names, a dict or a Namespace"):
+    with pytest.raises(ConfigurationError, match="got an int; it takes names, a dict or a Namespace"):
         Number()
     with pytest.raises(AttributeError, match="Did you mean 'depth'"):
         _ = Plain(1).hparams.dept

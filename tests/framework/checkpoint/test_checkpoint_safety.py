@@ -92,8 +92,8 @@ def test_anything_but_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_by_name(path: Path) -> None:
-    rewrite(path, lambda fields: fields.update(version=2, phalanx="9.9"))
-    assert "version 2, written by phalanx '9.9'" in refused(path)
+    rewrite(path, lambda fields: fields.update(version=3, phalanx="9.9"))
+    assert "version 3, written by phalanx '9.9'" in refused(path)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model-00000.safetensors"])

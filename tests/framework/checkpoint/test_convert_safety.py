@@ -269,7 +269,7 @@ def test_unknown_mixed_and_existing_folders_are_refused(tmp_path: Path) -> None:
         checkpoint.convert(mixed, tmp_path / "out", "deepsped")
     with pytest.raises(CheckpointError, match=r"no 'lightning-sharded' .*looks like 'accelerate'"):
         checkpoint.convert(mixed, tmp_path / "out", "lightning-sharded")
-    with pytest.raises(ConfigurationError, match=r"out=.* exists"):
+    with pytest.raises(ConfigurationError, match=r"empty' exists; choose another name"):
         checkpoint.convert(mixed, empty, "deepspeed")
     with pytest.raises(CheckpointError, match="does not exist"):
         checkpoint.convert(tmp_path / "nowhere", tmp_path / "out")

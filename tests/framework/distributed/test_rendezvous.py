@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.distributed import rendezvous
-from phalanx.framework.distributed.rendezvous import _check_interface, _listen
+from phalanx.framework.distributed.listening import listen
+from phalanx.framework.distributed.rendezvous import _check_interface
 from phalanx.framework.system.failure_records import RankRecords
 from phalanx.framework.system.launcher_env import Placement
 
@@ -136,9 +137,8 @@ def test_ranks_meet_twice_on_one_address_and_not_those_of_an_earlier_start(tmp_p
 
 
 def test_a_store_listens_on_all_addresses_where_its_name_leads_to_none_that_others_reach() -> None:
-    port = free_port()
     for name, alone in (("127.0.0.1", True), ("localhost", True), ("127.0.0.1", False)):
-        with socket.socket(fileno=_listen(name, port, 2, alone)) as listening:
+        with socket.socket(fileno=listen(name, free_port(), 2, alone)) as listening:
             found = listening.getsockname()[0]
             assert found in (("127.0.0.1", "::1") if alone else ("::", "0.0.0.0"))
 
@@ -147,9 +147,9 @@ def test_a_taken_port_and_an_invalid_host_are_reported_in_one_sentence() -> None
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} cannot be listened on by rank 0"):
-            _listen("127.0.0.1", port, 2, alone=False)
+            listen("127.0.0.1", port, 2, alone=False)
     with pytest.raises(ConfigurationError, match=r"MASTER_ADDR='no\.such\.host\.invalid' is not a host that rank 0"):
-        _listen("no.such.host.invalid", port, 2, alone=False)
+        listen("no.such.host.invalid", port, 2, alone=False)
 
 
 def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

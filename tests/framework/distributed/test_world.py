@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,13 +163,14 @@ def test_a_ranks_environment_keeps_the_users_and_drops_another_launchers(launche
     launched.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     launched.setenv("MINE", "kept")
     launched.delenv("OMP_NUM_THREADS", raising=False)
-    environment = rank_environment(1, 2, port=4321, store_fd=None, error_dir="/errors", threads=3)
-    assert read_placement(environment) == Placement(1, 2, 1, 2, 0, 1, "127.0.0.1", 4321, "phalanx")
+    place = Placement(1, 2, 1, 2, 0, 1, "127.0.0.1", 4321)
+    environment = rank_environment(place, store_fd=None, error_dir="/errors", threads=3)
+    assert read_placement(environment) == replace(place, launcher="phalanx")
     assert environment["MINE"] == "kept"
     assert environment["OMP_NUM_THREADS"] == "3"
     assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
     launched.setenv("OMP_NUM_THREADS", "7")
-    assert rank_environment(0, 2, 4321, 5, "/errors", threads=3)["OMP_NUM_THREADS"] == "7"
+    assert rank_environment(place, 5, "/errors", threads=3)["OMP_NUM_THREADS"] == "7"
 
 
 def test_one_process_is_a_world_whose_collectives_are_identities(launched: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,9 @@ def test_a_failure_that_was_caught_is_not_blamed_for_a_later_one() -> None:
         "if fabric.global_rank == 1: 1 / 0\nfabric.barrier()\n"
     )
     done = run_script(source)
-    assert done.stdout.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    # Other lines may follow: a library may report at exit what the traceback has kept alive.
+    errors = [line for line in done.stdout.splitlines() if "Error: " in line]
+    assert errors == ["ZeroDivisionError: division by zero"]
 
 
 def prepares(folder: str, fails: bool) -> str:

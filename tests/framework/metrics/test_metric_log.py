@@ -309,7 +309,7 @@ def test_nan_stays_nan_at_any_position(fx: str, values: list[float]) -> None:
         ([1.0], "got a list"),
         ({"a": 1.0}, "got a dict"),
         (None, "got a NoneType"),
-        (10**400, "got a int"),
+        (10**400, "got an int"),
     ],
     ids=repr,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from pathlib import Path
 from typing import Any
 
@@ -173,12 +174,100 @@ def test_counting_does_not_change_the_weights(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(*trained)
 
 
-@pytest.mark.parametrize("settings", [{"compile": {"backend": "eager"}}, {"barebones": True}])
-def test_compiled_and_barebones_fits_are_not_observed(settings: dict[str, Any], tmp_path: Path) -> None:
+COMPILED = {"blocks": True, "whole": False}
+
+
+@pytest.mark.parametrize("blocks", COMPILED.values(), ids=COMPILED)
+def test_compiled_parts_take_the_same_flops(blocks: bool) -> None:
+    compiled = {"backend": "eager", "blocks": blocks}
+    assert gpt_flops(2, 32, 16, compile=compiled) == gpt_flops(2, 32, 16)
+    assert gpt_flops(2, 32, 16, compile=compiled, accumulate_grad_batches=2) == gpt_flops(2, 32, 16)
+
+
+def compiled_on_ranks(strategy: str) -> tuple[float, int]:
+    settings = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
+    return gpt_flops(2, 32, 16, compile={"backend": "eager", "blocks": True}, **settings)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_strategies_do_not_change_the_flops_of_compiled_parts(strategy: str) -> None:
+    assert run_on_ranks(2, compiled_on_ranks, strategy) == [gpt_flops(2, 32, 16)] * 2
+
+
+class Random(Tiny):
+    """Has random numbers, statistics and state in Python in a compiled part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.last: Any = None
+        self.auxiliary: list[Any] = []
+        self.seen: dict[str, Any] = {"calls": 0, "means": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.auxiliary.clear()
+        loss = self(batch[0]).square().mean()
+        assert len(self.auxiliary) == 1
+        return loss + self.auxiliary[0] + 0.0 * self.last.sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.last = y.detach()
+        self.auxiliary.append(y.mean() * random.random())
+        self.seen["calls"] += 1
+        self.seen["means"].append(y.detach().mean())
+        return y
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_counting_compiled_parts_changes_neither_weights_nor_code(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    states, graphs, flops = [], [], []
+    for counts in (True, False):
+        built: list[Any] = []
+
+        def backend(graph: Any, example_inputs: Any, built: list[Any] = built) -> Any:
+            built.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        random.seed(0)
+        module = Random()
+        if not counts:
+            monkeypatch.setattr("phalanx.framework.profiling.meter.Meter.count_flops", lambda *_: None)
+        elif fails:
+            monkeypatch.setattr("phalanx.framework.loop.compiled_flops._count_without_data", refuse)
+        trainer = quiet_trainer(tmp_path, [], max_epochs=2, compile={"backend": backend, "blocks": False})
+        trainer.fit(module, loader(24))
+        assert trainer.throughput is not None
+        flops.append(trainer.throughput.flops_per_unit)
+        states.append(module.state_dict() | {"random": torch.tensor(random.random())})
+        assert (module.seen["calls"], len(module.seen["means"])) == (12, 12)
+        graphs.append(len(built))
+    assert all(torch.equal(one, other) for one, other in zip(*(state.values() for state in states), strict=True))
+    assert graphs[0] == graphs[1] > 0
+    # Of a sample: the input needs no gradient.
+    assert flops == [None if fails else 2 * (2 * 4 * 8) + 3 * (2 * 8 * 2), None]
+
+
+def test_a_module_that_the_user_has_compiled_is_not_counted(tmp_path: Path) -> None:
     module = Watching()
-    if "barebones" in settings:
-        settings = {**settings, **dict.fromkeys(("enable_checkpointing", "num_sanity_val_steps", "logger"), None)}
-        settings |= {"enable_progress_bar": None, "enable_model_summary": None}
+    module.layer.compile(backend="eager")
+    check_not_counted(module, tmp_path, {})
+
+
+def test_barebones_fits_are_not_observed(tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict.fromkeys(("enable_checkpointing", "num_sanity_val_steps", "logger"))
+    settings |= {"enable_progress_bar": None, "enable_model_summary": None, "barebones": True}
+    check_not_counted(Watching(), tmp_path, settings)
+
+
+def check_not_counted(module: Watching, tmp_path: Path, settings: dict[str, Any]) -> None:
     trainer = quiet_trainer(tmp_path, [], max_epochs=1, **settings)
     trainer.fit(module, loader())
     assert not any(module.observed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.report.charts import Scale, charts_of, ticks
 from phalanx.framework.report.document import build_report
 from phalanx.framework.report.finding import find_run, find_runs
+from phalanx.framework.report.finish import amend_report
 from phalanx.framework.report.overview import overview
 from phalanx.framework.report.page import render_page
 from phalanx.framework.report.run_files import RunFiles
 from phalanx.framework.report.times import number_text, span_text
-from phalanx.framework.report.verdicts import headline, shortened_command
+from phalanx.framework.report.verdicts import headline, shortened_command, with_checkpoint
 
 WHERE = "rank 1 (pid 5) failed at step 3 (epoch 0, batch 3)"
 TRACE = f"{WHERE}:\nTraceback (most recent call last):\n  File\nValueError: no"
@@ -54,6 +56,24 @@ def test_the_state_and_the_sentence(tmp_path: Path, status: Any, report: Any, st
     assert overview(tmp_path / "run")["state"] == state
     assert found["problems"] == []
     assert "<title>" in render_page(found)
+
+
+@pytest.mark.parametrize("began", [1e9, 1e9 + 0.0004, 1e9 + 0.9999])
+def test_the_verdict_on_a_fit_that_was_killed_at_once_is_its_own(tmp_path: Path, began: float) -> None:
+    directory = write_run(tmp_path / "run", status=running(pid=GONE) | {"began": began, "updated": began, "step": 0})
+    amend_report(directory, {"stopped": WHERE, "exit_code": 137}, {"optimizer_steps": 3})
+    found = build_report(RunFiles(directory))
+    assert (found["exit_code"], found["optimizer_steps"], found["why"]["step"]) == (137, 3, 3)
+    assert WHERE in found["why"]["sentence"]
+
+
+@pytest.mark.parametrize("own", ["", " --ckpt_path auto", " --ckpt_path=runs/last.ckpt --trainer.max_epochs 3"])
+def test_the_checkpoint_of_a_command_is_given_once(own: str) -> None:
+    command = with_checkpoint(f"phalanx fit config.yaml{own}", "a b")
+    assert shlex.split(command).count("--ckpt_path") == 1
+    assert command.endswith(" --ckpt_path 'a b'")
+    assert ("--trainer.max_epochs 3" in command) == ("--trainer.max_epochs 3" in own)
+    assert "last.ckpt" not in command
 
 
 def test_a_killed_run_has_what_its_files_hold(tmp_path: Path) -> None:

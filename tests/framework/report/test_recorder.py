@@ -73,6 +73,26 @@ def test_speed_is_measured_in_steps_and_in_the_units_of_a_meter(
     assert series["phalanx/memory_bytes"].steps == [3, 7]
 
 
+def test_the_rest_of_a_period_at_the_end_is_not_taken_for_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PERIOD_SECONDS", 60.0)
+    now, state = [100.0], {"step": 0}
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    recorder = RunRecorder(tmp_path, lambda: dict(state), {"step": 0})
+    try:
+        recorder.flush()
+        now[0] += 50.0
+        state["step"] = 100
+        recorder.flush()
+        now[0] += 20.0
+        state["step"] = 101
+    finally:
+        recorder.close(0, None)
+    rate = read_events(tmp_path).history.series[RATE]
+    assert (rate.steps, rate.values) == ([99], [2.0])
+
+
 def test_events_that_could_not_be_written_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PERIOD_SECONDS", 60.0)
     folder = tmp_path / "run"

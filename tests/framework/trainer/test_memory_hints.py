@@ -10,7 +10,8 @@ import torch
 from small_fits import Tiny, loader, quiet_trainer
 from torch import nn
 
-from phalanx.framework.trainer.memory_hints import is_out_of_memory, largest_lines
+from phalanx.framework.diagnostics.out_of_memory import is_out_of_memory
+from phalanx.framework.trainer.memory_hints import largest_lines
 
 
 class Exhausting(Tiny):

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import AccumulationSchedule, Trainer
 from phalanx.callbacks import ModelCheckpoint
-from phalanx.framework.trainer.run_report import box, counted
+from phalanx.framework.core.wording import counted
+from phalanx.framework.trainer.run_report import box
 from phalanx.loggers import CSVLogger
 
 
@@ -31,6 +32,12 @@ def shown(text: str, title: str) -> list[str]:
     """Return the lines of a box."""
     (found,) = re.findall(rf"┌─ {title} ─+┐\n(.*?)└", text, re.DOTALL)
     return [line.strip("│ ") for line in str(found).strip().splitlines()]
+
+
+def ended(text: str) -> dict[str, str]:
+    """Return what is said at the end of a fit, by its titles: the last box, and the lines below it."""
+    below = [line.strip() for line in text.partition("┌─ done")[2].partition("┘\n")[2].splitlines()]
+    return dict(line.split(maxsplit=1) for line in [*shown(text, "done"), *below])
 
 
 def fitted(root: Path, data: Any = None, ckpt_path: str | None = None, **arguments: Any) -> Trainer:
@@ -113,7 +120,7 @@ def test_the_boxes_name_files_that_exist(
     first = shown(text, "phalanx")
     remark = "no values of steps: the fit has 8, and log_every_n_steps is 50"
     assert first[3:] == ["logs       phalanx_logs/version_0", remark, "saves      phalanx_logs/version_0/checkpoints"]
-    last = dict(line.split(maxsplit=1) for line in shown(text, "done"))
+    last = ended(text)
     assert last["trained"] == "8 optimizer steps, 1 epoch"
     assert last["best"] == "val_loss = 1"
     assert Path(last["checkpoint"]).is_dir()
@@ -147,11 +154,12 @@ def test_checkpoints_elsewhere_are_resumed_from_by_their_path(
     assert Path(path).parent == tmp_path / "mine"
 
 
-def test_a_table_is_named_where_there_are_no_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_metrics_is_shown_by_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fitted(tmp_path, logger="csv", enable_checkpointing=False)
-    last = dict(line.split(maxsplit=1) for line in shown(capsys.readouterr().out, "done"))
-    assert Path(last["metrics"]).is_file()
-    assert "curves" not in last
+    last = ended(capsys.readouterr().out)
+    *_, command, directory = shlex.split(last["curves"])
+    assert command == "report"
+    assert (Path(directory) / "metrics.csv").is_file()
 
 
 def test_a_stop_gives_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,10 +172,10 @@ def test_a_stop_gives_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[s
         accelerator="cpu", max_epochs=3, logger=False, enable_progress_bar=False, default_root_dir=tmp_path
     )
     trainer.fit(Stopping(), loader(32))
-    trained, *others = shown(capsys.readouterr().out, "done")
-    assert trained.endswith(": enough is enough")
+    last = ended(capsys.readouterr().out)
+    assert last["trained"].endswith(": enough is enough")
     # The same fit would stop there again.
-    assert [line.split()[0] for line in others] == ["checkpoint", "report"]
+    assert [*last] == ["trained", "checkpoint", "report"]
 
 
 @pytest.mark.parametrize(("log_every", "remark"), [(9, True), (8, False), (0, False)])
@@ -191,7 +199,7 @@ def test_the_command_for_curves_runs_where_the_environment_is_not_activated(
         monkeypatch.setattr(sys, "executable", str(link))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     fitted(tmp_path, logger="tensorboard", enable_checkpointing=False)
-    last = dict(line.split(maxsplit=1) for line in shown(capsys.readouterr().out, "done"))
+    last = ended(capsys.readouterr().out)
     program, *arguments = shlex.split(last["curves"])
     assert Path(program).absolute() == Path(sys.executable).with_name("tensorboard" if is_beside else "python")
     assert arguments[: -2 if is_beside else 2] == ([] if is_beside else ["-m", "tensorboard.main"])

@@ -94,7 +94,13 @@ def test_evaluating_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         trainer.test(Evaluated(), loader(16), ckpt_path=tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="no ModelCheckpoint has saved one"):
-        silent_trainer().test(Evaluated(), loader(16), ckpt_path="best")
+        silent_trainer(default_root_dir=tmp_path / "empty").test(Evaluated(), loader(16), ckpt_path="best")
+    # Of a Trainer that has fitted and saved nothing, the best checkpoint is not that of another run.
+    unsaved = silent_trainer(default_root_dir=tmp_path, max_steps=1)
+    unsaved.test(Evaluated(), loader(16), ckpt_path="best", verbose=False)
+    unsaved.fit(Evaluated(), loader())
+    with pytest.raises(CheckpointError, match="no ModelCheckpoint has saved one yet"):
+        unsaved.test(Evaluated(), loader(16), ckpt_path="best")
 
 
 class Looking(Callback):

@@ -1,0 +1,64 @@
+"""``trial_fit``: a fit of a copy of the module, in a Trainer of its own, that leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..distributed.seed import capture, restore
+from ..memory.measure import copied
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..api.callback import Callback
+    from ..api.data_module import DataModule
+    from ..api.train_module import TrainModule
+    from .settings import TrainerSettings
+
+
+def trial_fit(
+    new_trainer: Callable[..., Any],
+    requested: TrainerSettings,
+    module: TrainModule,
+    loaders: Any,
+    datamodule: DataModule | None,
+    recorder: Callback,
+    **settings: Any,
+) -> Any:
+    """Fit a copy of a module in a Trainer that writes nothing; return that Trainer. Collective.
+
+    The module, generators and files are unchanged; the only callback is ``recorder``.
+
+    Args:
+        new_trainer: returns a Trainer, given its arguments.
+        requested: the arguments of the Trainer that was asked.
+        module: the module.
+        loaders: the training loaders, or None.
+        datamodule: provides the loaders instead.
+        recorder: a callback.
+        settings: arguments of this Trainer.
+    """
+    random = capture()
+    given = {each.name: getattr(requested, each.name) for each in fields(requested)}
+    strategy = given["strategy"]
+    quiet = {
+        "strategy": strategy if isinstance(strategy, str) else strategy.clone(),
+        "callbacks": recorder, "logger": False, "profiler": None, "barebones": False, "verbose": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_report": False, "fast_dev_run": False, "max_epochs": -1, "max_time": None, "min_epochs": None,
+        "min_steps": None, "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": None,
+        "check_val_every_n_epoch": 1, "nonfinite": "ignore", "max_restarts": 0,
+    }  # fmt: skip
+    try:
+        twin = copied(module, torch.clone)
+        # Callbacks of the module may write files.
+        twin.configure_callbacks = list  # type: ignore[method-assign]
+        trainer = new_trainer(**{**given, **quiet, **settings})
+        trainer.fit(twin, loaders, datamodule=copy.copy(datamodule))
+    finally:
+        restore(random)
+    return trainer

@@ -1,0 +1,190 @@
+"""Error messages for wrong arguments and names: at most six lines, no frames of phalanx, and the exit code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from ranks import run_command, run_script
+
+import phalanx
+
+ROOT = Path(phalanx.__file__).parent
+MOST_LINES = 6
+WRONG, REFUSED = 78, 65
+SETUP = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx import Callback, Trainer, TrainModule
+from phalanx.callbacks import EarlyStopping, ModelCheckpoint
+from phalanx.loggers import CSVLogger
+
+class Model(TrainModule):
+    def __init__(self, width=2):
+        super().__init__()
+        self.net = nn.Linear(4, width)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.net(batch[0]).square().mean())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+quiet = dict(verbose=False, default_root_dir=sys.argv[1], max_epochs=2)
+cpu = dict(accelerator="cpu", logger=False, **quiet)
+
+data = DataLoader(TensorDataset(torch.randn(12, 4)), 4)
+"""
+SAVED = "first = Trainer(**cpu); first.fit(Model(), data); first.save_checkpoint(sys.argv[1] + '/a.ckpt')\n"
+ADAM = """
+class Other(Model):
+    def configure_optimizers(self):
+        return torch.optim.Adam([{"params": [self.net.weight]}, {"params": [self.net.bias]}])
+"""
+SCHEDULED = """
+class Scheduled(Model):
+    def configure_optimizers(self):
+        return {"optimizer": super().configure_optimizers(), "lr_schedular": None}
+Trainer(**cpu).fit(Scheduled(), data)
+"""
+
+
+class Mistake(NamedTuple):
+    """A script with a mistake, and what has to be printed about it."""
+
+    code: str
+    words: list[str]
+    exit_code: int = WRONG
+
+
+def hooked(name: str) -> str:
+    """Return a fit of a module with a method of this name."""
+    return f"class Mine(Model):\n    def {name}(self, *a): pass\nTrainer(**cpu).fit(Mine(), data)"
+
+
+MISTAKES = {
+    "strategy": Mistake("Trainer(**cpu, strategy='dpd')", ["strategy='dpd'", "Did you mean 'ddp'?"]),
+    "precision": Mistake("Trainer(**cpu, precision='bf16-mixd')", ["'bf16-mixd'", "Did you mean 'bf16-mixed'?"]),
+    "precision of another tool": Mistake("Trainer(**cpu, precision='no')", ["precision='no'", "'32-true'"]),
+    "callback": Mistake(
+        "Trainer(**cpu, callbacks='early_stoping')",
+        ["'early_stoping'", "Did you mean 'early_stopping'?"]
+    ),
+    "logger": Mistake(
+        "Trainer(accelerator='cpu', **quiet, logger='tensorbord')",
+        ["logger='tensorbord'", "Did you mean 'tensorboard'?"]
+    ),
+    "hook of a module": Mistake(
+        hooked("on_train_epoch_finish"), ["Mine.on_train_epoch_finish", "Did you mean 'on_train_epoch_end'?"]
+    ),
+    "hook of a callback": Mistake(
+        "class Mine(Callback):\n    def on_validation_finish(self, *a): pass\nTrainer(**cpu, callbacks=Mine())",
+        ["Mine.on_validation_finish", "Did you mean 'on_validation_end'?"],
+    ),
+    "num_train_epochs": Mistake("Trainer(**cpu, num_train_epochs=3)", ["num_train_epochs=3", "'max_epochs'"]),
+    "gpus": Mistake("Trainer(**cpu, gpus=2)", ["gpus=2", "'devices'"]),
+    "fp16": Mistake("Trainer(**cpu, fp16=True)", ["fp16=True", "precision"]),
+    "gradient_accumulation_steps": Mistake(
+        "Trainer(**cpu, gradient_accumulation_steps=2)", ["gradient_accumulation_steps=2", "'accumulate_grad_batches'"]
+    ),
+    "no accumulation": Mistake("Trainer(**cpu, accumulate_grad_batches=0)", ["accumulate_grad_batches=0", "1"]),
+    "no training_step": Mistake(
+        "class Empty(TrainModule):\n    def configure_optimizers(self): pass\nTrainer(**cpu).fit(Empty(), data)",
+        ["Empty has no training_step"],
+    ),
+    "no loader": Mistake("Trainer(**cpu).fit(Model())", ["train_dataloader"]),
+    "devices": Mistake("Trainer(**cpu, devices='two')", ["devices='two'", "a number of at least 1"]),
+    "accelerator": Mistake("Trainer(**quiet, accelerator='gppu')", ["accelerator='gppu'", "Did you mean 'gpu'?"]),
+    "profiler": Mistake("Trainer(**cpu, profiler='simpel')", ["profiler='simpel'", "Did you mean 'simple'?"]),
+    "argument of fit": Mistake(
+        "Trainer(**cpu).fit(Model(), data, chkpt_path='auto')", ["chkpt_path='auto'", "Did you mean 'ckpt_path'?"]
+    ),
+    "mode": Mistake(
+        "Trainer(**cpu, callbacks=EarlyStopping('val/loss', mode='minimum'))",
+        ["EarlyStopping(mode='minimum')", "Did you mean 'min'?"],
+    ),
+    "another class": Mistake(
+        "Trainer(**cpu).fit(nn.Linear(4, 2), data)",
+        ["got a Linear", "subclass phalanx.TrainModule"]
+    ),
+    "key of a scheduler": Mistake(
+        SCHEDULED, ["configure_optimizers", "'lr_schedular'", "Did you mean 'lr_scheduler'?"]
+    ),
+    "monitor": Mistake(
+        "Trainer(**cpu, callbacks=EarlyStopping('val/los')).fit(Model(), data, data)",
+        ["'val/los'", "Did you mean 'val/loss'?"], 1,
+    ),
+    "monitor of a checkpoint": Mistake(
+        "Trainer(**cpu, callbacks=ModelCheckpoint(monitor='accuracy')).fit(Model(), data, data)",
+        ["'accuracy'", "was not logged", "val/loss"], 1,
+    ),
+    "checkpoint path": Mistake(
+        "Trainer(**cpu).fit(Model(), data, ckpt_path=sys.argv[1] + '/none.ckpt')", ["none.ckpt"], REFUSED
+    ),
+    "keyword of a checkpoint": Mistake(
+        "Trainer(**cpu).fit(Model(), data, ckpt_path='atuo')",
+        ["'atuo'", "'auto'"], REFUSED
+    ),
+    "another model": Mistake(
+        SAVED + "Trainer(**cpu).fit(Model(3), data, ckpt_path=sys.argv[1] + '/a.ckpt')",
+        ["a.ckpt", "net.weight", "(2, 4)", "(3, 4)", "strict_loading = False"], REFUSED,
+    ),
+    "another optimizer": Mistake(
+        SAVED + ADAM + "Trainer(**cpu).fit(Other(), data, ckpt_path=sys.argv[1] + '/a.ckpt')",
+        ["a.ckpt", "Adam", "SGD"], REFUSED,
+    ),
+    "val_check_interval": Mistake(
+        "Trainer(**cpu, val_check_interval=50).fit(Model(), data, data)", ["val_check_interval=50", "3"]
+    ),
+    "PHALANX_PROGRESS": Mistake(
+        "import os; os.environ['PHALANX_PROGRESS'] = 'plian'; Trainer(**cpu).fit(Model(), data)",
+        ["PHALANX_PROGRESS='plian'", "Did you mean 'plain'?"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_script_is_explained_in_a_few_lines(name: str, tmp_path: Path) -> None:
+    code, words, exit_code = MISTAKES[name]
+    done = run_script(f"{SETUP}{code}\n", str(tmp_path))
+    check(done.stdout, words)
+    assert done.returncode == exit_code, done.stdout
+
+
+def test_a_mistake_is_explained_by_an_interpreter_of_its_own_too(tmp_path: Path) -> None:
+    code, words, exit_code = MISTAKES["hook of a module"]
+    done = run_script(f"{SETUP}{code}\n", str(tmp_path), is_new=True)
+    check(done.stdout, words)
+    assert done.returncode == exit_code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["chekpoint"], ["'chekpoint'", "Did you mean 'checkpoint'?"]),
+        (["runs", "--limt", "3"], ["'--limt'", "Did you mean '--limit'?"]),
+        (["runs", "--lim", "3"], ["'--lim'", "Did you mean '--limit'?"]),
+        (["why", "version_3"], ["version_3"]),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_explained_in_a_few_lines(
+    arguments: list[str], words: list[str], tmp_path: Path
+) -> None:
+    done = run_command([sys.executable, "-m", "phalanx", *arguments], tmp_path)
+    check(done.stdout, words)
+    assert "Traceback" not in done.stdout
+    assert done.returncode == WRONG
+
+
+def check(printed: str, words: list[str]) -> None:
+    """Assert that a text is short, names the mistake and what to do, and shows no code of phalanx."""
+    lines = printed.strip().splitlines()
+    assert 0 < len(lines) <= MOST_LINES, printed
+    assert f'File "{ROOT}' not in printed
+    # The line of the script, which a traceback shows, has the mistake in it, too.
+    message = "\n".join(line for line in lines if not line.startswith(" "))
+    assert [word for word in words if word not in message] == [], printed
