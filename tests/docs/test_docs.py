@@ -15,6 +15,7 @@ import pytest
 from ranks import run_script
 
 import phalanx
+from phalanx.cli.main import build_parser
 
 ROOT = Path(phalanx.__file__).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,6 +66,35 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def unknown_commands(text: str) -> set[str]:
+    """Return the commands on a page that neither the Makefile nor ``phalanx`` has."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.MULTILINE))
+    # In blocks alone: in a sentence, it may be the command of another tool, which is answered with phalanx's own.
+    pasted = set(re.findall(r"^    (?:\$ )?phalanx ([a-z][a-z-]*)", text, re.MULTILINE))
+    return (named - targets) | (pasted - set(re.findall(r"[a-z-]+", build_parser().format_help())))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_exist(page: Path) -> None:
+    assert unknown_commands(page.read_text(encoding="utf-8")) == set()
+
+
+def test_a_planted_command_is_found() -> None:
+    assert unknown_commands("`make test` and `make tea`\n\n    $ phalanx why\n    phalanx wherefore\n") == {
+        "tea",
+        "wherefore",
+    }
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^\|(?:-+\|)+$", text, re.MULTILINE)) <= 5
+    assert text.count("\n") <= 100
+    [(_, code)] = blocks(ROOT / "README.md")
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 20
+
+
 def test_the_map_names_every_page() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
@@ -84,3 +114,19 @@ def test_the_page_on_the_trainer_names_every_argument() -> None:
         name for name, each in inspect.signature(phalanx.Trainer).parameters.items() if each.kind is each.KEYWORD_ONLY
     ]
     assert [name for name in arguments if f"`{name}" not in text] == []
+
+
+def test_the_page_of_the_command_explains_each_command_and_option() -> None:
+    sections = re.split(r"(?m)^## (?=`)", (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8"))
+    explained = {name: text for text in sections[1:] for name in re.findall("`([a-z]+)`", text.splitlines()[0])}
+    commands = next(action for action in build_parser()._actions if action.dest == "command")
+    assert isinstance(commands.choices, dict)
+    assert set(explained) == set(commands.choices) - {"checkpoint"}
+    missing = [
+        (name, option)
+        for name, text in explained.items()
+        for action in commands.choices[name]._actions
+        for option in action.option_strings
+        if option not in ("-h", "--help", "--json") and option not in text
+    ]
+    assert missing == []

@@ -12,10 +12,12 @@ import phalanx
 EXAMPLES = Path(phalanx.__file__).parent / "examples"
 
 
-def run_example(name: str, out: Path, strategy: str = "auto", devices: int = 1, precision: str = "32-true") -> str:
+def run_example(
+    name: str, out: Path, *flags: str, strategy: str = "auto", devices: int = 1, precision: str = "32-true"
+) -> str:
     """Return what an example printed."""
-    options = ["--strategy", strategy, "--devices", str(devices), "--precision", precision, "--out", str(out)]
-    process = run_script(EXAMPLES / name, "--short", *options, timeout=90)
+    options = ["--strategy", strategy, "--devices", str(devices), "--precision", precision, "--out", str(out), *flags]
+    process = run_script(EXAMPLES / name, "--short", *options, timeout=180)
     output = str(process.stdout)
     assert process.returncode == 0, output
     return output
@@ -73,5 +75,6 @@ def test_every_example_is_run_here() -> None:
         "digits.py",
         "gpt.py",
         "fabric_loop.py",
+        "finetune.py",
         "lightning_port.py",
     }
