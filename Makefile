@@ -13,26 +13,31 @@ BENCH := $(VENV)/bench.$(HERE)
 # Where pytest lets tests find their helpers, joined by colons.
 TESTS := $(subst $() ,:,$(strip $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py tests/*/*.py tests/*/*/*.py))))))
 
-.PHONY: help demo test services test-versions cuda wheels tools audit lock lint types ops parity matrix bench bench-cuda kill chaos deadlocks faults soak format clean
+.PHONY: help demo test services test-versions data-libraries cuda wheels tools audit lock lint types docs pictures ops parity pretrained matrix bench bench-cuda kill chaos deadlocks memory faults soak format clean
 
 help:
 	@echo "make demo     train a small model on two ranks and say where the results are"
 	@echo "make test     lint, format, types, tests (JOBS=2 at a time)"
 	@echo "make test-versions  run the core of the suite with the oldest and the newest torch (VERSIONS='2.11.0 2.15.0')"
+	@echo "make data-libraries  run the tests of MosaicML streaming, litdata and torchdata in an environment of their own"
 	@echo "make cuda     run the tests on the CUDA devices of this machine, emulated ones without; 10 minutes, no network"
 	@echo "make wheels   download what such a machine lacks (WHEELS='--python 3.12 deepspeed hjson')"
-	@echo "make services  run the tests of loggers that start servers of MLflow and W&B"
+	@echo "make services  run the tests that start servers of MLflow and W&B, and a Ray cluster"
 	@echo "make audit    compare the environment with constraints.txt, and its files with their recorded hashes"
 	@echo "make lock     write requirements.lock anew, from pyproject.toml and constraints.txt"
+	@echo "make docs     build the site of the documentation in build/site; no network"
+	@echo "make pictures  draw the pictures of the README again, from a run of examples/digits.py"
 	@echo "make ops      build what DeepSpeed compiles, once on a machine: 4 minutes on two cores"
 	@echo "make bench    measure beside the raw loop, Lightning and Accelerate (ARGS='--only step --quick')"
 	@echo "make bench-cuda  measure on one GPU beside plain torch, Lightning, Accelerate and DeepSpeed: 8 minutes, no network"
 	@echo "make parity   every strategy, precision, window and clipping beside plain torch; writes the docs' table"
+	@echo "make pretrained a model of the size of GPT-2 from and to folders of transformers, under each strategy"
 	@echo "make matrix   save under every strategy, resume under every other; writes the docs' table; 15 minutes"
 	@echo "make kill     kill runs at random instants and see that they resume bit for bit (TRIALS=100 for each strategy and number of ranks)"
 	@echo "make chaos    disturb runs in every way a machine knows (TRIALS=20 for each strategy and fault)"
 	@echo "make deadlocks  run fits with uneven data and signals at random points: no rank may wait forever (TRIALS=200)"
 	@echo "make soak     kill a rank every 30 s for 10 minutes, and see how much of the time is trained"
+	@echo "make memory     let a rank run out of memory at random points: the losses must stay the same (TRIALS=200)"
 	@echo "make faults   plant an exception at every place where a run may fail, and see that it ends within 2 s"
 	@echo "make lint | types | format | clean"
 
@@ -59,9 +64,9 @@ tools:
 	@PYTHON='$(PYTHON)' .ci/tools install
 	@test -z "$(COMPLETE)" || $(HAS_LIBAIO) || { echo "$(LEFT_OUT)"; exit 1; }
 
-# Not part of `make test`: the local service of W&B sometimes drops its connection.
+# Not part of `make test`: the local service of W&B sometimes drops its connection, and Ray takes long to start.
 services: $(DEV)
-	PHALANX_TEST_SERVICES=1 $(PY) -m pytest tests/loggers/test_remote_loggers.py $(ARGS)
+	PHALANX_TEST_SERVICES=1 $(PY) -m pytest tests/loggers/test_remote_loggers.py tests/cli/test_launch_ray.py $(ARGS)
 
 # The core of the suite with the oldest and the newest torch that pyproject.toml allows, each in an environment of its
 # own without DeepSpeed, Lightning and Accelerate. Several gigabytes each, as there are no other builds for most versions.
@@ -77,6 +82,19 @@ test-versions: tools
 	    "$$python" -m pytest -n $(JOBS) --dist worksteal -k 'not ($(WITHOUT))' $(ARGS) \
 	        $(CORE:%=tests/framework/%) $(wildcard tests/strategies/test_fsdp*.py) || exit 1; \
 	done
+
+# Data libraries that need other versions of numpy and transformers than the rest, in an environment of their own: with
+# torch's version of constraints.txt, and without most of their dependencies, which are clients of clouds, and torchvision,
+# whose builds in the package index are for CUDA. What they import comes after them.
+DATA_LIBRARIES := mosaicml-streaming==0.13.0 litdata==0.2.76 torchdata==0.11.0
+DATA_LIBRARIES_IMPORT := 'numpy<2.2' 'transformers<5' datasets boto3 brotli catalogue python-snappy zstd
+data-libraries: tools
+	@python="$(VENV)/data-libraries/bin/python"; \
+	test -x "$$python" || $(PYTHON) -m venv "$(VENV)/data-libraries" || exit 1; \
+	"$$python" -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -e . \
+	    $(DATA_LIBRARIES_IMPORT) pytest pytest-timeout || exit 1; \
+	"$$python" -m pip install --quiet --disable-pip-version-check --no-deps $(DATA_LIBRARIES) || exit 1; \
+	"$$python" -m pytest tests/framework/data/test_data_libraries.py $(ARGS)
 
 # With the machine's own python and packages, as its torch fits its driver; with those of the environment where `make` has
 # built one. Packages that are missing come from the folder of `make wheels`, if there is one.
@@ -109,10 +127,18 @@ lint: $(DEV)
 LINK := $(VENV)/types/phalanx
 LINKED := mkdir -p $(VENV)/types && ln -sfn "$(CURDIR)" $(LINK)
 PARTS := __init__.py __main__.py checkpoint.py $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
-CHECK_TYPES = MYPYPATH=$(VENV)/types:$(TESTS) $(PY) -m mypy $(PARTS:%=$(LINK)/%) $(wildcard tests examples benchmarks)
+CHECK_TYPES = MYPYPATH=$(VENV)/types:$(TESTS) $(PY) -m mypy $(PARTS:%=$(LINK)/%) $(wildcard tests examples benchmarks docs/site)
 types: $(DEV)
 	@$(LINKED)
 	$(CHECK_TYPES)
+
+# Broken links, missing anchors and pages outside of the navigation are errors. The variable silences an advertisement.
+docs: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
+
+pictures: $(DEV)
+	$(PY) docs/site/pictures.py
 
 # Before the tests, so that none of them waits for a compiler. Needs g++, Python's headers and, for NVMe, libaio-dev.
 ops: $(DEV)
@@ -128,6 +154,10 @@ bench-cuda:
 
 parity: $(DEV)
 	$(PY) tests/parity_table.py --write docs/choosing-a-strategy.md
+
+# A model of the size of GPT-2, from and to the folders of transformers. ARGS='--strategies fsdp,zero3 --layers 2'
+pretrained: $(DEV)
+	$(PY) tests/pretrained_table.py $(ARGS)
 
 matrix: $(DEV)
 	$(PY) tests/resume_matrix.py --write docs/resume-matrix.md $(ARGS)
@@ -145,6 +175,10 @@ chaos: $(DEV)
 # ARGS='--strategies fsdp,zero3 --seed 1000'
 deadlocks: $(DEV)
 	$(PY) tests/deadlock_trials.py --trials $(TRIALS) $(ARGS)
+
+# ARGS='--seed 1000'
+memory: $(DEV)
+	$(PY) tests/memory_trials.py --trials $(TRIALS) $(ARGS)
 
 # ARGS='--minutes 10 --every 30 --strategy fsdp'
 soak: $(DEV)

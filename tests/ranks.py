@@ -347,7 +347,7 @@ def changed_variables(known: Mapping[str, str]) -> list[str]:
     return sorted(names - _FOREIGN_VARIABLES)
 
 
-def lasting_threads(known: set[threading.Thread], seconds: float = 2.0) -> list[str]:
+def lasting_threads(known: set[threading.Thread], seconds: float = 10.0) -> list[str]:
     """Return the names of threads beyond ``known`` that do not end within ``seconds``."""
     until = time.monotonic() + seconds
     while left := [thread for thread in threading.enumerate() if thread not in known and _is_lasting(thread)]:
@@ -360,8 +360,9 @@ def lasting_threads(known: set[threading.Thread], seconds: float = 2.0) -> list[
 
 
 def _is_lasting(thread: threading.Thread) -> bool:
-    # The threads of torch's backward passes last as long as the process; Python knows of them once they have asked.
-    return thread.is_alive() and not isinstance(thread, threading._DummyThread)
+    # The threads of torch's backward passes last as long as the process; Python knows of them once they have asked. So
+    # does the thread of tqdm's first bar, which libraries show.
+    return thread.is_alive() and not isinstance(thread, threading._DummyThread) and thread.name != "tqdm_monitor"
 
 
 @contextlib.contextmanager
@@ -407,8 +408,9 @@ def started_script(
     is_new: bool = False,
     device: str = "cpu",
     libraries: tuple[str, ...] = (),
+    cwd: Path | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a script, given as a path or as its source, in a directory of its own; see ``started_command``.
+    """Start a script, given as a path or as its source, in ``cwd`` or a directory of its own; see ``started_command``.
 
     It finds torch, phalanx and further ``libraries`` imported, unless the interpreter ``is_new``; that takes seconds,
     and is for tests of how a process starts, of the interpreter's ``flags``, and of what libraries read from the
@@ -421,10 +423,10 @@ def started_script(
         if isinstance(script, str):
             path.write_text(script)
         if is_new or flags:
-            with started_command([sys.executable, *flags, str(path), *args], directory, variables) as process:
+            with started_command([sys.executable, *flags, str(path), *args], cwd or directory, variables) as process:
                 yield process
         else:
-            process = warm_python(device, libraries).start(path, args, directory, {**os.environ, **variables})
+            process = warm_python(device, libraries).start(path, args, cwd or directory, {**os.environ, **variables})
             with _ended(process):
                 yield process
     finally:
@@ -440,13 +442,14 @@ def run_script(
     is_new: bool = False,
     device: str = "cpu",
     libraries: tuple[str, ...] = (),
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end; ``stdout`` holds both its streams, in order.
 
     Raises:
         AssertionError: it took longer than ``timeout`` seconds; all it started was killed.
     """
-    given = {"env": env, "flags": flags, "is_new": is_new, "device": device, "libraries": libraries}
+    given = {"env": env, "flags": flags, "is_new": is_new, "device": device, "libraries": libraries, "cwd": cwd}
     with started_script(script, *args, **given) as process:  # type: ignore[arg-type]
         return completed(process, timeout)
 

@@ -20,6 +20,7 @@ FACES = (
     "phalanx",
     "phalanx.checkpoint",
     "phalanx.errors",
+    "phalanx.hf",
     "phalanx.profilers",
     "phalanx.registry",
     "phalanx.strategies",

@@ -20,7 +20,7 @@ import pytest
 import phalanx
 
 ROOT = Path(phalanx.__file__).parent
-FOLDERS = ("framework", "strategies", "precisions", "callbacks", "loggers", "cli", "examples", "benchmarks")
+FOLDERS = ("framework", "strategies", "precisions", "callbacks", "loggers", "cli", "examples", "benchmarks", "docs")
 CODE = [*sorted(ROOT.glob("*.py")), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

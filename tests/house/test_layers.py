@@ -13,7 +13,7 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 PLUGINS = ("strategies", "precisions", "callbacks", "loggers")
 FOLDERS = ("framework", *PLUGINS, "cli", "compat")
-FACES = ("__init__", "checkpoint", "errors", "profilers", "registry")
+FACES = ("__init__", "checkpoint", "configuration", "errors", "hf", "profilers", "registry")
 
 # The sub-packages of framework, in order: each may import those named here, all of which stand above it.
 ROOMS: dict[str, str] = {
@@ -26,18 +26,22 @@ ROOMS: dict[str, str] = {
     "parallel": "core system distributed checkpoint",
     "data": "core system distributed",
     "state": "core system distributed checkpoint parallel",
+    "pretrained": "core system distributed checkpoint parallel state",
     "watchdog": "core system distributed",
     "launch": "core system distributed data watchdog report",
     "profiling": "core system distributed metrics",
-    "fabric": "core system distributed metrics checkpoint parallel data state launch",
-    "api": "core distributed metrics checkpoint parallel state profiling fabric",
-    "memory": "core api",
+    "fabric": "core system distributed metrics checkpoint parallel data state pretrained launch",
+    "api": "core distributed metrics checkpoint parallel state pretrained profiling fabric",
+    "memory": "core parallel api",
     "run": "core system distributed metrics checkpoint parallel data state watchdog profiling fabric api",
     "diagnostics": "core system distributed metrics checkpoint parallel api run",
-    "resume": "core system distributed checkpoint parallel data state launch api run",
+    "resume": "core system distributed checkpoint parallel data state pretrained launch api run report",
     "loop": "core distributed metrics parallel data state watchdog profiling api run diagnostics resume",
-    "trainer": "core system distributed metrics checkpoint parallel data state watchdog launch profiling fabric api "
+    "trainer": "core system distributed metrics checkpoint parallel data state pretrained watchdog launch profiling "
+    "fabric api "
     "memory run diagnostics resume loop report",
+    "configuration": "core system distributed metrics parallel launch api run trainer",
+    "huggingface": "core api system distributed checkpoint parallel pretrained resume trainer",
 }
 Import = tuple[str, int, bool]
 """The dotted name below ``phalanx`` that is imported, the line, and whether it stands inside a function."""

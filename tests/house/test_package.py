@@ -80,11 +80,12 @@ def sources(root: Path) -> list[str]:
 
 
 def belongs_in_wheel(files: Iterable[str]) -> set[str]:
-    """Return what a wheel must hold: the python files of the root and of every folder that is a package."""
+    """Return what a wheel must hold: python files of the root and of every package, and the templates of projects."""
     files = set(files)
     packages = {name.split("/")[0] for name in files if name.count("/") == 1 and name.endswith("/__init__.py")}
     inside = {name for name in files if name.endswith(".py") and ("/" not in name or name.split("/")[0] in packages)}
-    return {f"phalanx/{name}" for name in inside | {"py.typed"}}
+    templates = {name for name in files if name.startswith("cli/templates/")}
+    return {f"phalanx/{name}" for name in inside | templates | {"py.typed"}}
 
 
 def loaded_by(statement: str, before: str = "") -> set[str]:
@@ -161,9 +162,10 @@ def test_a_folder_missing_from_the_package_list_would_be_found() -> None:
         "framework/__init__.py",
         "framework/a.py",
         "new/__init__.py",
+        "cli/templates/a/config.yaml",
         "tests/test_a.py",
     ]
-    expected = {"__init__.py", "py.typed", "framework/__init__.py", "framework/a.py", "new/__init__.py"}
+    expected = {"__init__.py", "py.typed", "framework/__init__.py", "framework/a.py", "new/__init__.py", files[5]}
     assert belongs_in_wheel(files) == {f"phalanx/{name}" for name in expected}
 
 
