@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from free_ports import free_port
 from ranks import completed, started_script
 
 # The command, in a process that may have torch imported. Its limits on time are a few seconds.
@@ -48,13 +48,6 @@ if what != "end" and (what == "wait" or attempt == "0"):
 def started(root: Path) -> dict[str, list[str]]:
     """Return what each rank recorded at its start, by rank and attempt."""
     return {path.name: json.loads(path.read_text()) for path in sorted(root.glob("rank_*_[0-9]"))}
-
-
-def free_port() -> int:
-    """Return a port of this machine that nothing listens on."""
-    with socket.create_server(("", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import slurm_stand_in
 import yaml
+from free_ports import FIRST, free_port
 from kubeflow_trainer_api import models
 from ranks import run_command
 
@@ -43,17 +42,6 @@ def command(*arguments: str) -> list[str]:
 # ---- SLURM
 
 
-def job_with_free_port() -> int:
-    """Return the number of a job whose launchers meet at a free port of this machine."""
-    while True:
-        number = random.randrange(10_000)
-        try:
-            socket.create_server(("127.0.0.1", 20_000 + number)).close()
-        except OSError:
-            continue
-        return number
-
-
 @pytest.mark.parametrize(
     ("nodes", "codes", "turns"), [(2, ["75", "0"], [75, 0]), (1, ["78", "0"], [78]), (1, ["1", "0"], [1])]
 )
@@ -62,7 +50,7 @@ def test_a_slurm_job_that_was_preempted_is_queued_again(
 ) -> None:
     (tmp_path / "train.py").write_text(TURN)
     (tmp_path / "bin").mkdir()
-    variables = slurm_stand_in.install(tmp_path / "bin", job_with_free_port())
+    variables = slurm_stand_in.install(tmp_path / "bin", job=free_port() - FIRST)
     options = ["-n", "1", "--nodes", str(nodes), "--on", "slurm", "--cpu", "--submit", "--json"]
     done = run_command(command(*options, "train.py", str(tmp_path), *codes), tmp_path, variables, timeout=120.0)
     printed = (tmp_path / f"train-{variables['SLURM_STAND_IN_JOB']}.out").read_text()

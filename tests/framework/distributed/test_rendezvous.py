@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from free_ports import free_port
 
 from phalanx.framework.core.errors import ConfigurationError, Preempted
 from phalanx.framework.distributed import rendezvous
@@ -82,11 +83,6 @@ def tell():
 threading.Thread(target=tell, daemon=True).start()
 Trainer(strategy="ddp", devices=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Model(), [1])
 """
-
-
-def free_port() -> int:
-    with socket.create_server((ADDRESS, 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def start(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import pytest
-from launched_nodes import free_port
+from free_ports import free_port
 from ranks import wait_until
 
 from phalanx.framework.launch import liveness, script_launcher, several_nodes
