@@ -77,7 +77,7 @@ test-versions: tools
 	@for version in $(VERSIONS); do \
 	    python="$(VENV)/torch-$$version/bin/python"; echo "torch $$version"; \
 	    test -x "$$python" || $(PYTHON) -m venv "$(VENV)/torch-$$version" || exit 1; \
-	    "$$python" -m pip install --quiet --disable-pip-version-check "torch==$$version" -e '.[examples]' \
+	    "$$python" -m pip install --quiet --disable-pip-version-check "torch==$$version" -e '.[examples,hf]' datasets schedulefree webdataset \
 	        pytest pytest-timeout pytest-xdist || exit 1; \
 	    "$$python" -m pytest -n $(JOBS) --dist worksteal -k 'not ($(WITHOUT))' $(ARGS) \
 	        $(CORE:%=tests/framework/%) $(wildcard tests/strategies/test_fsdp*.py) || exit 1; \
