@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING
 from ..framework.core.lazy_exports import on_call
 
 if TYPE_CHECKING:
+    from .checkpoint import (
+        consolidate_checkpoint as consolidate_checkpoint,
+        convert_checkpoint as convert_checkpoint,
+        diff_checkpoints as diff_checkpoints,
+        inspect_checkpoint as inspect_checkpoint,
+        list_checkpoints as list_checkpoints,
+        verify_checkpoints as verify_checkpoints,
+    )
     from .compare import compare_runs as compare_runs
     from .completion import print_completion as print_completion
     from .demo import run_demo as run_demo
@@ -28,6 +36,8 @@ if TYPE_CHECKING:
 __getattr__ = on_call(
     __name__,
     {
+        ".checkpoint": "consolidate_checkpoint convert_checkpoint diff_checkpoints inspect_checkpoint list_checkpoints "
+        "verify_checkpoints",
         ".compare": "compare_runs",
         ".completion": "print_completion",
         ".demo": "run_demo",

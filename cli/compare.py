@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..framework.report.comparison import compare_reports
+from ..framework.report.comparison import LABELS, compare_reports, compared_text
+from ..framework.report.comparison_page import render_comparison
 from ..framework.report.document import build_report
 from ..framework.report.finding import find_run, shown_path
-from ..framework.report.loose import listed, mapping, text
+from ..framework.report.loose import listed, mapping
 from ..framework.report.run_files import RunFiles
-from ..framework.report.series import as_number
-from ..framework.report.times import span_text
+from ..framework.system.atomic_files import write_text
 from .looks import Curve, fitted_table, line_width, say_fitted, shortened, shown_number
 from .output import say, say_json
 
@@ -25,15 +25,19 @@ def compare_runs(given: argparse.Namespace) -> int:
     directories = [find_run(each, Path()) for each in (given.first, given.second)]
     reports = [build_report(RunFiles(directory)) for directory in directories]
     found = compare_reports(*reports)
+    if given.out is not None:
+        write_text(Path(given.out), render_comparison(reports, found))
     if given.json:
         say_json(found)
         return 0
     names = [shown_path(directory) for directory in directories]
-    say_fitted(f"A  {names[0]}")
-    say_fitted(f"B  {names[1]}")
+    for label, name in zip(LABELS, names, strict=True):
+        say_fitted(f"{label}  {name}")
     _say_settings(found["settings"])
     _say_results(found["results"])
     _say_metrics(found["metrics"], reports)
+    if given.out is not None:
+        say_fitted(f"page     {shown_path(Path(given.out))}")
     return 0
 
 
@@ -44,29 +48,19 @@ def _say_settings(settings: dict[str, list[Any]]) -> None:
     names = max(map(len, settings))
     # Both columns get the same share of the terminal.
     each = max(_LEAST_COLUMN, (line_width() - names - 4) // 2)
-    lines = [[name, *(shortened(_value(value), each) for value in pair)] for name, pair in settings.items()]
-    fitted_table(("setting", "A", "B"), lines)
-
-
-def _value(value: Any) -> str:
-    return "-" if value is None else text(value)
+    lines = [
+        [name, *(shortened(compared_text(name, value), each) for value in pair)] for name, pair in settings.items()
+    ]
+    fitted_table(("setting", *LABELS), lines)
 
 
 def _say_results(results: dict[str, list[Any]]) -> None:
     lines = [
-        [name.replace("_", " "), *(_result(name, value) for value in pair)]
+        [name.replace("_", " "), *(compared_text(name, value) for value in pair)]
         for name, pair in results.items()
         if pair != [None, None]
     ]
-    fitted_table(("result", "A", "B"), lines)
-
-
-def _result(name: str, value: Any) -> str:
-    if name == "duration_seconds" and (seconds := as_number(value)) is not None:
-        return span_text(seconds)
-    if name == "best_score" and mapping(value):
-        return f"{text(value.get('name'))} {shown_number(value.get('value'))}"
-    return _value(value)
+    fitted_table(("result", *LABELS), lines)
 
 
 def _say_metrics(metrics: dict[str, list[dict[str, Any] | None]], reports: list[dict[str, Any]]) -> None:
@@ -75,9 +69,10 @@ def _say_metrics(metrics: dict[str, list[dict[str, Any] | None]], reports: list[
     lines = []
     for name, pair in list(metrics.items())[:_MOST_METRICS]:
         line: list[str | Curve] = [name]
-        for numbers, report in zip(pair, reports, strict=True):
-            values = listed(mapping(mapping(report["curves"]).get(name)).get("value"))
-            line += ["-" if numbers is None else shown_number(numbers["last"]), Curve(values)]
+        curves = [listed(mapping(mapping(report["curves"]).get(name)).get("value")) for report in reports]
+        for numbers, values, other in zip(pair, curves, reversed(curves), strict=True):
+            # Both have the range of both, so that the higher curve is drawn higher.
+            line += ["-" if numbers is None else shown_number(numbers["last"]), Curve(values, other)]
         lines.append([*line, _difference(pair)])
     fitted_table(("metric", "A last", "", "B last", "", "B - A"), lines, yielding=0)
     if len(metrics) > _MOST_METRICS:

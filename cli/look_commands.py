@@ -54,6 +54,8 @@ def _why(commands: Any) -> None:
 
 def _compare(commands: Any) -> None:
     text = "compare the settings, results and curves of two runs"
-    parser = add_command(commands, "compare", compare_runs, text, "phalanx compare version_3 version_4", _FILES)
+    example = "phalanx compare version_3 version_4 --out both.html"
+    parser = add_command(commands, "compare", compare_runs, text, example, _FILES)
     parser.add_argument("first", metavar="A", help="a run's directory or its name, such as version_3 or 3")
     parser.add_argument("second", metavar="B", help="another run")
+    parser.add_argument("--out", metavar="FILE", help="also write a page with the curves of both in the same charts")

@@ -29,6 +29,8 @@ class Curve(NamedTuple):
     """A cell of a table that is drawn in the columns which the text leaves."""
 
     values: Sequence[Any]
+    beside: Sequence[Any] = ()
+    """The values of a curve that is drawn in the same range."""
 
 
 def painted(shown: str, color: str) -> str:
@@ -102,25 +104,35 @@ def _drawn(rows: Sequence[Sequence[str | Curve]], total: int) -> list[list[str]]
     width = left // sum(of_curves) - 2 if any(of_curves) else 0
     width = min(width, _MOST_CURVE) if width >= _LEAST_CURVE else 0
     drawn = [
-        [spark(cell.values, width) if isinstance(cell, Curve) else printable(cell) for cell in column]
+        [spark(cell.values, width, cell.beside) if isinstance(cell, Curve) else printable(cell) for cell in column]
         for column in columns
     ]
     kept = [column for column, is_curve in zip(drawn, of_curves, strict=True) if not is_curve or any(column)]
     return [list(row) for row in zip(*kept, strict=True)]
 
 
-def spark(values: Sequence[Any], width: int = _MOST_CURVE) -> str:
-    """Return a curve as a line of blocks; empty where the output has no such characters."""
-    numbers = [number for value in values if (number := as_number(value)) is not None]
+def spark(values: Sequence[Any], width: int = _MOST_CURVE, beside: Sequence[Any] = ()) -> str:
+    """Return a curve as a line of blocks; empty where the output has no such characters.
+
+    Args:
+        beside: the values of another curve, drawn as wide and in the same range.
+    """
+    numbers, others = _averaged(values, width), _averaged(beside, width)
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
     if len(numbers) < 2 or width < 1 or not encoding.startswith("utf"):
         return ""
-    if len(numbers) > width:
-        edges = [round(number * len(numbers) / width) for number in range(width + 1)]
-        numbers = [sum(numbers[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(numbers), max(numbers)
+    low, high = min(*numbers, *others), max(*numbers, *others)
     span = high - low or 1.0
     return "".join(_BLOCKS[min(7, int(8 * (value - low) / span))] for value in numbers)
+
+
+def _averaged(values: Sequence[Any], width: int) -> list[float]:
+    """Return the numbers among values, as averages of parts if there are more than ``width``."""
+    numbers = [number for value in values if (number := as_number(value)) is not None]
+    if len(numbers) <= width or width < 1:
+        return numbers
+    edges = [round(number * len(numbers) / width) for number in range(width + 1)]
+    return [sum(numbers[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def shown_number(value: Any) -> str:

@@ -39,7 +39,7 @@ class Check:
 
 
 def check_software(version: Callable[[str], str] = metadata.version) -> Iterator[Check]:
-    """Check the versions of Python and torch, and show those of the optional packages."""
+    """Check the versions of Python and torch, and show those of optional packages and of the libraries of loggers."""
     python = sys.version_info
     yield Check("software", "python", (3, 10) <= python[:2] <= (3, 13), ".".join(map(str, python[:3])),
                 "use Python 3.10 to 3.13")  # fmt: skip
@@ -51,12 +51,14 @@ def check_software(version: Callable[[str], str] = metadata.version) -> Iterator
     release = tuple(int(part) for part in re.findall(r"\d+", torch)[:2])
     known = OLDEST_TORCH <= release < NEWEST_TORCH
     yield Check("software", "torch", known, torch, "install a version of constraints.txt, 2.11 to 2.15")
-    for package in ("deepspeed", "torchao", "tensorboard"):
-        try:
-            found = version(package)
-        except metadata.PackageNotFoundError:
-            found = "not installed (optional)"
-        yield Check("software", package, True, found)
+    optional = {"software": ("deepspeed", "torchao"), "loggers": ("tensorboard", "wandb", "mlflow", "trackio")}
+    for group, packages in optional.items():
+        for package in packages:
+            try:
+                found = version(package)
+            except metadata.PackageNotFoundError:
+                found = "not installed (optional)"
+            yield Check(group, package, True, found)
 
 
 def check_storage(
@@ -126,6 +128,6 @@ def check_ranks(reduce: Callable[[], float]) -> Iterator[Check]:
     try:
         seconds = reduce()
     except (PhalanxError, OSError) as error:
-        yield Check("ranks", "two ranks on the CPU", False, str(error).splitlines()[0], "see docs/failures.md")
+        yield Check("ranks", "two CPU ranks", False, str(error).splitlines()[0], "see docs/failures.md")
         return
-    yield Check("ranks", "two ranks on the CPU", True, f"an all-reduce of 4 MB takes {seconds * 1e3:.1f} ms")
+    yield Check("ranks", "two CPU ranks", True, f"an all-reduce of 4 MB takes {seconds * 1e3:.1f} ms")

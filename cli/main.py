@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..framework.core.errors import ConfigurationError, PhalanxError, did_you_mean
-from . import begin_commands, checkpoint, launch_commands, look_commands, move_commands, run_commands
+from . import begin_commands, checkpoint_commands, launch_commands, look_commands, move_commands, run_commands
 from .command_parser import GroupedHelp, grouped
 from .other_names import suggestion
 from .output import printable
@@ -63,7 +63,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"phalanx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar=_COMMAND, required=True, title="commands")
-    for each in (begin_commands, run_commands, launch_commands, look_commands, checkpoint, move_commands):
+    for each in (begin_commands, run_commands, launch_commands, look_commands, checkpoint_commands, move_commands):
         each.add_commands(commands)
     return parser
 

@@ -51,9 +51,12 @@ def _line(one: dict[str, Any]) -> list[str]:
 
 
 def _result(one: dict[str, Any]) -> str:
-    """Return the best value of a run, or its last ones, those of validation first."""
+    """Return the best value of a run, or its last ones, those of validation first.
+
+    Numbers come before names, of which a narrow terminal has the beginning alone.
+    """
     best = mapping(one["best_score"])
     if best:
-        return f"{text(best.get('name'))} {shown_number(best.get('value'))}"
+        return f"{shown_number(best.get('value'))} {text(best.get('name'))}"
     names = sorted(one["metrics"], key=lambda name: (not name.startswith("val"), "loss" not in name, name))
-    return ", ".join(f"{name} {shown_number(one['metrics'][name])}" for name in names[:2])
+    return ", ".join(f"{shown_number(one['metrics'][name])} {name}" for name in names[:2])

@@ -191,6 +191,7 @@ class FitLoop:
             # After fetching, so that the watchdog does not count a wait for data as part of the step.
             begin_step()
             if window is None or not step(*window):
+                run.meter.drop_units()
                 if not step.epoch_skipped:
                     self._check_not_empty()
                 return True

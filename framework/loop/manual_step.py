@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,15 @@ from ..core.optimizer_config import parameters_of
 from ..data.accumulation_window import MicroBatches
 from ..diagnostics.nonfinite_guard import NonFiniteGuard
 from ..parallel.closures import evaluate_once
-from ..parallel.strategy import Traits
+from ..parallel.strategy import StepFunction, Traits
 from ..parallel.zero_backward import zero_loss
 from ..run.overrides import is_overridden
 from ..run.run import Run
 from .step_base import TrainingStep
 
+# A program may train some of its models in every n-th batch only: the FLOPs are those of an average over these batches,
+# a multiple of the usual n.
+_COUNTED_BATCHES = 20
 _BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")
 
 
@@ -80,11 +83,18 @@ class ManualOptimizer:
         if self._guard.agree():
             self._guard.handle_loss()
             fabric.updater.forget(optimizer)
-        elif fabric.updater(optimizer, hooks, apply, blind=closure is not None):
-            self._guard.applied()
-            self._applied()
+        else:
+            with self._uncounted(closure):
+                if fabric.updater(optimizer, hooks, apply, blind=closure is not None):
+                    self._guard.applied()
+                    self._applied()
         self.reduced = False
         return result
+
+    def _uncounted(self, closure: Any) -> AbstractContextManager[None]:
+        """Return a context that leaves the update out of the model FLOPs, but not the passes of a closure."""
+        count = self._run.meter.flop_count
+        return nullcontext() if count is None or closure is not None else count.paused()
 
     def gradients_added(self) -> None:
         """Mark gradients as not reduced, after a backward pass has added local gradients.
@@ -142,14 +152,20 @@ class ManualStep(TrainingStep):
         # With other strategies gradients are reduced when an optimizer steps, which may happen several times in a
         # training step. The strategy's own forward and backward would reduce after every backward pass, so they are
         # bypassed.
-        self.forward = self.routed(training=self.reduced_before)
+        self.counted_windows = _COUNTED_BATCHES
+        self.forward = self.routed()
         module = run.module
+        self.batch_weight = self.meter.adding(module.batch_weight) if self.meter.unit == "tokens" else None
         self.own_backward = module.backward if is_overridden("backward", module) else Tensor.backward
         self.stepped = False
         self.manual_optimizers = [ManualOptimizer(each, run, self.guard, self._note) for each in run.optimizers]
         run.use_manual(self.manual_optimizers, self.manual_backward)
         self.updater = run.updater
         self.updater.defer_scale(True)
+
+    def routed(self, training: bool = True) -> StepFunction:
+        """Return the user's step, through the strategy's own forward if that reduces in the backward pass."""
+        return super().routed(training and self.reduced_before)
 
     def _note(self) -> None:
         self.stepped = True
@@ -179,6 +195,10 @@ class ManualStep(TrainingStep):
         """Run a batch; return False if no rank had one. Collective."""
         index = self.progress.batch_in_epoch
         self.epoch_skipped = False
+        if self.batch_weight is not None:
+            for batch in batches:
+                # Before the transfer: a number on a device would be waited for.
+                self.batch_weight(batch)
         batches = [self.start_batch(batch, index) for batch in batches]
         if self.is_distributed:
             used = 0 if self.epoch_skipped else len(batches)

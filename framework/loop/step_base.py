@@ -53,8 +53,9 @@ class TrainingStep:
         self.spikes = LossSpikes()
         self.meter = run.meter
         self.count_samples = SampleCount() if run.meter.unit == "samples" else None
-        # For the first window in which this rank has data; then the step is routed again, without it.
+        # For the first windows in which this rank has data; then the step is routed again, without it.
         self.flop_count = run.meter.flop_count
+        self.counted_windows = 1
         self.pace = run.triggers.pace
         self.pace.count_forward(not self.strategy.traits.forward_has_collectives)
 
@@ -133,11 +134,17 @@ class TrainingStep:
         # Before the hooks at the end of the batch: a rank that fails in one, or in a save, has done this step.
         self.set_position(progress.global_step, progress.epoch, progress.batch_in_epoch)
         if self.flop_count is not None and self.meter.open_units > 0:
+            self._note_flops()
+        if self.is_distributed:
+            self.pace.updated()
+
+    def _note_flops(self) -> None:
+        self.meter.note_flops()
+        self.counted_windows -= 1
+        if not self.counted_windows:
             self.meter.end_flop_count()
             self.flop_count = None
             self.forward = self.routed()
-        if self.is_distributed:
-            self.pace.updated()
 
     def start_batch(self, batch: Any, index: int) -> Any:
         """Transfer a batch, pass it to the log and call the hooks; return the batch."""

@@ -1,8 +1,8 @@
 """``FlopCount``: the model FLOPs of forward passes, with those of their backward passes, while it is entered.
 
 An operation is counted by torch's formulas when the forward pass calls it. Its backward pass needs as many FLOPs again
-for each operand that requires a gradient. So a backward pass is not observed, and activations that it recomputes are
-not counted twice: the sum is that of the model, not that of the hardware.
+for each operand that requires a gradient. So operations of a backward pass are left out, and activations that it
+recomputes are not counted twice: the sum is that of the model, not that of the hardware.
 
 Operations that torch has no formula for count as 0, such as elementwise ones and recurrent layers on a GPU.
 """
@@ -10,7 +10,8 @@ Operations that torch has no formula for count as 0, such as elementwise ones an
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class FlopCount(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._flops = 0.0
-        self._failed = False
+        self._failed = self._is_paused = False
         self._formulas = _formulas()
 
     @classmethod
@@ -59,6 +60,15 @@ class FlopCount(TorchDispatchMode):
         """Forget what was counted."""
         self._flops = 0.0
 
+    @contextmanager
+    def paused(self) -> Generator[None, None, None]:
+        """Leave out what is computed within, such as the update of an optimizer."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def fail(self) -> None:
         """Give up: what was counted is not complete."""
         self._failed = True
@@ -68,7 +78,8 @@ class FlopCount(TorchDispatchMode):
         output = func(*args, **kwargs)
         operation = getattr(func, "overloadpacket", func)
         formula = self._formulas.get(operation)
-        if formula is not None:
+        # In a backward pass the current graph task has a number.
+        if formula is not None and not self._is_paused and torch._C._current_graph_task_id() == -1:
             try:
                 self._flops += formula(*args, **kwargs, out_val=output) * (1 + _gradients(operation, args))
             except Exception:  # a formula of another version of torch, or the user's own; training continues

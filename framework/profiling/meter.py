@@ -59,7 +59,7 @@ class Meter:
     def __init__(self, world: World, unit: str = "samples") -> None:
         self.unit = unit
         self.flop_count: FlopCount | None = None
-        """Counts the FLOPs of the first window of this rank; None before ``count_flops`` and after that window."""
+        """Counts the FLOPs of the first steps of this rank; None before ``count_flops`` and after those steps."""
         self.flops_per_unit: float | None = None
         """Model FLOPs of a unit, forward and backward; None if they were not counted."""
         self.peak_flops: float | None = None
@@ -69,6 +69,7 @@ class Meter:
         self.open_units = 0.0
         """Units of the step in progress, on this rank."""
         self._open_wait = 0.0
+        self._flop_units = 0.0
         # Of ended steps on this rank; with several ranks, since the last call of `unsent`.
         self._units = self._seconds = self._data_seconds = self._wait_seconds = 0.0
         # Of all ranks; in attributes of their own, since a tuple takes longer to make than to add up.
@@ -99,9 +100,13 @@ class Meter:
         """Count time in which data was fetched within the step in progress."""
         self._data_seconds += seconds
 
-    def drop_step(self) -> None:
-        """Forget the units of the step in progress, which is repeated."""
+    def drop_units(self) -> None:
+        """Forget the units of the step in progress, which does not take place."""
         self.open_units = 0.0
+
+    def drop_step(self) -> None:
+        """Forget the step in progress, which is repeated."""
+        self.drop_units()
         if self.flop_count is not None:
             self.flop_count.clear()
 
@@ -149,15 +154,18 @@ class Meter:
         return Counts(self._units, self._seconds, self._data_seconds, self._wait_seconds, self._steps)
 
     def count_flops(self, count: FlopCount) -> None:
-        """Let the training step enter ``count`` until its first window ends."""
+        """Let the training step enter ``count`` in its first steps."""
         self.flop_count = count
 
-    def end_flop_count(self) -> None:
-        """Set the FLOPs of a unit from those counted in the step in progress, in which this rank had data."""
+    def note_flops(self) -> None:
+        """Set the FLOPs of a unit from those counted so far, the step in progress included."""
+        self._flop_units += self.open_units
         flops = None if self.flop_count is None else self.flop_count.total
+        self.flops_per_unit = None if flops is None or not self._flop_units else flops / self._flop_units
+
+    def end_flop_count(self) -> None:
+        """Count no more FLOPs."""
         self.flop_count = None
-        if flops is not None:
-            self.flops_per_unit = flops / self.open_units
 
     def use_peak(self, given: float | None, dtype: torch.dtype) -> None:
         """Set the peak of a device: as given, or as known for this device and this dtype of matrix products."""

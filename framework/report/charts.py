@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
@@ -71,8 +71,28 @@ def charts_of(curves: dict[str, Any]) -> list[Chart]:
         chart.lines.append(Line(name, label, color, steps, values))
     for chart in charts.values():
         chart.lines.sort(key=lambda line: line.color)
-    ordered = sorted(charts.values(), key=lambda chart: (chart.own, "loss" not in chart.title.lower()))
-    return ordered[:_MOST_CHARTS]
+    return _ordered(charts.values())
+
+
+def overlaid(runs: Mapping[str, dict[str, Any]]) -> list[Chart]:
+    """Return a chart for each curve, with a line for each run that has it.
+
+    Args:
+        runs: the curves of each run by the label of its lines.
+    """
+    charts: dict[str, Chart] = {}
+    for color, (label, curves) in enumerate(runs.items()):
+        for name, curve in curves.items():
+            steps, values = _finite_points(curve)
+            if steps:
+                own = name.startswith(OWN_PREFIX)
+                chart = charts.setdefault(name, Chart(_placed(name)[0] if own else name, own=own))
+                chart.lines.append(Line(name, label, color % _COLORS, steps, values))
+    return _ordered(charts.values())
+
+
+def _ordered(charts: Iterable[Chart]) -> list[Chart]:
+    return sorted(charts, key=lambda chart: (chart.own, "loss" not in chart.title.lower()))[:_MOST_CHARTS]
 
 
 def _placed(name: str) -> tuple[str, str, int | None]:

@@ -6,8 +6,11 @@ from typing import Any
 
 from .loose import listed, mapping, text
 from .series import OWN_PREFIX, as_number
+from .times import number_text, span_text
 from .verdicts import shortened_command
 
+LABELS = ("A", "B")
+"""The names of the two runs, where both are shown."""
 _RESULTS = (
     "state", "exit_code", "optimizer_steps", "epochs", "duration_seconds", "restarts", "best_score",
 )  # fmt: skip
@@ -22,6 +25,16 @@ def compare_reports(first: dict[str, Any], second: dict[str, Any]) -> dict[str, 
         "results": {name: [first.get(name), second.get(name)] for name in _RESULTS},
         "metrics": _metrics(first, second),
     }
+
+
+def compared_text(name: str, value: Any) -> str:
+    """Return a setting or a result of a run as text."""
+    if name == "duration_seconds" and (seconds := as_number(value)) is not None:
+        return span_text(seconds)
+    if name == "best_score" and mapping(value):
+        # The number first: a narrow terminal cuts off the end.
+        return f"{number_text(as_number(value.get('value')))} {text(value.get('name'))}"
+    return "-" if value is None else text(value)
 
 
 def _settings(report: dict[str, Any]) -> dict[str, Any]:

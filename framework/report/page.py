@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from .charts import bytes_text, charts_of, draw
+from .charts import Chart, bytes_text, charts_of, draw
 from .loose import listed, mapping, rows, text, whole
 from .page_script import SCRIPT
 from .page_sections import (
@@ -23,7 +23,7 @@ from .page_sections import (
     warnings_section,
 )
 from .page_style import STYLE
-from .series import as_number
+from .series import MEMORY, as_number
 from .times import number_text, span_text
 from .verdicts import shortened_command
 
@@ -33,7 +33,6 @@ _MOST_TRACEBACK = 20_000
 
 def render_page(report: dict[str, Any]) -> str:
     """Return the page of a report."""
-    name = escape(text(report.get("run")))
     body = "".join((
         _head(report), _tiles(report), _charts(report),
         warnings_section(report), attempts_section(report),
@@ -41,10 +40,16 @@ def render_page(report: dict[str, Any]) -> str:
         memory_section(report), results_section(report), "</div>",
         checkpoints_section(report), _foot(report),
     ))  # fmt: skip
+    return framed(text(report.get("run")), body)
+
+
+def framed(title: str, body: str) -> str:
+    """Return a whole page around its content."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{name}</title><style>{STYLE}</style></head><body><main>{body}</main><script>{SCRIPT}</script></body></html>"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{body}</main>"
+        f"<script>{SCRIPT}</script></body></html>"
     )
 
 
@@ -133,9 +138,13 @@ def _metered(throughput: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _charts(report: dict[str, Any]) -> str:
-    charts = charts_of(mapping(report.get("curves")))
-    if not charts:
-        return '<h2>Curves</h2><div class="card soft">No value was logged.</div>'
+    left_out = whole(report.get("curves_left_out")) or 0
+    more = f'<p class="soft small">{left_out} more names were logged than a report holds.</p>' if left_out else ""
+    return charts_section(charts_of(mapping(report.get("curves"))), more)
+
+
+def charts_section(charts: Iterable[Chart], more: str = "") -> str:
+    """Return charts with their legends, those that phalanx measures at the end; ``more`` is HTML below them."""
     boxes: dict[bool, list[str]] = {False: [], True: []}
     for chart in charts:
         legend = "".join(
@@ -146,8 +155,8 @@ def _charts(report: dict[str, Any]) -> str:
             f'<div class="card chartbox"><header><h3>{escape(chart.title)}</h3><div class="legend">{legend}</div>'
             f"</header>{draw(chart)}</div>"
         )
-    left_out = whole(report.get("curves_left_out")) or 0
-    more = f'<p class="soft small">{left_out} more names were logged than a report holds.</p>' if left_out else ""
+    if not any(boxes.values()):
+        return '<h2>Curves</h2><div class="card soft">No value was logged.</div>'
     grids = (
         f'<div class="charts">{"".join(boxes[False])}</div>',
         f'<div class="charts three">{"".join(boxes[True])}</div>',
@@ -156,7 +165,7 @@ def _charts(report: dict[str, Any]) -> str:
 
 
 def _last(line: Any) -> str:
-    return bytes_text(line.values[-1]) if line.label == "memory in use" else number_text(line.values[-1])
+    return bytes_text(line.values[-1]) if line.name == MEMORY else number_text(line.values[-1])
 
 
 def _foot(report: dict[str, Any]) -> str:

@@ -57,8 +57,7 @@ def is_overridden(name: str, module: TrainModule) -> bool:
 
 def unit_of(module: TrainModule) -> str:
     """Return the unit in which batches are counted: ``"tokens"`` if ``batch_weight`` is overridden, else samples."""
-    uses_weights = module.automatic_optimization and is_overridden("batch_weight", module)
-    return "tokens" if uses_weights else "samples"
+    return "tokens" if is_overridden("batch_weight", module) else "samples"
 
 
 @dataclass(frozen=True)

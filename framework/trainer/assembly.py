@@ -215,9 +215,8 @@ def _attach_step(
     # Checked before the ranks start too, but strategy="auto" has been replaced since then.
     check_backward(run.module, run.strategy)
     run.meter.use_peak(settings.given.device_peak_flops, run.precision.compute_dtype)
-    # The passes of manual optimization add to gradients in ways of their own.
     visible = not any(is_compiled_by_user(part) for part in run.module.modules())
-    if run.module.automatic_optimization and not settings.barebones and visible:
+    if not settings.barebones and visible:
         run.meter.count_flops(FlopCount())
     step = build_step(run, loop.windows, settings, train_transfer)
     loop.use_step(step, transfer)

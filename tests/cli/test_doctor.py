@@ -45,6 +45,19 @@ def test_torch_that_is_not_installed() -> None:
     assert failing(check_software(version))["torch"].found == "not installed"
 
 
+def test_the_libraries_of_loggers_are_shown_and_none_is_required() -> None:
+    def version(package: str) -> str:
+        if package == "wandb":
+            raise PackageNotFoundError(package)
+        return "2.15.0"
+
+    checks = list(check_software(version))
+    assert failing(checks) == {}
+    assert {check.name: check.found for check in checks if check.group == "loggers"} == {
+        "tensorboard": "2.15.0", "wandb": "not installed (optional)", "mlflow": "2.15.0", "trackio": "2.15.0",
+    }  # fmt: skip
+
+
 def test_a_full_disk_and_one_that_cannot_be_written(tmp_path: Path) -> None:
     assert "room" in failing(check_storage(tmp_path, free=lambda path: 1 << 20))
     assert failing(check_storage(tmp_path / "missing", free=lambda path: 1 << 40))["write"].found.endswith(
@@ -72,7 +85,7 @@ def test_ranks_that_do_not_meet() -> None:
     def broken() -> float:
         raise RankError("rank 1 failed\nmore")
 
-    assert failing(check_ranks(broken))["two ranks on the CPU"].found == "rank 1 failed"
+    assert failing(check_ranks(broken))["two CPU ranks"].found == "rank 1 failed"
 
 
 def test_a_missing_compiler_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +103,7 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     assert done.returncode == (0 if found["good"] else 69)
     assert found["good"] == all(check["good"] for check in found["checks"])
     names = {check["name"]: check for check in found["checks"]}
-    assert names["two ranks on the CPU"]["good"], names["two ranks on the CPU"]
+    assert names["two CPU ranks"]["good"], names["two CPU ranks"]
     assert found["provenance"]["versions"]["torch"] == names["torch"]["found"]
     assert list(tmp_path.iterdir()) == []
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import pytest
 from command_terminal import Terminal, command, shown_lines
+from ranks import run_command
 
 from phalanx.cli.command_parser import GROUPS
 from phalanx.cli.main import build_parser
@@ -37,6 +39,21 @@ def test_commands_are_listed_by_group_on_one_screen(tmp_path: Path) -> None:
     assert [line.split()[0] for line in listed if line[2] != " "] == [title for title, names in known.items() if names]
     assert [line[9:].split()[0] for line in listed if line[9] != " "] == [*chain.from_iterable(known.values())]
     assert lines == command("--help", cwd=tmp_path, env={"COLUMNS": "80"}).stdout.splitlines()
+
+
+_LOADED = r"""
+import contextlib, io, sys
+from phalanx.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main(["--help"])
+print(*sys.modules, sep="\n")
+"""
+
+
+def test_the_help_imports_nothing_that_reads_runs_or_checkpoints(tmp_path: Path) -> None:
+    loaded = set(run_command([sys.executable, "-c", _LOADED], tmp_path).stdout.splitlines())
+    assert "phalanx.framework.core.errors" in loaded
+    assert loaded.isdisjoint({"torch", "phalanx.checkpoint", "phalanx.cli.checkpoint", "phalanx.framework.report"})
 
 
 def test_known_commands_are_in_the_order_of_the_help() -> None:

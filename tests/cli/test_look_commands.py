@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -282,6 +283,32 @@ def test_a_narrow_terminal_cuts_curves_and_names_but_no_number(
         assert len(lines[head + 1]) <= 80
         assert number in lines[head + 1].split()
         assert any(block in lines[head + 1] for block in "▁▂▃▄▅▆▇█") == (arguments[0] in with_curves)
+
+
+def test_curves_of_two_runs_have_one_range_and_share_the_charts_of_a_page(tmp_path: Path) -> None:
+    curved(tmp_path / "a/version_0", HOSTILE, 1.0)
+    curved(tmp_path / "b/version_0", HOSTILE, 0.1)
+    curved(tmp_path / "high/version_0", "loss", 1.0)
+    curved(tmp_path / "low/version_0", "loss", 0.1)
+    lines = command("compare", "high", "low", cwd=tmp_path).stdout.splitlines()
+    _, _, high, _, low, _ = next(line for line in lines if line.startswith("loss")).split()
+    assert "█" in high
+    assert set(low) == {"▁"}
+    done = command("compare", "a", "b", "--out", "both.html", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "page     both.html"
+    page = (tmp_path / "both.html").read_text()
+    # The page has one chart, of two lines.
+    assert (page.count("<svg "), page.count('<path class="line c')) == (1, 2)
+    (data,) = re.findall(r'data-chart="([^"]*)"', page)
+    assert [line["label"] for line in json.loads(html.unescape(data))["lines"]] == ["A", "B"]
+    assert "<h1>a/version_0 and b/version_0</h1>" in page
+    assert "<img" not in page
+
+
+def test_a_narrow_list_of_runs_cuts_names_of_metrics_and_no_number(tmp_path: Path) -> None:
+    write_run(tmp_path / "a/version_0", report=ended(0, best_score={"name": "val/" + "n" * 80, "value": 0.5}))
+    _, line = shown_lines(Terminal(["runs"], tmp_path).end())
+    assert re.search(r"  0\.5 val/n+\.\.\.$", line), line
 
 
 def test_wrong_names_are_answered_in_one_line(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import phalanx
+from phalanx import TrainModule
 from phalanx.framework.profiling.device_peaks import device_peak_flops, peak_flops
 from phalanx.framework.profiling.flop_count import FlopCount
 
@@ -253,6 +254,73 @@ def test_counting_compiled_parts_changes_neither_weights_nor_code(
     assert graphs[0] == graphs[1] > 0
     # Of a sample: the input needs no gradient.
     assert flops == [None if fails else 2 * (2 * 4 * 8) + 3 * (2 * 8 * 2), None]
+
+
+class Multiplying(torch.optim.SGD):
+    """An optimizer whose update computes a product, which is not one of the model."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        return super().step(closure)
+
+
+class Alternating(TrainModule):
+    """Trains its second part in every batch, and both parts in every fifth one, of samples that are three units."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = Parts()
+
+    def batch_weight(self, batch: Any) -> int:
+        return 3 * len(batch[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        with torch.no_grad():
+            hidden = self.parts.first(batch[0])
+        self.manual_backward(self.parts.second(hidden).square().mean())
+        second.step()
+        if batch_idx % 5 == 0:
+            self.manual_backward(self.parts(batch[0]).square().mean())
+            first.step()
+            second.step()
+        first.zero_grad()
+        second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [Multiplying(part.parameters(), lr=0.01) for part in (self.parts.first, self.parts.second)]
+
+
+def alternating_flops(root: str, batches: int, **settings: Any) -> float | None:
+    trainer = quiet_trainer(Path(root), [], max_epochs=1, **settings)
+    trainer.fit(Alternating(), loader(4 * batches, 4 // settings.get("devices", 1)))
+    assert trainer.throughput is not None
+    return trainer.throughput.flops_per_unit
+
+
+# In every batch: a product of the first layer without a gradient, and those of the second layer.
+_ALWAYS, _BOTH = FIRST + 2 * SECOND, 2 * FIRST + 3 * SECOND
+
+
+@pytest.mark.parametrize("compiled", [None, {"backend": "eager", "blocks": False}], ids=["plain", "compiled"])
+@pytest.mark.parametrize(("batches", "share"), [(40, 1 / 5), (7, 2 / 7)])
+def test_flops_of_manual_optimization_are_those_of_an_average_batch(
+    batches: int, share: float, compiled: Any, tmp_path: Path
+) -> None:
+    expected = (_ALWAYS + share * _BOTH) / 3
+    assert alternating_flops(str(tmp_path), batches, compile=compiled) == pytest.approx(expected)
+
+
+def alternating_on_ranks(strategy: str, root: str) -> float | None:
+    return alternating_flops(root, 40, devices=2, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_strategies_do_not_change_the_flops_of_manual_optimization(strategy: str, tmp_path: Path) -> None:
+    found = run_on_ranks(2, alternating_on_ranks, strategy, str(tmp_path))
+    assert found == pytest.approx([(_ALWAYS + _BOTH / 5) / 3] * 2)
 
 
 def test_a_module_that_the_user_has_compiled_is_not_counted(tmp_path: Path) -> None:

@@ -40,9 +40,21 @@ class Tokens(Tiny):
         return self.layer(batch[0][:, :4].float()).square().mean()
 
 
-def documents() -> DataLoader[Any]:
+class ManualTokens(Tokens):
+    """The same, by manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def documents(batch_size: int = 2) -> DataLoader[Any]:
     rows = nn.utils.rnn.pad_sequence([torch.ones(length, dtype=torch.long) for length in LENGTHS], batch_first=True)
-    return DataLoader(torch.utils.data.TensorDataset(rows), batch_size=2)
+    return DataLoader(torch.utils.data.TensorDataset(rows), batch_size)
 
 
 def speed_of(root: Path, module: Tiny, data: DataLoader[Any], **settings: Any) -> Throughput:
@@ -98,18 +110,19 @@ def test_units_of_one_rank(window: int, tmp_path: Path) -> None:
     assert (samples.unit, samples.count, samples.steps) == ("samples", 22, 12 if window == 1 else 4)
 
 
-def test_samples_are_counted_under_manual_optimization(tmp_path: Path) -> None:
-    class Manual(Tokens):
-        automatic_optimization = False
+def test_units_of_manual_optimization(tmp_path: Path) -> None:
+    found = speed_of(tmp_path, ManualTokens(), documents())
+    assert (found.unit, found.count, found.steps) == ("tokens", 2 * sum(LENGTHS), 12)
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
 
-    found = speed_of(tmp_path, Manual(), documents())
-    assert (found.unit, found.count, found.steps, found.flops_per_unit) == ("samples", 22, 12, None)
+def manual_on_ranks(root: str) -> tuple[str, float, int]:
+    found = speed_of(Path(root), ManualTokens(), documents(1), devices=2, strategy="ddp")
+    return found.unit, found.count, found.steps
+
+
+def test_batches_that_manual_optimization_leaves_out_on_uneven_ranks_are_not_counted(tmp_path: Path) -> None:
+    # Of 11 documents the last one has no counterpart on the other rank.
+    assert run_on_ranks(2, manual_on_ranks, str(tmp_path)) == [("tokens", 2 * sum(LENGTHS[:10]), 10)] * 2
 
 
 def test_seconds_are_those_of_steps_and_data_without_validation(
