@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import ConfigurationError, is_count
 
 AUTO = "auto"
+_AUTO_FROM = re.compile(r"auto(?::([1-9][0-9]*))?")
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class GlobalBatch:
 
     Args:
         samples: their number.
-        micro_batch_size: samples of a forward and backward pass on one rank; ``"auto"`` to find it, None for the batch
-            size of the loader.
+        micro_batch_size: samples of a forward and backward pass on one rank; ``"auto"`` to find it, ``"auto:8"`` to
+            begin with 8 then, None for the batch size of the loader.
     """
 
     samples: int
@@ -26,7 +28,13 @@ class GlobalBatch:
     @property
     def is_found(self) -> bool:
         """Whether the size of the micro-batches is found during training."""
-        return self.micro_batch_size == AUTO
+        return isinstance(self.micro_batch_size, str)
+
+    @property
+    def first(self) -> int | None:
+        """The size to begin with, if it is found during training and this was given."""
+        given = _AUTO_FROM.fullmatch(str(self.micro_batch_size))
+        return int(given[1]) if given is not None and given[1] else None
 
     def share(self, ranks: int) -> int:
         """Return the samples of the rank that has the most."""
@@ -59,10 +67,11 @@ def resolve_global_batch(samples: int | None, micro_batch_size: Any) -> GlobalBa
     Raises:
         ConfigurationError: the second is not a size, is larger than the first, or is given without it.
     """
-    if micro_batch_size is not None and micro_batch_size != AUTO and not is_count(micro_batch_size, 1):
+    is_word = isinstance(micro_batch_size, str) and _AUTO_FROM.fullmatch(micro_batch_size) is not None
+    if micro_batch_size is not None and not is_word and not is_count(micro_batch_size, 1):
         raise ConfigurationError(
-            f"micro_batch_size={micro_batch_size!r} must be 'auto', a whole number of at least 1, or None for the "
-            "batch size of the loader."
+            f"micro_batch_size={micro_batch_size!r} must be 'auto', 'auto:8' to begin with 8 samples, a whole number "
+            "of at least 1, or None for the batch size of the loader."
         )
     if samples is None:
         if micro_batch_size is not None:

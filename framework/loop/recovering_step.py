@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.errors import ConfigurationError, LoopError
+from ..core.errors import ConfigurationError, LoopError, add_hint
 from ..core.optimizer_config import parameters_of
 from ..core.wording import counted
 from ..data.accumulation_window import MicroBatches
@@ -43,6 +43,7 @@ from .filler_batches import FILLER
 from .window_state import WindowState
 
 _AUTO, _ADVICE = "micro_batch_size='auto'", "give micro_batch_size as a number"
+_ONE_SAMPLE = "shorten the samples, or save memory, as with memory='blocks', a lower precision or strategy='fsdp'"
 _RULE = "which a rank that has run out of memory cannot join"
 
 
@@ -122,6 +123,7 @@ class RecoveringStep(AutomaticStep):
         ranks = f"{self.exhausted} of {counted(self.run.world.size, 'rank')} ran out of memory"
         if size == 1:
             if error is not None:
+                add_hint(error, f"{ranks} with micro-batches of one sample, the smallest: {_ONE_SAMPLE}.")
                 raise error
             raise LoopError(f"{ranks} with micro-batches of one sample: see the error of that rank.")
         self.error = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.precision import Precision
@@ -38,16 +39,27 @@ def alternatives(plan: MemoryPlan, name: str, precision: Precision) -> Alternati
     return Alternatives(strategies, smaller, ranks.world_size if fits else None)
 
 
+def first_micro_batch(plan: MemoryPlan, name: str, precision: Precision, share: int) -> int | None:
+    """Return the largest of the sizes that halving ``share`` gives that fits under the strategy ``name``.
+
+    None as for ``largest_micro_batch``.
+    """
+    return _largest(plan, name, precision, [share >> power for power in range(share.bit_length())])
+
+
 def largest_micro_batch(plan: MemoryPlan, name: str, precision: Precision, most: int) -> int | None:
     """Return the largest power of two, at most ``most``, that fits as micro-batch under the strategy ``name``.
 
     None if no power of two fits, if the plan has no such strategy, or if a micro-batch was not measured.
     """
+    return _largest(plan, name, precision, [1 << power for power in reversed(range(most.bit_length()))])
+
+
+def _largest(plan: MemoryPlan, name: str, precision: Precision, sizes: Sequence[int]) -> int | None:
     now = plan.data.micro_batch if plan.data is not None else None
     if now is None or plan.activations is None or name not in LAYOUTS:
         return None
     own = Ranks(plan.world_size, plan.local_size)
-    sizes = (1 << power for power in reversed(range(most.bit_length())))
     return next((size for size in sizes if _fits(plan, name, precision, own, size / now)), None)
 
 

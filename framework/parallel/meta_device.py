@@ -97,9 +97,11 @@ def without_data(module: nn.Module, world: World, known: Collection[str] = ()) -
     ]
     lacking = world.all_gather_object(empty)
     if lacking[0]:
+        advice = "build the module on a real device, or its large layers in configure_model"
+        if known:
+            advice = "the files to load do not hold it, so build it on a real device"
         raise ConfigurationError(
-            f"{lacking[0][0]} is on the meta device, and this strategy needs weights that have data: build the module "
-            "on a real device, or its large layers in configure_model."
+            f"{lacking[0][0]} is on the meta device, and this strategy needs weights that have data: {advice}."
         )
     return {name for names in lacking for name in names}
 

@@ -10,7 +10,6 @@ or have changed.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -106,11 +105,11 @@ def check_base(strategy: Strategy, module: nn.Module, world: World, checkpoint: 
     state = model_state(strategy, module)
     found = Fingerprints(state, wanted, strategy.traits.replicates, world).of(state)
     dtypes = {name: code_of(shard.tensor.dtype, name) for name, shard in state.items()}
-    refuse_other_base(checkpoint.path, wanted, found, dtypes)
+    refuse_other_base(checkpoint, wanted, found, dtypes)
 
 
 def refuse_other_base(
-    path: Path, wanted: Mapping[str, TensorRecord], found: Mapping[str, str], dtypes: Mapping[str, str]
+    checkpoint: Checkpoint, wanted: Mapping[str, TensorRecord], found: Mapping[str, str], dtypes: Mapping[str, str]
 ) -> None:
     """Raise if fingerprints differ from those of a checkpoint.
 
@@ -123,9 +122,10 @@ def refuse_other_base(
     name, more = different[0], f" and {len(different) - 1} more" if len(different) > 1 else ""
     saved, own = wanted[name].dtype, dtypes.get(name, wanted[name].dtype)
     why = f"is {own} here and {saved} there" if own != saved else "has other values here"
+    sources = "".join(f", {source['path']}" for source in checkpoint.document.get("pretrained", ()))
     raise CheckpointError(
-        f"{path} leaves out {len(wanted)} frozen weights of the base it was trained from, and {name} {why}{more}: "
-        "build the module with the same base, in the same precision."
+        f"{checkpoint.path} leaves out {len(wanted)} frozen weights of the base it was trained from{sources}, and "
+        f"{name} {why}{more}: build the module with the same base, in the same precision."
     )
 
 

@@ -198,7 +198,7 @@ def _load(module: nn.Module, checkpoint: Checkpoint, strict: bool, section: str)
     wanted = {name: checkpoint.left_out[saved] for name, saved in match.tensors.items() if saved in checkpoint.left_out}
     values = {name: own[table[name]] for name in wanted}
     found = {name: fingerprint(value) for name, value in values.items()}
-    refuse_other_base(checkpoint.path, wanted, found, {name: code_of(one.dtype, name) for name, one in values.items()})
+    refuse_other_base(checkpoint, wanted, found, {name: code_of(one.dtype, name) for name, one in values.items()})
     with torch.no_grad():
         for name, saved in match.tensors.items():
             if saved in checkpoint.left_out:

@@ -8,7 +8,11 @@ from ..core.lazy_exports import on_call
 
 if TYPE_CHECKING:
     from .assembly import assemble_evaluation as assemble_evaluation, assemble_fit as assemble_fit
-    from .auto_strategy import choose_strategy as choose_strategy, plan_memory as plan_memory
+    from .auto_strategy import (
+        choose_micro_batch as choose_micro_batch,
+        choose_strategy as choose_strategy,
+        plan_memory as plan_memory,
+    )
     from .batch_sizes import (
         BatchSizeTest as BatchSizeTest,
         run_batch_size_search as run_batch_size_search,
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     ".assembly": "assemble_evaluation assemble_fit",
-    ".auto_strategy": "choose_strategy plan_memory",
+    ".auto_strategy": "choose_micro_batch choose_strategy plan_memory",
     ".batch_sizes": "BatchSizeTest run_batch_size_search start_of_search",
     ".learning_rates": "LearningRateTest run_range_test",
     ".pretrained_folder": "write_pretrained",

@@ -1,39 +1,27 @@
-"""``Trainer.plan``, which estimates memory, and the choice of ``strategy="auto"``, which is based on it."""
+"""``Trainer.plan``, which estimates memory, and the choices of ``"auto"`` for strategies and micro-batches."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from ..core.errors import ConfigurationError, PhalanxError
-from ..core.position_rng import RandomStream
+from ..core.errors import PhalanxError
 from ..core.registry import STRATEGIES
-from ..data.combined_source import prepare_training
-from ..distributed.devices import device_of
-from ..distributed.world import World
+from ..core.wording import counted
 from ..launch import forked_ranks_can_use_cuda, launch_function
+from ..memory.alternatives import first_micro_batch
 from ..memory.available_memory import Memory, available_memory, bytes_of
-from ..memory.formulas import LAYOUTS, ModelSize, Ranks
-from ..memory.measure import (
-    Activations,
-    measure_with_data,
-    measure_with_fake_tensors,
-    optimizer_state,
-    size_of,
-    without_data,
-)
-from ..memory.memory_plan import MemoryPlan, TrainingData, candidates, casts_of, fits_easily, make_plan
-from ..run.overrides import batch_transfer, is_overridden
+from ..memory.formulas import LAYOUTS, Ranks
+from ..memory.measure import size_of, without_data
+from ..memory.memory_plan import MemoryPlan, candidates, fits_easily, make_plan
+from ..run.overrides import is_overridden
 from ..system.environment import nvme_path
-from .data_sources import Data
+from .model_measurements import Measurements, measure, rank_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ..api.train_module import TrainModule
     from ..parallel.resources import Resources
@@ -42,20 +30,6 @@ if TYPE_CHECKING:
 
 # Errors that mean a strategy cannot be used on this machine.
 _REFUSALS = (PhalanxError, ImportError, OSError)
-
-
-@dataclass(frozen=True)
-class _Measurements:
-    """Measurements of a model on one rank."""
-
-    size: ModelSize
-    activations: Activations | None = None
-    data: TrainingData | None = None
-    optimizers: int = 1
-    notes: tuple[str, ...] = ()
-
-
-# ---- a plan -------------------------------------------------------------------------------------------------------
 
 
 def plan_memory(
@@ -78,7 +52,7 @@ def _plan_here(session: Session, request: StageRequest, activation_bytes: int | 
     module = request.module
     # If ranks are still to be started, this process continues to hold its own copy of the model next to theirs.
     memory = _memory(resources, () if resources.must_launch else _tensors(module))
-    measured = _measure(session, request, memory, activation_bytes)
+    measured = measure(session, request, memory, activation_bytes)
     machines = target.resources(resources)
     own = _memory(machines, () if machines.must_launch else _tensors(module))
     memory = target.memory(own, machines.devices)
@@ -98,17 +72,48 @@ def choose_strategy(session: Session, request: StageRequest) -> None:
         return
     world, module = session.fabric.world, request.module
     # Every rank must choose the same strategy, so each decision below uses only gathered values.
-    own = _memory(resources, _tensors(module))
-    memory = own.least(world.all_gather_object(own))
+    memory = _agreed_memory(session, module)
     name = candidates(world.size)[0]
     if not _is_small(module, resources, memory):
-        measured = world.all_gather_object(_measure(session, request, memory, None))
-        plan = _plan(session, module, memory, _maximum(measured), resources)
+        plan = _agreed_plan(session, request, memory, tuple(LAYOUTS))
         if session.settings.verbose:
             session.note(plan.table(candidates(world.size)))
         name = plan.chosen
     if name != resources.strategy.name:
         session.fabric.use_strategy(STRATEGIES.load(name)())
+
+
+def choose_micro_batch(session: Session, request: StageRequest) -> None:
+    """Choose the size that a fit with ``micro_batch_size="auto"`` begins with, by a plan. Collective.
+
+    Without an estimate, or if even one sample would not fit by it, that is a rank's whole part of a global batch.
+    """
+    whole = session.settings.global_batch
+    session.begin_micro_batches_with(None if whole is None else whole.first)
+    if whole is None or not whole.is_found or whole.first is not None:
+        return
+    resources, name = session.fabric.resources, session.fabric.strategy.name
+    plan = _agreed_plan(session, request, _agreed_memory(session, request.module), (name,))
+    share = whole.share(resources.data_size)
+    size = first_micro_batch(plan, name, resources.precision, share)
+    session.begin_micro_batches_with(size)
+    if size is not None and size < share:
+        session.note(
+            f"micro_batch_size='auto' begins with {counted(size, 'sample')} of the {share} of a rank, since by the "
+            f"memory plan more do not fit; 'auto:{share}' begins with all of them."
+        )
+
+
+def _agreed_memory(session: Session, module: TrainModule) -> Memory:
+    """Return the least memory of all ranks. Collective."""
+    own = _memory(session.fabric.resources, _tensors(module))
+    return own.least(session.fabric.world.all_gather_object(own))
+
+
+def _agreed_plan(session: Session, request: StageRequest, memory: Memory, names: Sequence[str]) -> MemoryPlan:
+    """Measure the model on all ranks; return a plan, the same on each, for the strategies ``names``. Collective."""
+    measured = session.fabric.world.all_gather_object(measure(session, request, memory, None))
+    return _plan(session, request.module, memory, _maximum(measured), session.fabric.resources, names)
 
 
 def _is_small(module: TrainModule, resources: Resources, memory: Memory) -> bool:
@@ -120,11 +125,16 @@ def _is_small(module: TrainModule, resources: Resources, memory: Memory) -> bool
 
 
 def _plan(
-    session: Session, module: TrainModule, memory: Memory, measured: _Measurements, resources: Resources
+    session: Session,
+    module: TrainModule,
+    memory: Memory,
+    measured: Measurements,
+    resources: Resources,
+    names: Sequence[str] = tuple(LAYOUTS),
 ) -> MemoryPlan:
     refusals = {
         name: refusal
-        for name in LAYOUTS
+        for name in names
         if (refusal := _refusal(name, resources, module, measured.optimizers, session.settings.clipping)) is not None
     }
     return make_plan(
@@ -141,7 +151,7 @@ def _plan(
     )
 
 
-def _maximum(measured: list[_Measurements]) -> _Measurements:
+def _maximum(measured: list[Measurements]) -> Measurements:
     """Return the measurements of all ranks in one, with the largest activations."""
     known = [each.activations for each in measured if each.activations is not None]
     notes = dict.fromkeys(note for each in measured for note in each.notes)
@@ -171,120 +181,9 @@ def _ranks(resources: Resources) -> Ranks:
 
 
 def _memory(resources: Resources, tensors: Iterator[Tensor] | tuple[()]) -> Memory:
-    return available_memory(_device(resources), resources.devices, nvme_path(), bytes_of(tensors))
+    return available_memory(rank_device(resources), resources.devices, nvme_path(), bytes_of(tensors))
 
 
 def _tensors(module: TrainModule) -> Iterator[Tensor]:
     yield from (parameter.detach() for parameter in module.parameters())
     yield from module.buffers()
-
-
-# ---- measuring the model ------------------------------------------------------------------------------------------
-
-
-def _measure(session: Session, request: StageRequest, memory: Memory, activation_bytes: int | None) -> _Measurements:
-    """Measure a model's size, its optimizers' state and its activations. Failed measurements leave a note.
-
-    User code runs on copies here, outside a run. It may raise anything, which must not prevent training.
-    """
-    resources, module = session.fabric.resources, request.module
-    notes: list[str] = []
-    # Each part is measured independently, so that one failure leaves the others accurate.
-    size, built = size_of(module), None
-    try:
-        built = without_data(module)
-        size = size_of(built)
-        # configure_optimizers may read settings, such as the number of epochs.
-        built.use_trainer(session.view)
-    except Exception as error:
-        notes.append(f"Layers that configure_model builds are not counted: {_summary(error)}")
-    optimizers = 1
-    try:
-        held = optimizer_state(built or module, resources.precision, resources.device_type)
-        size = replace(size, state_slots=held.slots, state_bytes=held.state_bytes, update_bytes=held.update_bytes)
-        optimizers = held.count
-    except Exception as error:
-        notes.append(f"Optimizer state is counted as Adam's: {_summary(error)}")
-    activations, data = None, None
-    if activation_bytes is not None:
-        activations = Activations(activation_bytes, casts_of(size, resources.precision))
-    else:
-        try:
-            batch, data = _first_batch(session, request)
-            activations = _activations(session, request, batch, size, memory)
-        except Exception as error:
-            notes.append(f"Activations could not be measured, and count as 0: {_summary(error)}")
-    return _Measurements(size, activations, data, optimizers, tuple(notes))
-
-
-def _summary(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0] or "no reason given"
-    return f"{type(error).__name__}: {text}{'' if text.endswith('.') else '.'}"
-
-
-def _activations(session: Session, request: StageRequest, batch: Any, size: ModelSize, memory: Memory) -> Activations:
-    """Run the forward pass of a micro-batch, and on CUDA its backward pass, on a copy of the module.
-
-    The copy has data if that takes at most half of the memory; otherwise it consists of fake tensors.
-    """
-    resources, module = session.fabric.resources, request.module
-    if not module.automatic_optimization:
-        raise ConfigurationError("a step under manual optimization updates weights, so it is not run before training.")
-    precision, device = resources.precision, _device(resources)
-    prepare = None if session.settings.memory is None else session.settings.memory.apply
-    # The copy, its gradients, and as much again for activations.
-    if 3 * size.elements * precision.parameter_dtype.itemsize >= memory.device / 2:
-        return measure_with_fake_tensors(module, batch, precision, prepare)
-    transfer = batch_transfer(device, precision, module, request.datamodule)
-    try:
-        given = batch if transfer is None else transfer(batch, 0)
-        return measure_with_data(module, given, device, precision, prepare)
-    finally:
-        if device.type == "cuda":
-            # torch would keep what the copy took, out of reach of other processes.
-            torch.cuda.empty_cache()
-
-
-def _device(resources: Resources) -> torch.device:
-    return device_of(resources.device_type, resources.place, resources.indices)
-
-
-def _first_batch(session: Session, request: StageRequest) -> tuple[Any, TrainingData]:
-    """Return this rank's first micro-batch and the size of the data. Generators and loaders are left unchanged."""
-    settings, datamodule, resources = session.settings, request.datamodule, session.resources
-    world = World(resources.place, _device(resources))
-    # A shuffling loader draws from the global generators, and training has to find them as the user left them.
-    with RandomStream(0).entered():
-        if datamodule is not None:
-            # Attributes that its hooks set are set on this copy.
-            datamodule = copy.copy(datamodule)
-            datamodule.prepare_data()
-            datamodule.setup("fit")
-        loaders = Data(world, request.module, datamodule, request.given, 0, True).loaders("train")
-        # Reading an iterator would take its first batch away from training.
-        if any(iter(leaf) is leaf for leaf in tree_leaves(loaders) if hasattr(leaf, "__next__")):
-            raise ConfigurationError("the training data can be read only once.")
-        whole = settings.global_batch
-        if whole is not None and whole.is_found:
-            whole = replace(whole, micro_batch_size=None)
-        source = prepare_training(
-            loaders,
-            rank=world.rank,
-            size=resources.world_size,
-            seed=0,
-            shard=settings.shards_data,
-            sequential=bool(settings.overfit_batches),
-            global_batch=whole,
-        )
-        samples = _samples(loaders) if settings.shards_data else None
-        data = TrainingData(source.micro_batch_size, samples, getattr(loaders, "drop_last", False))
-        first = next(source.start(0))
-        return (first if whole is None else next(iter(first))), data
-
-
-def _samples(loaders: Any) -> int | None:
-    """Return the samples of an epoch; None if they are unknown."""
-    try:
-        return len(loaders.sampler)
-    except (AttributeError, TypeError):
-        return None

@@ -1,7 +1,7 @@
 """``Trainer.find_batch_size``: the largest micro-batch whose step fits into the memory of every rank.
 
-Each size is tried by a short fit of a copy of the module with ``micro_batch_size="auto"``, whose ranks agree on whether
-one of them has run out of memory in the forward pass, the backward pass or the update.
+Each size is tried by a short fit of a copy of the module with ``micro_batch_size="auto:<size>"``, whose ranks agree on
+whether one of them has run out of memory in the forward pass, the backward pass or the update.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def run_batch_size_search(
     for size in search.sizes(first):
         settings = {
             "global_batch_size": size * ranks,
-            "micro_batch_size": "auto",
+            "micro_batch_size": f"auto:{size}",
             "accumulate_grad_batches": 1,
             # A last batch that is not full would not be of this size, and may be too small for a batch norm.
             "limit_train_batches": samples // (size * ranks),

@@ -44,8 +44,9 @@ def build_loop(session: Session, run: Run, data: Data, request: StageRequest, ch
 
     source, full = sources()
     windows = _windows(settings.global_batch)(source, run.accumulation, run.progress, full, run.world.size)
-    if isinstance(windows, RepeatableWindows) and checkpoint is not None:
-        windows.start_with(checkpoint.document.get("micro_batch_size") or windows.micro_batch_size)
+    if isinstance(windows, RepeatableWindows):
+        found = None if checkpoint is None else checkpoint.document.get("micro_batch_size")
+        windows.start_with(found or session.first_micro_batch or windows.micro_batch_size)
     validation = None
     # Where validation is switched off its loaders are not requested, since their data may be missing.
     is_on = settings.limits["validate"] != 0

@@ -118,6 +118,8 @@ class Session:
     records: StageRecords = field(default_factory=StageRecords)
     recorder: RunRecorder | None = None
     """Records the fit in progress, if it writes files; only on rank 0."""
+    first_micro_batch: int | None = None
+    """The size of micro-batches that the current fit begins with, if it finds one; None: a rank's whole part."""
     early_notes: list[str] = field(default_factory=list)
     """Lines that were shown before there was a recorder."""
     last_progress: Progress = field(default_factory=Progress)
@@ -170,6 +172,10 @@ class Session:
     def use_accumulation(self, schedule: AccumulationSchedule) -> None:
         """Accumulate gradients according to this schedule in the next fit."""
         self.accumulation = schedule
+
+    def begin_micro_batches_with(self, size: int | None) -> None:
+        """Let the next fit, if it finds the size of its micro-batches, begin with this one."""
+        self.first_micro_batch = size
 
     def use_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Replace the callbacks, to which the module of a stage may add its own."""

@@ -136,7 +136,8 @@ class TrainerSettings:
     micro_batch_size: int | str | None = _setting(
         None,
         "samples of a forward and backward pass on one rank, of which as many run as the rank's part of the global "
-        'batch takes; ``"auto"`` finds the size that fits into memory; None: the batch size of the loader.',
+        'batch takes; ``"auto"`` finds the size that fits into memory, ``"auto:8"`` from 8 samples on; None: the batch '
+        "size of the loader.",
     )
     gradient_clip_val: int | float | None = _setting(None, "clip gradients to this norm or value; 0 and None do not.")
     gradient_clip_algorithm: str | None = _setting(None, '``"norm"`` (default) or ``"value"``.')

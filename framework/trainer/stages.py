@@ -24,7 +24,7 @@ from ..system.console import terminal_columns
 from ..system.environment import current_job, hiding_secrets, own_records
 from ..system.failure_records import brief_traceback, exit_code_of
 from ..system.run_directory import CONFIG, REPORT
-from ..trainer import assemble_evaluation, assemble_fit, choose_strategy
+from ..trainer import assemble_evaluation, assemble_fit, choose_micro_batch, choose_strategy
 from ..watchdog import watched
 from .error_hints import add_hints
 from .profiled_stage import profiled_fit
@@ -87,6 +87,7 @@ def _fit(session: Session, request: StageRequest) -> None:
     limit = TimeLimit(current_job(), session.settings.time_limit_margin)
     with SignalWatch(session.settings.preemption_signals) as watch, limit:
         choose_strategy(session, request)
+        choose_micro_batch(session, request)
         loop = assemble_fit(session, request)
         watch.report_to(loop.run.triggers)
         if loop.run.world.is_global_zero:

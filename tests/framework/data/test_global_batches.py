@@ -173,7 +173,7 @@ DATA = regression_data(20)
     [
         ({"micro_batch_size": 4}, None, "give global_batch_size, too"),
         ({"global_batch_size": 8, "micro_batch_size": 9}, None, "give at most 8"),
-        ({"global_batch_size": 8, "micro_batch_size": "all"}, None, "must be 'auto', a whole number"),
+        ({"global_batch_size": 8, "micro_batch_size": "all"}, None, "must be 'auto', 'auto:8' to begin with"),
         ({"global_batch_size": 8, "accumulate_grad_batches": 2}, None, "leave one of them out"),
         ({"global_batch_size": 1, "devices": 2, "strategy": "ddp"}, DataLoader(DATA, batch_size=4), "at least 2"),
         ({"global_batch_size": 8}, DataLoader(Stream(), batch_size=2), "yields batches that cannot be regrouped"),

@@ -171,8 +171,10 @@ def test_a_resumed_fit_begins_with_the_size_that_was_found(tmp_path: Path) -> No
 
 
 def test_a_sample_that_does_not_fit_raises_the_error() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+    with pytest.raises(torch.OutOfMemoryError, match="injected") as raised:
         fitted(1, "auto", "forward", 0, 0)
+    hints = " ".join(getattr(raised.value, "__notes__", []))
+    assert "1 of 1 rank ran out of memory with micro-batches of one sample, the smallest: shorten the samples" in hints
 
 
 def exhausted_for_good() -> str:

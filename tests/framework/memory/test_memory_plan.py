@@ -419,7 +419,7 @@ def test_bytes_are_shown_with_a_unit(number: int, text: str) -> None:
 def test_auto_measures_nothing_for_a_small_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(planning, "_measure", lambda *arguments: pytest.fail("measured"))
+    monkeypatch.setattr(planning, "measure", lambda *arguments: pytest.fail("measured"))
     trainer = silent_trainer(devices=1, max_steps=1)
     trainer.fit(Regressor(), loader())
     assert trainer.strategy.name == "single"

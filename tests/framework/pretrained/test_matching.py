@@ -216,6 +216,31 @@ def test_other_modules_must_match(tmp_path: Path) -> None:
     assert "more: unknown to the module" in notes[0]
 
 
+class Scaled(nn.Module):
+    """Has a buffer that no state contains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.arange(4.0), persistent=False)
+
+
+def test_buffers_that_no_file_holds_need_their_values(tmp_path: Path) -> None:
+    given = Scaled()
+    save_file(given.state_dict(), tmp_path / "given.safetensors")
+    own, notes = loaded(Scaled, tmp_path / "given.safetensors", into="net")
+    assert torch.equal(own.scale, given.scale)
+    assert torch.equal(own.layer.weight, given.layer.weight)
+    assert notes == []
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return Scaled()
+
+    with pytest.raises(ConfigurationError, match=r"scale is on the meta device.* the files to load do not hold it"):
+        loaded(build, tmp_path / "given.safetensors", into="net")
+
+
 def test_exports_and_checkpoints_of_phalanx_are_read(tmp_path: Path) -> None:
     module = FineTuned("gpt2", written("gpt2", tmp_path / "given"))
     trainer = silent_trainer(max_steps=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from phalanx import Fabric, TrainModule
 from phalanx.callbacks import EMAWeightAveraging
-from phalanx.framework.core.errors import ConfigurationError
+from phalanx.framework.core.errors import ConfigurationError, StorageError
 
 KINDS = ("gpt2", "llama", "bert")
 
@@ -123,6 +125,50 @@ def test_an_existing_folder_keeps_its_other_files_and_loses_old_shards(tmp_path:
         "model.safetensors",
     ]
     opened_logits("llama", folder)
+
+
+@pytest.mark.parametrize(("first", "second"), [("3KB", "3KB"), ("3KB", "5GB"), ("5GB", "3KB"), ("5GB", "5GB")])
+def test_a_replacement_that_is_interrupted_mixes_no_weights(
+    first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = FineTuned("gpt2", written("gpt2", tmp_path / "given"))
+    trainer = silent_trainer(max_steps=1)
+    trainer.fit(module, loader())
+    replace, ends = os.replace, list[str]()
+
+    def fill(value: float) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(value)
+
+    for count in range(20):
+        folder, left = tmp_path / str(count), [count]
+
+        def interrupted(source: Any, target: Any, *, into: Path = folder, left: list[int] = left) -> None:
+            if Path(target).parent == into:
+                if not left[0]:
+                    raise OSError("interrupted")
+                left[0] -= 1
+            replace(source, target)
+
+        fill(1.0)
+        trainer.save_pretrained(folder, max_shard_size=first)
+        fill(2.0)
+        monkeypatch.setattr(os, "replace", interrupted)
+        with contextlib.suppress(StorageError):
+            trainer.save_pretrained(folder, max_shard_size=second)
+        monkeypatch.setattr(os, "replace", replace)
+        try:
+            opened = model_class("gpt2").from_pretrained(folder)
+        except OSError:
+            ends.append("refused")
+            continue
+        values = {float(one) for parameter in opened.parameters() for one in parameter.detach().unique()}
+        assert len(values) == 1
+        ends.append("old" if values == {1.0} else "new")
+    assert ends[-1] == "new"
+    assert ends == sorted(ends, key=["old", "refused", "new"].index)
+    assert ("refused" in ends) is (first != second or first == "3KB")
 
 
 class _Tokenizer:
