@@ -173,6 +173,10 @@ class World:
         """Whether the results of this rank count: of the ranks that read the same data, only the first one's do."""
         return self.rank % (self.size // self.data_size) == 0
 
+    def share_data(self, copies: int) -> None:
+        """Let ``copies`` ranks next to one another read the same shard of the data."""
+        self.data_rank, self.data_size = self.rank // copies, self.size // copies
+
     def close(self) -> None:
         """Destroy the control group; torch's default group stays. Safe to be called twice."""
         _close_board(self._board)

@@ -62,6 +62,7 @@ class Fabric(AccelerateNames):
         loggers: loggers that ``log`` writes to: objects or names.
         plugins: must be None; Lightning has the argument.
         compile: the parts of each module to compile: ``"blocks"``, True, or options, as in ``Trainer(compile=...)``.
+        parallel: the ranks along each axis of a mesh, such as ``{"tp": 2}``, as in ``Trainer(parallel=...)``.
 
     Attributes:
         resources: The requested devices, ranks, strategy and precision.
@@ -90,9 +91,10 @@ class Fabric(AccelerateNames):
         loggers: Any = None,
         plugins: None = None,
         compile: bool | str | Mapping[str, Any] = False,
+        parallel: Mapping[str, int] | str | None = None,
     ) -> None:
         must_be_none("Fabric(plugins=...)", plugins, "give the strategy and the precision as objects or by name")
-        self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision)
+        self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision, parallel=parallel)
         self.compilation = compilation(compile, self.resources.device_type, self.resources.strategy)
         self.accumulation = resolve_accumulation(accumulate)
         self._reporting = Reporting(self.resources, callbacks, loggers, lambda: self._prepared.updates)

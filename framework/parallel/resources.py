@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+from ..core.degrees import Degrees, resolve_degrees
 from ..core.errors import ConfigurationError, UnknownNameError, is_count, unknown
 from ..core.precision import Precision, resolve_precision
 from ..core.registry import STRATEGIES
@@ -46,7 +48,7 @@ class Resources:
     @property
     def data_size(self) -> int:
         """The number of shards of the data."""
-        return self.strategy.data_size(self.world_size)
+        return self.strategy.degrees.lay_out(self.world_size, self.strategy.rest).data_size
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -126,6 +128,7 @@ def resolve_resources(
     num_nodes: int,
     precision: str | int | Precision | None,
     may_be_alone: bool = False,
+    parallel: Any = None,
 ) -> Resources:
     """Check and resolve the arguments of a Trainer or a Fabric.
 
@@ -135,7 +138,7 @@ def resolve_resources(
         UnknownNameError: accelerator, strategy or precision is not known.
         ConfigurationError: a number does not fit the machine, the launcher or the strategy.
     """
-    device_type = device_type_of(accelerator)
+    device_type, degrees = device_type_of(accelerator), resolve_degrees(parallel)
     resolved_precision = resolve_precision(precision)
     if not is_count(num_nodes, 1):
         raise ConfigurationError(f"num_nodes={num_nodes!r} must be a whole number of at least 1.")
@@ -154,7 +157,7 @@ def resolve_resources(
             f"num_nodes={num_nodes} needs a launcher on every node: start the script with phalanx launch --nodes, "
             "with torchrun --nnodes, or under SLURM with srun."
         )
-    resolved_strategy = _strategy(strategy, count * num_nodes)
+    resolved_strategy = _strategy(strategy, count * num_nodes, degrees)
     resolved_strategy.check(count * num_nodes, device_type, num_nodes, resolved_precision)
     return Resources(
         device_type,
@@ -164,7 +167,7 @@ def resolve_resources(
         resolved_strategy,
         resolved_precision,
         place,
-        strategy == "auto",
+        strategy == "auto" and not degrees.used,
         launched,
     )
 
@@ -223,13 +226,23 @@ def _check_indices(indices: list[int], device_type: str, available: int) -> None
         raise ConfigurationError(f"devices={indices!r} must list different indices from 0 to {available - 1}.")
 
 
-def _strategy(strategy: str | Strategy, world_size: int) -> Strategy:
+def _strategy(strategy: str | Strategy, world_size: int, degrees: Degrees) -> Strategy:
     if isinstance(strategy, Strategy):
-        return strategy
+        return strategy.with_degrees(degrees) if degrees.given else strategy
     if not isinstance(strategy, str):
         hint = f" Make an object of it: {strategy.__name__}(...)." if isinstance(strategy, type) else ""
         raise ConfigurationError(f"strategy={strategy!r} must be a name or a Strategy object.{hint}")
     if strategy == "auto":
-        strategy = "single" if world_size == 1 else "ddp"
+        strategy = _automatic(world_size, degrees)
     built: Strategy = STRATEGIES.load(strategy)()
-    return built
+    return built.with_degrees(degrees) if degrees.given else built
+
+
+def _automatic(world_size: int, degrees: Degrees) -> str:
+    """Return the strategy of ``"auto"`` before the memory is known, and with degrees for good.
+
+    With degrees it shards, unless replicas alone take the ranks that the degrees leave.
+    """
+    if not degrees.used:
+        return "single" if world_size == 1 else "ddp"
+    return "ddp" if degrees.dp_replicate == -1 or degrees.dp_shard == 1 else "fsdp"

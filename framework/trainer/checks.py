@@ -13,7 +13,8 @@ from ..core.errors import ConfigurationError
 from ..core.wording import a_type
 from ..loop.recovering_step import check_strategy
 from ..parallel.resources import Resources
-from ..parallel.strategy import Strategy, check_algorithm, check_placed
+from ..parallel.strategy import Strategy
+from ..parallel.strategy_checks import check_algorithm, check_placed
 from ..run.overrides import is_overridden, with_arity
 from .data_sources import check_given
 from .hook_names import check_data_module_names, check_module_names

@@ -63,7 +63,13 @@ class Trainer(TrainerSearches):
         given = settings_in_use(requested)
         settings = resolve_settings(given)
         fabric = TrainerFabric(
-            given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision, compile=given.compile
+            given.accelerator,
+            given.strategy,
+            given.devices,
+            given.num_nodes,
+            given.precision,
+            compile=given.compile,
+            parallel=given.parallel,
         )
         loggers = resolve_loggers(given.logger, settings)
         name = next((logger.name for logger in loggers if logger.name), _DEFAULT_NAME)
