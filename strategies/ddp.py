@@ -17,6 +17,7 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
 from ..framework.core.arguments import check_names
+from ..framework.core.degrees import Degrees
 from ..framework.core.errors import ConfigurationError
 from ..framework.parallel.gradient_operations import FullGradients
 from ..framework.parallel.meta_device import share_buffers, share_tensors
@@ -26,6 +27,7 @@ from ..framework.parallel.zero_backward import zero_loss
 from .communication_hook import CommunicationHook, Hook, Wrapper
 from .ddp_flags import FlaggedAdapter, GradientFlags
 from .ddp_replica import Replica
+from .fsdp.replicated import SplitReplicas
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 # Arguments of other frameworks, and their equivalents.
@@ -61,6 +63,7 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
+    axes = SplitReplicas.axes
     recovery = Recovery()
 
     def __init__(
@@ -83,6 +86,19 @@ class DDPStrategy(Strategy):
         self._awaits_backward = False
         # Whether DDP reduces the next backward pass: it prepares for one of them in a forward pass.
         self._reduces_next = False
+
+    def with_degrees(self, degrees: Degrees) -> Strategy:
+        """Return a strategy with degrees; one that splits layers is another one, without DDP's arguments."""
+        changed = super().with_degrees(degrees)
+        if "tp" not in degrees.used:
+            return changed
+        given = [*self._arguments, *["ddp_comm_hook"] * (self._hook is not None)]
+        if given:
+            raise ConfigurationError(
+                f"{degrees} with DDPStrategy({', '.join(given)}=...): beside tensor parallelism gradients are averaged "
+                "without DistributedDataParallel, which has these arguments. Leave them out, or leave tp out."
+            )
+        return SplitReplicas().with_degrees(degrees)
 
     def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
         """Move a module to its device. Collective."""

@@ -45,14 +45,14 @@ def data_part(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
     return mesh["replicate", "shard"] if layout.dp_replicate > 1 else mesh["shard"]
 
 
-def lay_out(world_size: int, num_nodes: int, degrees: Degrees, by_node: bool) -> Layout:
-    """Return the layout of a number of ranks; ``by_node`` makes a replica of each node.
+def lay_out(world_size: int, num_nodes: int, degrees: Degrees, rest: str, by_node: bool) -> Layout:
+    """Return the layout of a number of ranks; ``by_node`` makes a replica of each node, ``rest`` takes those left.
 
     Raises:
         ConfigurationError: the ranks cannot be divided in this way.
     """
     if not by_node or degrees.dp_replicate is not None or degrees.dp_shard is not None:
-        return degrees.lay_out(world_size)
+        return degrees.lay_out(world_size, rest)
     data = degrees.lay_out(world_size).data_size
     count = _by_node(data, num_nodes)
     if data % count:

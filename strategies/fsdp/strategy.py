@@ -134,7 +134,7 @@ class FSDPStrategy(Strategy):
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a number of ranks that cannot be divided into the requested groups, and a precision that fits none."""
-        layout = lay_out(world_size, num_nodes, self.degrees, self.replicas == "node")
+        layout = lay_out(world_size, num_nodes, self.degrees, self.rest, self.replicas == "node")
         check_precision(precision, layout.tp)
 
     def check_module(self, module: nn.Module) -> None:
@@ -147,7 +147,7 @@ class FSDPStrategy(Strategy):
         """Join the process group, select the device and build the mesh. Collective."""
         self.precision = precision
         self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
-        self._layout = lay_out(world.size, world.num_nodes, self.degrees, self.replicas == "node")
+        self._layout = lay_out(world.size, world.num_nodes, self.degrees, self.rest, self.replicas == "node")
         self._mesh = build_mesh(self._layout, world)
         self._deferred = Deferred()
         self.gradients, self.state = ShardedGradients(world), ShardedState(world)
