@@ -178,8 +178,10 @@ class FSDPStrategy(Strategy):
         Raises:
             ConfigurationError: the module or an optimizer cannot be split.
         """
-        self.check_module(module)
         layout, mesh = self._layout, data_part(self._layout, self._mesh)
+        check_dense(module, self.name)
+        if layout.tp > 1:
+            check_plan(module, layout.tp)
         for optimizer in optimizers:
             check_independent(optimizer, self.name)
             check_blocks(optimizer, module, mesh, layout.tp)
