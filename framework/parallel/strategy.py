@@ -31,6 +31,7 @@ from .gradient_operations import FullGradients, GradientOperations
 from .meta_device import fill_from_rank_zero
 from .placed_parts import move_others
 from .recovery import Recovery
+from .sequence_part import SequencePart
 from .step_flags import StepFlags
 
 StepFunction = Callable[..., Any]
@@ -114,6 +115,8 @@ class Strategy(NamesArguments, ABC):
     ``parameter.grad`` replaces it in ``connect`` or ``setup``."""
     recovery: Recovery | None = None
     """Operations for windows that are repeated, after a set-up for ``Routed.REPEATED``; None if it is not supported."""
+    part: SequencePart = SequencePart()
+    """The part of each sequence that this rank computes, from ``connect`` on."""
     state: CanonicalState = CanonicalState()
     """The state that checkpoints save and load. A strategy whose ranks hold parts of it replaces it likewise."""
 
@@ -152,7 +155,8 @@ class Strategy(NamesArguments, ABC):
         """Join the process group and take this rank's device. Collective."""
         self.precision = precision
         self.world = World.from_environment(device_type, num_nodes)
-        self.world.share_data(self.degrees.lay_out(self.world.size, self.rest).copies)
+        layout = self.degrees.lay_out(self.world.size, self.rest)
+        self.world.share_data(layout.copies, layout.cp)
         return self.world
 
     # ---- set-up and steps -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ class SplitReplicas(FSDPStrategy):
     """
 
     name = "ddp"
-    axes = ("dp_replicate", "tp")
+    axes = ("dp_replicate", "cp", "tp")
     rest = "dp_replicate"
 
     def __init__(self) -> None:
