@@ -34,7 +34,7 @@ from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
 from ..parallel.compilation import compilation
 from ..parallel.optimizer_step import Updater
-from ..parallel.resources import Resources, resolve_resources
+from ..parallel.resources import Resources, resolve_for_own_loop
 from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import Checkpoints
@@ -62,6 +62,7 @@ class Fabric(AccelerateNames):
         loggers: loggers that ``log`` writes to: objects or names.
         plugins: must be None; Lightning has the argument.
         compile: the parts of each module to compile: ``"blocks"``, True, or options, as in ``Trainer(compile=...)``.
+        parallel: the ranks along each axis of a mesh, such as ``{"tp": 2}``, as in ``Trainer(parallel=...)``.
 
     Attributes:
         resources: The requested devices, ranks, strategy and precision.
@@ -75,7 +76,7 @@ class Fabric(AccelerateNames):
         ConfigurationError: an argument breaks a rule, or does not fit the machine or the launcher.
     """
 
-    _resolve = staticmethod(resolve_resources)
+    _resolve = staticmethod(resolve_for_own_loop)
 
     @names_arguments
     def __init__(
@@ -90,9 +91,10 @@ class Fabric(AccelerateNames):
         loggers: Any = None,
         plugins: None = None,
         compile: bool | str | Mapping[str, Any] = False,
+        parallel: Mapping[str, int] | str | None = None,
     ) -> None:
         must_be_none("Fabric(plugins=...)", plugins, "give the strategy and the precision as objects or by name")
-        self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision)
+        self.resources = self._resolve(accelerator, strategy, devices, num_nodes, precision, parallel=parallel)
         self.compilation = compilation(compile, self.resources.device_type, self.resources.strategy)
         self.accumulation = resolve_accumulation(accumulate)
         self._reporting = Reporting(self.resources, callbacks, loggers, lambda: self._prepared.updates)

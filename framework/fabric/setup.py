@@ -21,7 +21,8 @@ from ..distributed.gather import gather_rows
 from ..distributed.seed import seed_everything
 from ..parallel.compilation import Compilation, compilation_of
 from ..parallel.placed_parts import placed_parts
-from ..parallel.strategy import Routed, check_placed
+from ..parallel.strategy import Routed
+from ..parallel.strategy_checks import check_placed
 from .collectives import Collectives
 from .loaders import FabricLoader, Sharing, skip_first_batches
 from .module import FabricModule, unwrap, wrap_module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core.precision import Precision
 from .formulas import LAYOUTS, Ranks, footprint
@@ -29,10 +29,10 @@ class Alternatives:
 def alternatives(plan: MemoryPlan, name: str, precision: Precision) -> Alternatives:
     """Return the changes to a plan under the strategy ``name`` that fit."""
     strategies = tuple(row.name for row in plan if row.fits and row.refusal is None and row.name != name)
-    own = Ranks(plan.world_size, plan.local_size)
+    own = plan.ranks
     ranks = own
     while not _fits(plan, name, precision, ranks, 1.0) and ranks.world_size < _MOST_RANKS:
-        ranks = Ranks(2 * ranks.world_size, ranks.local_size)
+        ranks = replace(ranks, world_size=2 * ranks.world_size)
     fits = _fits(plan, name, precision, ranks, 1.0)
     now = plan.data.micro_batch if plan.data is not None else None
     smaller = largest_micro_batch(plan, name, precision, now - 1) if now is not None else None
@@ -59,8 +59,7 @@ def _largest(plan: MemoryPlan, name: str, precision: Precision, sizes: Sequence[
     now = plan.data.micro_batch if plan.data is not None else None
     if now is None or plan.activations is None or name not in LAYOUTS:
         return None
-    own = Ranks(plan.world_size, plan.local_size)
-    return next((size for size in sizes if _fits(plan, name, precision, own, size / now)), None)
+    return next((size for size in sizes if _fits(plan, name, precision, plan.ranks, size / now)), None)
 
 
 def _fits(plan: MemoryPlan, name: str, precision: Precision, ranks: Ranks, part: float) -> bool:

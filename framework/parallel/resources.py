@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from ..core.degrees import Degrees, Layout, resolve_degrees
 from ..core.errors import ConfigurationError, UnknownNameError, is_count, unknown
 from ..core.precision import Precision, resolve_precision
 from ..core.registry import STRATEGIES
@@ -35,6 +37,8 @@ class Resources:
     place: Placement
     auto: bool = False
     """Whether ``strategy="auto"`` was given: a fit may replace ``strategy`` by one that fits into memory."""
+    degrees: Degrees = field(default_factory=Degrees)
+    """The degrees of parallelism that were given, by ``parallel=`` or by the strategy's own arguments."""
     launched: Placement | None = None
     """The place of this process among all ranks, if rank 0 alone uses the device and the other ranks skip the work."""
 
@@ -46,7 +50,12 @@ class Resources:
     @property
     def data_size(self) -> int:
         """The number of shards of the data."""
-        return self.strategy.data_size(self.world_size)
+        return self.layout.data_size
+
+    @property
+    def layout(self) -> Layout:
+        """The number of ranks along each axis."""
+        return self.strategy.degrees.lay_out(self.world_size, self.strategy.rest)
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -126,6 +135,7 @@ def resolve_resources(
     num_nodes: int,
     precision: str | int | Precision | None,
     may_be_alone: bool = False,
+    parallel: Any = None,
 ) -> Resources:
     """Check and resolve the arguments of a Trainer or a Fabric.
 
@@ -135,7 +145,7 @@ def resolve_resources(
         UnknownNameError: accelerator, strategy or precision is not known.
         ConfigurationError: a number does not fit the machine, the launcher or the strategy.
     """
-    device_type = device_type_of(accelerator)
+    device_type, degrees = device_type_of(accelerator), resolve_degrees(parallel)
     resolved_precision = resolve_precision(precision)
     if not is_count(num_nodes, 1):
         raise ConfigurationError(f"num_nodes={num_nodes!r} must be a whole number of at least 1.")
@@ -154,7 +164,7 @@ def resolve_resources(
             f"num_nodes={num_nodes} needs a launcher on every node: start the script with phalanx launch --nodes, "
             "with torchrun --nnodes, or under SLURM with srun."
         )
-    resolved_strategy = _strategy(strategy, count * num_nodes)
+    resolved_strategy = _strategy(strategy, count * num_nodes, degrees)
     resolved_strategy.check(count * num_nodes, device_type, num_nodes, resolved_precision)
     return Resources(
         device_type,
@@ -164,9 +174,25 @@ def resolve_resources(
         resolved_strategy,
         resolved_precision,
         place,
-        strategy == "auto",
+        strategy == "auto" and not degrees.used,
+        resolved_strategy.degrees,
         launched,
     )
+
+
+def resolve_for_own_loop(*arguments: Any, **options: Any) -> Resources:
+    """Check and resolve the arguments of a Fabric, whose loop is the user's; ``resolve_resources`` has the parameters.
+
+    Raises:
+        ConfigurationError: they break a rule, or ranks are to share sequences.
+    """
+    resources = resolve_resources(*arguments, **options)
+    if (degree := resources.layout.cp) > 1:
+        raise ConfigurationError(
+            f"Fabric(parallel={{'cp': {degree}}}): batches are cut, and their parts weighted, by a Trainer. Use a "
+            "Trainer, or leave cp out."
+        )
+    return resources
 
 
 def _leaves_ranks(requested: int, place: Placement) -> bool:
@@ -223,13 +249,23 @@ def _check_indices(indices: list[int], device_type: str, available: int) -> None
         raise ConfigurationError(f"devices={indices!r} must list different indices from 0 to {available - 1}.")
 
 
-def _strategy(strategy: str | Strategy, world_size: int) -> Strategy:
+def _strategy(strategy: str | Strategy, world_size: int, degrees: Degrees) -> Strategy:
     if isinstance(strategy, Strategy):
-        return strategy
+        return strategy.with_degrees(degrees) if degrees.given else strategy
     if not isinstance(strategy, str):
         hint = f" Make an object of it: {strategy.__name__}(...)." if isinstance(strategy, type) else ""
         raise ConfigurationError(f"strategy={strategy!r} must be a name or a Strategy object.{hint}")
     if strategy == "auto":
-        strategy = "single" if world_size == 1 else "ddp"
+        strategy = _automatic(world_size, degrees)
     built: Strategy = STRATEGIES.load(strategy)()
-    return built
+    return built.with_degrees(degrees) if degrees.given else built
+
+
+def _automatic(world_size: int, degrees: Degrees) -> str:
+    """Return the strategy of ``"auto"`` before the memory is known, and with degrees for good.
+
+    With degrees it shards, unless replicas alone take the ranks that the degrees leave.
+    """
+    if not degrees.used:
+        return "single" if world_size == 1 else "ddp"
+    return "ddp" if degrees.dp_replicate == -1 or degrees.dp_shard == 1 else "fsdp"

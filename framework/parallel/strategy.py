@@ -22,14 +22,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.arguments import NamesArguments
-from ..core.errors import ConfigurationError
+from ..core.degrees import Degrees
 from ..core.precision import Precision
 from ..distributed.world import World
+from .axes import check_axes
 from .canonical_state import CanonicalState
-from .gradient_operations import FullGradients, GradientOperations, no_clipping_by_value
+from .gradient_operations import FullGradients, GradientOperations
 from .meta_device import fill_from_rank_zero
-from .placed_parts import move_others, placed_parts
+from .placed_parts import move_others
 from .recovery import Recovery
+from .sequence_part import SequencePart
 from .step_flags import StepFlags
 
 StepFunction = Callable[..., Any]
@@ -90,6 +92,13 @@ class Strategy(NamesArguments, ABC):
     ranks of a script are forked from a process that has imported them, unless one of them does initialize one. Any
     optimizer of torch imports the first. ``{device_type}`` in a name is replaced by the type of device of the ranks."""
 
+    axes: tuple[str, ...] = ()
+    """The axes along which this strategy arranges ranks, of those in ``phalanx.framework.core.degrees``."""
+    rest: str = "dp_replicate"
+    """The axis that takes the ranks that the degrees leave."""
+    degrees: Degrees = Degrees()
+    """The number of ranks along each axis, as far as it was given."""
+
     world: World
     precision: Precision
     fixes_parameters: bool = False
@@ -106,10 +115,23 @@ class Strategy(NamesArguments, ABC):
     ``parameter.grad`` replaces it in ``connect`` or ``setup``."""
     recovery: Recovery | None = None
     """Operations for windows that are repeated, after a set-up for ``Routed.REPEATED``; None if it is not supported."""
+    part: SequencePart = SequencePart()
+    """The part of each sequence that this rank computes, from ``connect`` on."""
     state: CanonicalState = CanonicalState()
     """The state that checkpoints save and load. A strategy whose ranks hold parts of it replaces it likewise."""
 
     # ---- checks and connection ------------------------------------------------------------------------------------
+
+    def with_degrees(self, degrees: Degrees) -> Strategy:
+        """Return a strategy with the same settings and the degrees of ``parallel=``. Called before ``check``.
+
+        Raises:
+            ConfigurationError: this strategy does not arrange ranks along one of the axes.
+        """
+        check_axes(degrees, self.name, self.axes)
+        changed = self.clone()
+        changed.degrees = degrees
+        return changed
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a configuration that this strategy does not support. Called before any process starts.
@@ -117,10 +139,7 @@ class Strategy(NamesArguments, ABC):
         Raises:
             ConfigurationError: the number of ranks, the device or the precision does not fit.
         """
-
-    def data_size(self, world_size: int) -> int:
-        """Return the number of shards of the data; less than ``world_size`` if several ranks compute the same shard."""
-        return world_size
+        self.degrees.lay_out(world_size, self.rest)
 
     def check_module(self, module: nn.Module) -> None:
         """Refuse a module that this strategy does not support. Called before any process starts.
@@ -136,6 +155,8 @@ class Strategy(NamesArguments, ABC):
         """Join the process group and take this rank's device. Collective."""
         self.precision = precision
         self.world = World.from_environment(device_type, num_nodes)
+        layout = self.degrees.lay_out(self.world.size, self.rest)
+        self.world.share_data(layout.copies, layout.cp)
         return self.world
 
     # ---- set-up and steps -----------------------------------------------------------------------------------------
@@ -243,33 +264,3 @@ class StepAdapter(nn.Module):
     def forward(self, step: StepFunction, *args: Any, **kwargs: Any) -> Any:
         """Call ``step`` inside the hooks of the wrapper around this adapter."""
         return step(*args, **kwargs)
-
-
-def check_algorithm(strategy: Strategy, algorithm: str) -> None:
-    """Refuse clipping by value if the strategy does not let it change gradients.
-
-    Raises:
-        ConfigurationError: the algorithm is ``"value"``, and ``strategy.gradients.clips_by_value`` is False.
-    """
-    if algorithm == "value" and not strategy.gradients.clips_by_value:
-        raise no_clipping_by_value(strategy.name)
-
-
-def check_placed(strategy: Strategy, module: nn.Module, training: bool) -> None:
-    """Refuse to train or to shard weights that Accelerate has placed or offloaded.
-
-    Raises:
-        ConfigurationError: the module has such weights, and is trained, or the strategy shards state.
-    """
-    if not (training or strategy.traits.shards_state) or not (placed := placed_parts(module)):
-        return
-    what = f"{next(iter(placed)) or type(module).__name__} has weights that Accelerate has placed or offloaded"
-    if training:
-        raise ConfigurationError(
-            f"{what}, which cannot be trained: load them without a device map, and choose strategy='fsdp' or "
-            "'zero3-offload' for a model that does not fit on a device."
-        )
-    raise ConfigurationError(
-        f"{what}, which strategy={strategy.name!r} cannot shard: use strategy='single' or 'ddp', or load them without "
-        "a device map."
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..parallel.compilation import is_compiled
-from ..parallel.strategy import check_placed
+from ..parallel.strategy_checks import check_placed
 from ..parallel.sync_batch_norm import share_batch_statistics
 from ..pretrained import plan_loading
 from ..pretrained.request import initialize_rest

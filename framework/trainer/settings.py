@@ -52,6 +52,13 @@ class TrainerSettings:
         "rank ``single``, else the first of ``ddp``, ``fsdp``, ``zero3-offload`` and ``zero3-nvme`` that fits into "
         "memory.",
     )
+    parallel: Mapping[str, int] | str | None = _setting(
+        None,
+        'ranks along each axis of a mesh, ``{"tp": 2, "dp_shard": -1}`` or ``"tp=2,dp_shard=-1"``: ``dp_replicate`` '
+        "replicas, ``dp_shard`` ranks that share a replica's state, ``cp`` that share its sequences, ``tp`` that share "
+        "a layer's computation, ``pp`` with some of the layers, ``ep`` with some of the experts. One may be -1, which "
+        "takes the ranks that the others leave. A strategy refuses axes that it does not have.",
+    )
     devices: int | str | list[int] = _setting(
         "auto", 'ranks on each node: a number, a list of CUDA indices, or ``"auto"``.'
     )

@@ -1,10 +1,11 @@
-"""Checks of the arguments of ``FSDPStrategy``."""
+"""Checks of the arguments of ``FSDPStrategy``, and those of torch that follow from them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...framework.core.errors import ConfigurationError, is_count
 from ...framework.core.precision import Precision
@@ -20,7 +21,7 @@ ELSEWHERE = {
     "state_dict_type": "leave it out, checkpoints are sharded files with the names of one process",
     "use_orig_params": "leave it out, parameters keep their names",
     "sync_module_states": "leave it out, all ranks start from rank 0's weights",
-    "device_mesh": "use replicas and tensor_parallel",
+    "device_mesh": "use Trainer(parallel=...), or replicas and tensor_parallel",
 }
 
 
@@ -68,3 +69,15 @@ def check_precision(precision: Precision, tensor_parallel: int) -> None:
             f"precision={precision.name!r} changes how layers compute, and tensor_parallel={tensor_parallel} splits "
             "layers over ranks: use 'bf16-mixed', or leave tensor_parallel out."
         )
+
+
+def mixed_policy(precision: Precision, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return the dtypes in which torch gathers parameters and reduces gradients."""
+    narrow = precision.compute_dtype if precision.is_mixed else None
+    reduce = reduce_dtype or precision.reduction_dtype
+    # Only set if it differs from the default: an explicit dtype makes torch store copies of the gradients, which
+    # costs their memory again.
+    reduces_as_computed = reduce == (narrow or precision.parameter_dtype)
+    return MixedPrecisionPolicy(
+        param_dtype=narrow, reduce_dtype=None if reduces_as_computed else reduce, cast_forward_inputs=False
+    )

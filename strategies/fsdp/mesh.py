@@ -1,60 +1,76 @@
-"""The device mesh, with axes for replicas, shards and tensor parallelism."""
+"""The device mesh of sharded models, with axes for replicas, shards and tensor parallelism."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...framework.core.degrees import Degrees, Layout, divisors
 from ...framework.core.errors import ConfigurationError
 from ...framework.distributed.world import World
 
 Replicas = int | Literal["node"]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The number of ranks of each axis of the mesh."""
-
-    replicas: int
-    shards: int
-    tensor: int
-
-    def build(self, world: World) -> DeviceMesh:
-        """Build the mesh: ``shard``, and ``replicate`` and ``tensor`` if they have several ranks. Collective."""
-        axes = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
-        kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
-        return init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-
-    def data_part(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the sub-mesh to pass to ``fully_shard``."""
-        if self.tensor == 1:
-            return mesh
-        return mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
+# The arguments of ``FSDPStrategy`` for degrees, by axis.
+_ARGUMENTS = {"dp_replicate": "replicas", "tp": "tensor_parallel"}
 
 
-def lay_out(world_size: int, num_nodes: int, replicas: Replicas, tensor_parallel: int) -> Layout:
-    """Return the layout of a number of ranks.
+def own_degrees(replicas: Replicas, tensor_parallel: int) -> Degrees:
+    """Return the degrees that the arguments of ``FSDPStrategy`` give; 1 is the default, which ``parallel=`` replaces.
+
+    A replica of each node is laid out when the number of nodes is known.
+    """
+    count = replicas if isinstance(replicas, int) and replicas > 1 else None
+    return Degrees(dp_replicate=count, tp=tensor_parallel if tensor_parallel > 1 else None)
+
+
+def as_arguments(degrees: Degrees) -> str:
+    """Return degrees as arguments of ``FSDPStrategy``."""
+    return ", ".join(f"{_ARGUMENTS.get(axis, axis)}={degree}" for axis, degree in degrees.given.items())
+
+
+def build_mesh(layout: Layout, world: World, rest: str) -> DeviceMesh:
+    """Build the mesh: ``shard``, and ``replicate`` and ``tensor`` if they have several ranks. Collective.
+
+    Ranks that share sequences hold different parts of the state, or replicas of it if ``rest`` is ``dp_replicate``.
+    """
+    replicas = layout.cp if rest == "dp_replicate" else 1
+    axes = {
+        "replicate": layout.dp_replicate * replicas,
+        "shard": layout.dp_shard * layout.cp // replicas,
+        "tensor": layout.tp,
+    }
+    kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def data_part(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the sub-mesh to pass to ``fully_shard``."""
+    names = mesh.mesh_dim_names or ()
+    if "tensor" not in names:
+        return mesh
+    return mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
+
+
+def lay_out(world_size: int, num_nodes: int, degrees: Degrees, rest: str, by_node: bool) -> Layout:
+    """Return the layout of a number of ranks; ``by_node`` makes a replica of each node, ``rest`` takes those left.
 
     Raises:
         ConfigurationError: the ranks cannot be divided in this way.
     """
-    if world_size % tensor_parallel:
-        raise ConfigurationError(
-            f"FSDPStrategy(tensor_parallel={tensor_parallel}) with {world_size} ranks: groups of {tensor_parallel} do "
-            f"not divide them. Use one of {_divisors(world_size)}, or another number of devices."
-        )
-    data = world_size // tensor_parallel
-    count = _by_node(data, num_nodes) if replicas == "node" else replicas
+    if not by_node or degrees.dp_replicate is not None or degrees.dp_shard is not None:
+        return degrees.lay_out(world_size, rest)
+    data = degrees.lay_out(world_size).data_size
+    count = _by_node(data, num_nodes)
     if data % count:
-        what = "strategy='hsdp'" if replicas == "node" else f"FSDPStrategy(replicas={count})"
-        groups = f"{data} groups of tensor_parallel={tensor_parallel}" if tensor_parallel > 1 else f"{data} ranks"
+        groups = f"{data} groups of tp={degrees.tp}" if data < world_size else f"{data} ranks"
         raise ConfigurationError(
-            f"{what} with {groups}: {count} replicas do not divide them. Use a number of replicas out of "
-            f"{_divisors(data)} with FSDPStrategy(replicas=...), another number of devices, or strategy='fsdp'."
+            f"strategy='hsdp' with {groups}: {count} replicas do not divide them. Use a number of replicas out of "
+            f"{divisors(data)} with parallel={{'dp_replicate': ...}}, another number of devices, or strategy='fsdp'."
         )
-    return Layout(count, data // count, tensor_parallel)
+    return Degrees(**{**degrees.given, "dp_replicate": count}).lay_out(world_size)
 
 
 def _by_node(data: int, num_nodes: int) -> int:
@@ -62,7 +78,3 @@ def _by_node(data: int, num_nodes: int) -> int:
     if data == 1:
         return 1
     return num_nodes if num_nodes > 1 else 2
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)

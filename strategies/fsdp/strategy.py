@@ -15,21 +15,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ...framework.core.arguments import check_names
+from ...framework.core.degrees import Degrees, Layout
 from ...framework.core.errors import LoopError, unknown
 from ...framework.core.precision import Precision
 from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
+from ..context.parallel import NO_COMPILING, ContextParallel, attention_of, sharing_sequences
 from ..limits import check_dense, check_independent
 from .activations import NO_RECOMPUTATION, Checkpointed, check_checkpointing
-from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_precision, check_reduce_dtype
+from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_precision, check_reduce_dtype, mixed_policy
 from .gradients import ShardedGradients
-from .mesh import Layout, Replicas, lay_out
+from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
 from .model import ShardedModel, Sharding
 from .quantized import check_blocks
 from .recovery import ShardedRecovery, UniformModel
@@ -61,6 +63,8 @@ class FSDPStrategy(Strategy):
     """
 
     name = "fsdp"
+    axes = ("dp_replicate", "dp_shard", "cp", "tp")
+    rest = "dp_shard"
 
     def __init__(
         self,
@@ -90,7 +94,6 @@ class FSDPStrategy(Strategy):
         self.units = units
         self.reshard_after_forward = reshard_after_forward
         self.replicas = replicas
-        self.tensor_parallel = tensor_parallel
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.prefetch = prefetch
@@ -101,8 +104,8 @@ class FSDPStrategy(Strategy):
         self.traits = Traits(
             shards_state=True, forward_has_collectives=True, backward_has_collectives=True, reduces_in_backward=True
         )
-        can_join = replicas == 1 and tensor_parallel == 1 and hasattr(FSDPModule, "reset_iter_state")
-        self.recovery = ShardedRecovery() if can_join else None
+        self._use(own_degrees(replicas, tensor_parallel))
+        self._sequences: ContextParallel | None = None
         self._layout: Layout
         self._mesh: DeviceMesh
         self._deferred: Deferred
@@ -113,31 +116,42 @@ class FSDPStrategy(Strategy):
 
     # ---- before the process group exists --------------------------------------------------------------------------
 
+    def with_degrees(self, degrees: Degrees) -> Strategy:
+        """Return a strategy with the degrees of ``parallel=`` besides those of its own arguments."""
+        changed = super().with_degrees(degrees.joined(self.degrees, f"FSDPStrategy({as_arguments(self.degrees)})"))
+        assert isinstance(changed, FSDPStrategy)
+        changed._use(changed.degrees)
+        return changed
+
+    def _use(self, degrees: Degrees) -> None:
+        self.degrees = degrees
+        if "cp" in degrees.used:
+            self.prevents_compiling = NO_COMPILING
+        # All ranks hold different shards, so each of them may join the collectives of the others.
+        can_join = self.replicas == 1 and not set(degrees.used) - {"dp_shard"}
+        self.recovery = ShardedRecovery() if can_join and hasattr(FSDPModule, "reset_iter_state") else None
+
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a number of ranks that cannot be divided into the requested groups, and a precision that fits none."""
-        lay_out(world_size, num_nodes, self.replicas, self.tensor_parallel)
-        check_precision(precision, self.tensor_parallel)
-
-    def data_size(self, world_size: int) -> int:
-        """Return the number of tensor-parallel groups: the ranks of a group share one computation and the same data."""
-        return world_size // self.tensor_parallel
+        layout = lay_out(world_size, num_nodes, self.degrees, self.rest, self.replicas == "node")
+        check_precision(precision, layout.tp)
 
     def check_module(self, module: nn.Module) -> None:
         """Refuse sparse gradients, and with tensor parallelism a module without a plan."""
         check_dense(module, self.name)
-        if self.tensor_parallel > 1:
-            check_plan(module, self.tensor_parallel)
+        if "tp" in self.degrees.used:
+            check_plan(module, self.degrees.tp or 1)
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group, select the device and build the mesh. Collective."""
         self.precision = precision
         self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
-        self._layout = lay_out(world.size, world.num_nodes, self.replicas, self.tensor_parallel)
-        self._mesh = self._layout.build(world)
+        self._layout = lay_out(world.size, world.num_nodes, self.degrees, self.rest, self.replicas == "node")
+        self._mesh = build_mesh(self._layout, world, self.rest)
+        self._sequences, self.part = sharing_sequences(world, self._layout)
         self._deferred = Deferred()
         self.gradients, self.state = ShardedGradients(world), ShardedState(world)
-        # The ranks of a tensor-parallel group share one computation, so they must see the same data.
-        world.data_rank, world.data_size = world.rank // self.tensor_parallel, world.size // self.tensor_parallel
+        world.share_data(self._layout.copies, self._layout.cp)
         return world
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------
@@ -163,16 +177,18 @@ class FSDPStrategy(Strategy):
         Raises:
             ConfigurationError: the module or an optimizer cannot be split.
         """
-        self.check_module(module)
-        mesh = self._layout.data_part(self._mesh)
+        layout, mesh = self._layout, data_part(self._mesh)
+        check_dense(module, self.name)
+        if layout.tp > 1:
+            check_plan(module, layout.tp)
         for optimizer in optimizers:
             check_independent(optimizer, self.name)
-            check_blocks(optimizer, module, mesh, self.tensor_parallel)
+            check_blocks(optimizer, module, mesh, layout.tp)
         sharding = Sharding(
             self.units,
             mesh,
-            self._mesh["tensor"] if self.tensor_parallel > 1 else None,
-            self._policy(),
+            self._mesh["tensor"] if layout.tp > 1 else None,
+            mixed_policy(self.precision, self.reduce_dtype),
             self.reshard_after_forward,
             self.cpu_offload,
             self.prefetch,
@@ -196,17 +212,6 @@ class FSDPStrategy(Strategy):
         # Gathered parameters are narrow only in mixed precision.
         return self.precision.forward_context(self.world.device.type) if self.precision.is_mixed else None
 
-    def _policy(self) -> MixedPrecisionPolicy:
-        precision = self.precision
-        narrow = precision.compute_dtype if precision.is_mixed else None
-        reduce = self.reduce_dtype or precision.reduction_dtype
-        # Only set if it differs from the default: an explicit dtype makes torch store copies of the gradients, which
-        # costs their memory again.
-        reduces_as_computed = reduce == (narrow or precision.parameter_dtype)
-        return MixedPrecisionPolicy(
-            param_dtype=narrow, reduce_dtype=None if reduces_as_computed else reduce, cast_forward_inputs=False
-        )
-
     def _before_update(self, *_: Any) -> None:
         """Free parameters that a forward pass without backward has left gathered, as they would miss the update."""
         if self._sharded is not None:
@@ -219,6 +224,7 @@ class FSDPStrategy(Strategy):
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return a call of ``step`` inside the hooks that gather the model's outermost parameters."""
+        step = step if self._sequences is None else self._sequences.routed(step)
         if self._sharded is None:
             return step
         # With manual optimization no backward pass follows the step, so its gathered parameters are freed after it, as
@@ -233,10 +239,11 @@ class FSDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients, which are reduced during the backward pass. Collective."""
-        if self._sharded is None:
-            loss.backward(**options)
-        else:
-            self._sharded.backward(loss, options)
+        with attention_of(self._sequences):
+            if self._sharded is None:
+                loss.backward(**options)
+            else:
+                self._sharded.backward(loss, options)
 
     def trainability_changed(self, module: nn.Module) -> bool:
         """Apply changes of ``requires_grad`` since set-up; return False. Collective."""

@@ -230,9 +230,9 @@ def test_bad_arguments_are_refused_when_they_are_given(arguments: dict[str, Any]
 @pytest.mark.parametrize(
     ("strategy", "world", "nodes", "words"),
     [
-        (FSDPStrategy(replicas=2), 3, 1, "2 replicas do not divide"),
-        (FSDPStrategy(tensor_parallel=2), 3, 1, "tensor_parallel=2"),
-        (FSDPStrategy(tensor_parallel=2, replicas=2), 6, 1, "3 groups of tensor_parallel=2"),
+        (FSDPStrategy(replicas=2), 3, 1, "dp_replicate=2 takes groups of 2 ranks, which do not divide them"),
+        (FSDPStrategy(tensor_parallel=2), 3, 1, "Use tp out of 1, 3, or 2 or 4 ranks"),
+        (FSDPStrategy(tensor_parallel=2, replicas=2), 6, 1, "dp_replicate=2 x tp=2 takes groups of 4 ranks"),
         (hsdp(), 3, 1, "strategy='hsdp' with 3 ranks"),
     ],
 )

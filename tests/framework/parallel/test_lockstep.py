@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import Callback, TrainModule
+from phalanx.framework.core.degrees import Degrees
 from phalanx.framework.core.errors import LoopError
-from phalanx.framework.core.precision import Precision
-from phalanx.framework.distributed.world import World
 from phalanx.framework.parallel.strategy import Routed, StepFunction, Traits
 from phalanx.framework.parallel.zero_backward import CallWatch
 from phalanx.strategies.ddp import DDPStrategy
@@ -489,14 +488,7 @@ class InPairs(Lockstep):
     """Two ranks at a time compute one part of the data together, as ranks of a tensor-parallel group do."""
 
     name = "pairs"
-
-    def data_size(self, world_size: int) -> int:
-        return -(-world_size // 2)
-
-    def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
-        world = super().connect(device_type, num_nodes, precision)
-        world.data_rank, world.data_size = world.rank // 2, self.data_size(world.size)
-        return world
+    degrees = Degrees(tp=2)
 
 
 def paired(stage: str, kind: str, count: int) -> Any:

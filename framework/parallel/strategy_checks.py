@@ -1,0 +1,40 @@
+"""Checks of a strategy against what a run asks of it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..core.errors import ConfigurationError
+from .gradient_operations import no_clipping_by_value
+from .placed_parts import placed_parts
+from .strategy import Strategy
+
+
+def check_algorithm(strategy: Strategy, algorithm: str) -> None:
+    """Refuse clipping by value if the strategy does not let it change gradients.
+
+    Raises:
+        ConfigurationError: the algorithm is ``"value"``, and ``strategy.gradients.clips_by_value`` is False.
+    """
+    if algorithm == "value" and not strategy.gradients.clips_by_value:
+        raise no_clipping_by_value(strategy.name)
+
+
+def check_placed(strategy: Strategy, module: nn.Module, training: bool) -> None:
+    """Refuse to train or to shard weights that Accelerate has placed or offloaded.
+
+    Raises:
+        ConfigurationError: the module has such weights, and is trained, or the strategy shards state.
+    """
+    if not (training or strategy.traits.shards_state) or not (placed := placed_parts(module)):
+        return
+    what = f"{next(iter(placed)) or type(module).__name__} has weights that Accelerate has placed or offloaded"
+    if training:
+        raise ConfigurationError(
+            f"{what}, which cannot be trained: load them without a device map, and choose strategy='fsdp' or "
+            "'zero3-offload' for a model that does not fit on a device."
+        )
+    raise ConfigurationError(
+        f"{what}, which strategy={strategy.name!r} cannot shard: use strategy='single' or 'ddp', or load them without "
+        "a device map."
+    )
