@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from models import network
 from torch import Tensor, nn
@@ -15,6 +16,11 @@ PLACES = ("forward", "backward", "update")
 LAYERS = 4
 EVERY = -2
 """In place of a rank: all ranks run out of memory, each at another layer."""
+
+FSDP_RECOVERS = pytest.mark.skipif(
+    FSDPStrategy().recovery is None, reason="this version of torch has no FSDPModule.reset_iter_state"
+)
+FSDP = pytest.param("fsdp", marks=FSDP_RECOVERS)
 
 
 def strategy_of(name: str) -> Any:

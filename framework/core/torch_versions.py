@@ -26,6 +26,12 @@ def drop_unsharded_gradient(record: Any) -> None:
         record.unsharded_accumulated_grad = None
 
 
+def can_abandon_fsdp_passes(kind: type) -> bool:
+    """Whether modules of the class ``FSDPModule`` can be brought back from within a pass to the state before it."""
+    # torch 2.11 cannot, 2.13 can.
+    return hasattr(kind, "reset_iter_state")
+
+
 def existing_dtypes(names: Iterable[str]) -> dict[str, torch.dtype]:
     """Return the dtypes that this torch has, by name."""
     return {name: getattr(torch, name) for name in names if hasattr(torch, name)}

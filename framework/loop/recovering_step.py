@@ -226,7 +226,7 @@ class RecoveringStep(AutomaticStep):
 
 
 def check_strategy(strategy: Strategy, name: str = _AUTO, advice: str = _ADVICE) -> None:
-    """Refuse ``micro_batch_size="auto"`` under a strategy whose passes contain collectives.
+    """Refuse ``micro_batch_size="auto"`` under a strategy that cannot repeat a window.
 
     Args:
         strategy: the strategy.
@@ -234,11 +234,11 @@ def check_strategy(strategy: Strategy, name: str = _AUTO, advice: str = _ADVICE)
         advice: what may be done without it.
 
     Raises:
-        ConfigurationError: they do.
+        ConfigurationError: the strategy cannot; the message has its reason.
     """
     if strategy.recovery is None:
         raise ConfigurationError(
-            f"{name} under strategy={strategy.name!r}, whose passes contain collectives, {_RULE}: {advice}, or use "
+            f"{name} under strategy={strategy.name!r}, {strategy.prevents_recovery}: {advice}, or use "
             "strategy='ddp', 'fsdp' or 'zero2'."
         )
 

@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from ...framework.core.torch_versions import drop_unsharded_gradient, fsdp_groups
+from ...framework.core.torch_versions import can_abandon_fsdp_passes, drop_unsharded_gradient, fsdp_groups
 from ...framework.distributed.devices import empty_caches
 from ...framework.distributed.rendezvous import shared_store
 from ...framework.distributed.world import World
 from ...framework.parallel.recovery import Recovery, Repeat
+from ...framework.parallel.strategy import Strategy
 from .model import ShardedModel
 
 _Call = list[Any]
@@ -38,6 +40,17 @@ class UniformModel(ShardedModel):
 
     def sync_gradients(self, enabled: bool) -> None:
         """Do nothing: every backward pass reduces its gradients."""
+
+
+def recovery_of_shards(can_join: bool) -> tuple[Recovery | None, str]:
+    """Return the recovery of a strategy that is not set up, None if it has none, and the reason for that.
+
+    Args:
+        can_join: whether a rank can call the collectives of a pass from its own shards.
+    """
+    if can_join and can_abandon_fsdp_passes(FSDPModule):
+        return ShardedRecovery(), ""
+    return None, "which needs a newer torch for this, such as 2.13" if can_join else Strategy.prevents_recovery
 
 
 class _Observed:

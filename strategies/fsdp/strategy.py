@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ...framework.core.arguments import check_names
@@ -34,7 +33,7 @@ from .gradients import ShardedGradients
 from .mesh import Replicas, as_arguments, build_mesh, data_part, lay_out, own_degrees
 from .model import ShardedModel, Sharding
 from .quantized import check_blocks
-from .recovery import ShardedRecovery, UniformModel
+from .recovery import ShardedRecovery, UniformModel, recovery_of_shards
 from .state import ShardedState
 from .tensor import check_plan
 from .units import Units, check_units
@@ -129,7 +128,7 @@ class FSDPStrategy(Strategy):
             self.prevents_compiling = NO_COMPILING
         # All ranks hold different shards, so each of them may join the collectives of the others.
         can_join = self.replicas == 1 and not set(degrees.used) - {"dp_shard"}
-        self.recovery = ShardedRecovery() if can_join and hasattr(FSDPModule, "reset_iter_state") else None
+        self.recovery, self.prevents_recovery = recovery_of_shards(can_join)
 
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a number of ranks that cannot be divided into the requested groups, and a precision that fits none."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exhausted import EVERY, Exhausted, strategy_of
+from exhausted import EVERY, FSDP_RECOVERS, Exhausted, strategy_of
 from models import regression_data, silent_trainer
 from ranks import run_on_ranks
 from torch import Tensor
@@ -19,6 +19,8 @@ from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.patches import patch
 from phalanx.framework.loop.recovering_step import check_strategy
 from phalanx.strategies import FSDPStrategy
+
+pytestmark = FSDP_RECOVERS
 
 NEVER = -1
 # Of a pass over two layers: each is gathered twice and reduced once.

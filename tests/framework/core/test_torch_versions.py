@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from phalanx.framework.core.errors import ConfigurationError
 from phalanx.framework.core.torch_versions import (
+    can_abandon_fsdp_passes,
     drop_unsharded_gradient,
     existing_dtypes,
     fsdp_groups,
 )
+from phalanx.framework.loop.recovering_step import check_strategy
+from phalanx.strategies import FSDPStrategy
 
 
 def part_with(**state: Any) -> SimpleNamespace:
@@ -32,6 +37,15 @@ def part_with(**state: Any) -> SimpleNamespace:
 )
 def test_the_groups_of_a_sharded_module_are_found_in_every_version(state: dict[str, Any], groups: list[str]) -> None:
     assert fsdp_groups(part_with(**state)) == groups
+
+
+def test_an_older_torch_is_the_reason_why_fsdp_cannot_repeat_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    assert not can_abandon_fsdp_passes(FSDPModule)
+    with pytest.raises(ConfigurationError, match=r"'fsdp', which needs a newer torch for this, such as 2\.13: "):
+        check_strategy(FSDPStrategy())
+    with pytest.raises(ConfigurationError, match=r"whose passes contain collectives"):
+        check_strategy(FSDPStrategy(replicas=2))
 
 
 def test_dtypes_that_torch_lacks_are_left_out() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from exhausted import FSDP
 from memory_run import drawn
 from memory_trials import problem_of
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", FSDP, "zero2"])
 def test_a_fit_continues_with_the_same_losses(strategy: str, seed: int) -> None:
     problem, raised = problem_of(drawn(seed, strategy))
 
