@@ -116,7 +116,7 @@ class Strategy(NamesArguments, ABC):
     recovery: Recovery | None = None
     """Operations for windows that are repeated, after a set-up for ``Routed.REPEATED``; None if it is not supported."""
     prevents_recovery: str = "whose passes contain collectives, which a rank that has run out of memory cannot join"
-    """The reason, where ``recovery`` is None."""
+    """The reason for which there is no ``recovery``."""
     part: SequencePart = SequencePart()
     """The part of each sequence that this rank computes, from ``connect`` on."""
     state: CanonicalState = CanonicalState()
