@@ -85,7 +85,7 @@ def attempts_section(report: dict[str, Any]) -> str:
     goodput = as_number(report.get("goodput"))
     kept = "" if goodput is None else f"; {goodput:.1%} of the time of ranks was not lost"
     spent = ", ".join(f"{span_text(seconds)} {label}" for seconds, label in amounts if seconds >= 0.05)
-    head = ["", "began", "time", "steps", "trained again by the next", "exit code"]
+    head = ["", "began", "time", "steps", "trained again by the next", "exit code of rank 0"]
     spent = f'<p class="soft small">{escape((spent or "no time was lost") + kept)}</p>'
     return card("Restarts and time lost", _bar(report, attempts) + spent + table_of(head, table))
 
@@ -202,7 +202,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<table class="facts">{lines}</table>' if lines else ""
 
 
-_NUMERIC = {"parameters", "share", "frozen", "step", "size", "value", "exit code"}
+_NUMERIC = {"parameters", "share", "frozen", "step", "size", "value", "exit code of rank 0"}
 
 
 def table_of(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -29,6 +29,7 @@ code,pre,.mono{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospac
 font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 .tile span{font-size:13px;color:var(--soft)}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,500px),1fr));gap:14px}
+.charts:not(.three) .chartbox:only-child{max-width:760px}
 .charts+.charts{margin-top:14px}.charts:empty{display:none}
 .charts.three{grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr))}
 .cols{columns:2 420px;column-gap:14px}section{padding-top:36px}section h2{margin-top:0}.cols section{break-inside:avoid}

@@ -41,6 +41,8 @@ def cluster() -> Iterator[dict[str, str]]:
         "HOME": str(folder),
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # By default 15: beside other processes that use all cores, its workers would get a twentieth of one.
+        "RAY_worker_niceness": "0",
     }
     try:
         with started_command([sys.executable, str(ray_cluster.__file__)], folder, variables) as process:
