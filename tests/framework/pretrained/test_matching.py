@@ -219,6 +219,8 @@ def test_other_modules_must_match(tmp_path: Path) -> None:
 class Scaled(nn.Module):
     """Has a buffer that no state contains."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
