@@ -29,11 +29,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         normed = self.norm(x)
-        heads = [
+        query, key, value = (
             layer(normed).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
-        ]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
         narrowed: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm_mlp(x))))
         return x + narrowed
@@ -51,12 +51,14 @@ class LongModel(TrainModule):
             self.dropout = nn.Dropout(dropout)
             self.head = nn.Linear(WIDTH, VOCABULARY)
         self.lr = lr
+        self.sums: list[tuple[float, float]] = []
+        """For each micro-batch of a training step, the sum of this rank's losses and the number of its targets."""
 
     def cut_sequences(self, batch: Any, part: Any) -> Any:
         tokens, targets = batch
         return part(tokens), part(targets), part.positions(tokens)
 
-    def batch_weight(self, batch: Any) -> Tensor:
+    def batch_weight(self, batch: Any) -> int | Tensor:
         weight: Tensor = batch[1].ne(IGNORED).sum()
         return weight
 
@@ -69,6 +71,9 @@ class LongModel(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
+        if self.training:
+            count = float(self.batch_weight(batch))
+            self.sums.append((loss.item() * count if count else 0.0, count))
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         self.log("tokens", float(self.batch_weight(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
         return loss

@@ -13,9 +13,10 @@ from ..core.wording import counted
 from ..launch import forked_ranks_can_use_cuda, launch_function
 from ..memory.alternatives import first_micro_batch
 from ..memory.available_memory import Memory, available_memory, bytes_of
-from ..memory.formulas import LAYOUTS, Ranks
+from ..memory.formulas import LAYOUTS
 from ..memory.measure import size_of, without_data
 from ..memory.memory_plan import MemoryPlan, candidates, fits_easily, make_plan
+from ..memory.ranks import Ranks
 from ..run.overrides import is_overridden
 from ..system.environment import nvme_path
 from .model_measurements import Measurements, measure, rank_device

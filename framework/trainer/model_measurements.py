@@ -131,8 +131,8 @@ def _first_batch(session: Session, request: StageRequest) -> tuple[Any, Training
             whole = replace(whole, micro_batch_size=None)
         source = prepare_training(
             loaders,
-            rank=world.rank,
-            size=resources.world_size,
+            rank=world.rank // resources.layout.copies,
+            size=resources.data_size,
             seed=0,
             shard=settings.shards_data,
             sequential=bool(settings.overfit_batches),
