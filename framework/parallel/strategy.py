@@ -32,6 +32,7 @@ from .meta_device import fill_from_rank_zero
 from .placed_parts import move_others
 from .recovery import Recovery
 from .step_flags import StepFlags
+from .window_passes import WindowPasses
 
 StepFunction = Callable[..., Any]
 
@@ -114,6 +115,9 @@ class Strategy(NamesArguments, ABC):
     ``parameter.grad`` replaces it in ``connect`` or ``setup``."""
     recovery: Recovery | None = None
     """Operations for windows that are repeated, after a set-up for ``Routed.REPEATED``; None if it is not supported."""
+    window_passes: WindowPasses | None = None
+    """Runs the passes of a window together, where they cannot run one by one (pipelines). None: the training loop runs
+    one pass after another."""
     state: CanonicalState = CanonicalState()
     """The state that checkpoints save and load. A strategy whose ranks hold parts of it replaces it likewise."""
 
