@@ -10,6 +10,7 @@ heads, and sum its gradients, so that tied weights and parameters used on severa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
@@ -91,7 +92,7 @@ class PipelineStrategy(Strategy):
         """Return a strategy with the same settings and ranks that holds no module."""
         cloned = super().clone()
         assert isinstance(cloned, PipelineStrategy)
-        cloned.window_passes = PipelinePasses()
+        cloned.window_passes = copy.copy(self.window_passes)
         return cloned
 
     def with_degrees(self, degrees: Degrees) -> Strategy:
