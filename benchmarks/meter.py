@@ -51,7 +51,7 @@ def _empty(steps: int) -> float:
 
 def _counting(steps: int, ranks: int, batch: Any) -> float:
     """Return the seconds of the meter's work in a number of steps; without a batch, it counts weights."""
-    world = cast(World, SimpleNamespace(size=ranks, data_size=ranks, device=torch.device("cpu")))
+    world = cast(World, SimpleNamespace(size=ranks, identical=1, device=torch.device("cpu")))
     counter = Meter(world)
     clock, samples = time.perf_counter, SampleCount()
     weigh = counter.adding(lambda batch: 1.0)

@@ -16,7 +16,7 @@ from ..framework.core.wording import counted
 from ..framework.memory.alternatives import Alternatives, alternatives
 from ..framework.memory.available_memory import gpu_libraries
 from ..framework.memory.communication import Transfer, communication
-from ..framework.memory.formulas import LAYOUTS, Ranks
+from ..framework.memory.formulas import LAYOUTS
 from ..framework.memory.memory_plan import MemoryPlan, PlanRow, TrainingData
 from .begin_commands import CHECK_FAILED
 from .looks import fitted_table, painted, say_wrapped
@@ -57,6 +57,7 @@ def show_plan(given: argparse.Namespace) -> int:
         ranks_per_node=given.ranks_per_node if are_other else fit.ranks_per_node,
         device_memory=given.device_memory,
         host_memory=given.host_memory,
+        parallel=fit.settings.parallel if given.parallel is None else given.parallel,
     )
     row = _row(plan, chosen or fit.strategy)
     precision = resolve_precision(fit.settings.precision)
@@ -64,9 +65,8 @@ def show_plan(given: argparse.Namespace) -> int:
     window = schedule.constant or schedule.largest
     whole = resolve_global_batch(fit.settings.global_batch_size, fit.settings.micro_batch_size)
     if whole is not None and plan.data is not None and plan.data.micro_batch is not None:
-        window = len(pieces_of(whole.share(plan.world_size), plan.data.micro_batch))
-    ranks = Ranks(plan.world_size, plan.local_size)
-    transfers = communication(LAYOUTS[row.name], plan.size, ranks, precision, window)
+        window = len(pieces_of(whole.share(_data_ranks(plan)), plan.data.micro_batch))
+    transfers = communication(LAYOUTS[row.name], plan.size, plan.ranks, precision, window)
     instead = alternatives(plan, row.name, precision) if not row.fits else None
     samples = None if whole is None else whole.samples
     answer = _Answer(given.target, type(fit.module).__name__, plan, row, window, samples, transfers, instead)
@@ -97,18 +97,23 @@ def _row(plan: MemoryPlan, name: str) -> PlanRow:
     return plan[name]
 
 
+def _data_ranks(plan: MemoryPlan) -> int:
+    """Return the number of ranks that read different data."""
+    return plan.degrees.lay_out(plan.world_size).data_size
+
+
 def _batch(answer: _Answer) -> dict[str, int | None]:
     """Return the arithmetic of a step; None for what is not known."""
     plan, window = answer.plan, answer.window
     data, samples = plan.data or TrainingData(), answer.global_batch
     if samples is None and data.micro_batch is not None:
-        samples = data.micro_batch * window * plan.world_size
-    span = samples if answer.global_batch is not None else (data.micro_batch or 0) * plan.world_size
+        samples = data.micro_batch * window * _data_ranks(plan)
+    span = samples if answer.global_batch is not None else (data.micro_batch or 0) * _data_ranks(plan)
     steps, last = _steps(data, span, samples)
     return {
         "micro_batch": data.micro_batch,
         "window": window,
-        "ranks": plan.world_size,
+        "ranks": _data_ranks(plan),
         "global_batch": samples,
         "samples": data.samples,
         "steps_per_epoch": steps,
@@ -142,6 +147,7 @@ def _document(answer: _Answer) -> dict[str, Any]:
         "strategy": row.name,
         "ranks": plan.world_size,
         "ranks_per_node": plan.local_size,
+        "parallel": plan.degrees.given,
         "fits": row.fits,
         "refusal": row.refusal,
         "shortage": row.shortage,
@@ -164,6 +170,9 @@ def _show(answer: _Answer) -> None:
     nodes = counted(-(-plan.world_size // (plan.local_size or plan.world_size)), "node")
     say_wrapped(f"{answer.target}: {answer.model}, {plan.size.elements:,} parameters{frozen}", "")
     say(f"strategy   {row.name}, {counted(plan.world_size, 'rank')} on {nodes}, precision {plan.precision}")
+    if plan.degrees.used:
+        layout = plan.degrees.lay_out(plan.world_size, "dp_replicate" if row.name == "ddp" else "dp_shard")
+        say(f"axes       {layout}")
     _show_batch(_batch(answer))
     _show_memory(plan, row)
     for each in answer.transfers:

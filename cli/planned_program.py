@@ -101,7 +101,7 @@ class _Planner:
 
 
 _HERE: dict[str, Any] = {
-    "strategy": "auto", "devices": 1, "num_nodes": 1, "max_restarts": 0, "compile": False,
+    "strategy": "auto", "devices": 1, "num_nodes": 1, "parallel": None, "max_restarts": 0, "compile": False,
 }  # fmt: skip
 
 

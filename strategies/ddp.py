@@ -17,15 +17,20 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
 from ..framework.core.arguments import check_names
+from ..framework.core.degrees import Degrees
 from ..framework.core.errors import ConfigurationError
+from ..framework.core.precision import Precision
+from ..framework.distributed.world import World
 from ..framework.parallel.gradient_operations import FullGradients
 from ..framework.parallel.meta_device import share_buffers, share_tensors
 from ..framework.parallel.recovery import Recovery
-from ..framework.parallel.strategy import Routed, StepAdapter, StepFunction, Strategy
+from ..framework.parallel.strategy import Routed, StepAdapter, StepFunction, Strategy, Traits
 from ..framework.parallel.zero_backward import zero_loss
 from .communication_hook import CommunicationHook, Hook, Wrapper
+from .context.parallel import NO_COMPILING, ContextParallel, attention_of, sharing_sequences
 from .ddp_flags import FlaggedAdapter, GradientFlags
 from .ddp_replica import Replica
+from .fsdp.replicated import SplitReplicas
 
 _TAKEN = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 # Arguments of other frameworks, and their equivalents.
@@ -61,7 +66,8 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
-    recovery = Recovery()
+    axes = SplitReplicas.axes
+    recovery: Recovery | None = Recovery()
 
     def __init__(
         self,
@@ -83,6 +89,34 @@ class DDPStrategy(Strategy):
         self._awaits_backward = False
         # Whether DDP reduces the next backward pass: it prepares for one of them in a forward pass.
         self._reduces_next = False
+        self._sequences: ContextParallel | None = None
+
+    def with_degrees(self, degrees: Degrees) -> Strategy:
+        """Return a strategy with degrees; one that splits layers is another one, without DDP's arguments."""
+        changed = super().with_degrees(degrees)
+        assert isinstance(changed, DDPStrategy)
+        if "cp" in degrees.used:
+            changed._share_sequences()
+        if "tp" not in degrees.used:
+            return changed
+        given = [*self._arguments, *["ddp_comm_hook"] * (self._hook is not None)]
+        if given:
+            raise ConfigurationError(
+                f"{degrees} with DDPStrategy({', '.join(given)}=...): beside tensor parallelism gradients are averaged "
+                "without DistributedDataParallel, which has these arguments. Leave them out, or leave tp out."
+            )
+        return SplitReplicas().with_degrees(degrees)
+
+    def _share_sequences(self) -> None:
+        # Ranks that share sequences exchange parts of them in every pass.
+        self.traits = Traits(forward_has_collectives=True, backward_has_collectives=True)
+        self.prevents_compiling, self.recovery = NO_COMPILING, None
+
+    def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
+        """Join the process group, take the device, and find the ranks that share sequences. Collective."""
+        world = super().connect(device_type, num_nodes, precision)
+        self._sequences, self.part = sharing_sequences(world, self.degrees.lay_out(world.size, self.rest))
+        return world
 
     def to_device(self, module: nn.Module, supplied: Collection[str] = ()) -> None:
         """Move a module to its device. Collective."""
@@ -132,6 +166,7 @@ class DDPStrategy(Strategy):
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return a call of ``step`` through DDP when training; evaluation needs no communication."""
         ddp = self._ddp
+        step = step if self._sequences is None else self._sequences.routed(step)
         if not training or ddp is None:
             return step
 
@@ -160,7 +195,8 @@ class DDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients; DDP reduces them during the backward pass, or they are reduced after it. Collective."""
-        loss.backward(**options)
+        with attention_of(self._sequences):
+            loss.backward(**options)
         self._awaits_backward = False
         if self._ddp is not None and self._syncs:
             if self._routed is Routed.FORWARD and not self._reduces_next:

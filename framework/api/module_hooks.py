@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..fabric.fabric import Fabric
+    from ..parallel.sequence_part import SequencePart
     from .contracts import CallbackContract
 
 
@@ -56,6 +57,17 @@ class ModuleHooks(nn.Module):
         ranks.
         """
         return 1
+
+    def cut_sequences(self, batch: Any, part: SequencePart) -> Any:
+        """Return this rank's part of a batch: for ``parallel={"cp": ...}``, where ranks share the sequences of a batch.
+
+        Called for every batch before anything else sees it, if it is defined: on a single rank too, where the part is
+        all, so that steps see batches of the same form for any number of ranks. ``part(tensor, dim=1)`` cuts a tensor,
+        and ``part.positions(tensor, dim=1)`` returns the positions of the part, for models that need them:
+        ``return part(tokens), part(targets), part.positions(tokens)``. Targets are shifted before they are cut.
+        ``batch_weight`` sees the part, and must count its targets.
+        """
+        raise NotImplementedError
 
     # ---- configuration --------------------------------------------------------------------------------------------
 

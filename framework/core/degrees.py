@@ -51,6 +51,10 @@ class Layout:
     pp: int = 1
     ep: int = 1
 
+    def __str__(self) -> str:
+        used = [f"{each.name}={size}" for each in fields(self) if (size := getattr(self, each.name)) > 1]
+        return " x ".join(used) or "1 rank"
+
     @property
     def copies(self) -> int:
         """The number of ranks that read the same data; they are next to one another."""
@@ -106,17 +110,19 @@ class Degrees:
                 )
         return Degrees(**{**other.given, **self.given})
 
-    def lay_out(self, world_size: int, rest: str = "dp_shard") -> Layout:
+    def lay_out(self, world_size: int, rest: str | None = None) -> Layout:
         """Return the layout of a number of ranks.
 
         Args:
             world_size: the number of ranks.
-            rest: the axis that takes the ranks that the degrees leave, if no degree is -1 and it is not given.
+            rest: the axis that takes the ranks that the degrees leave, if no degree is -1 and it is not given; None:
+                ``dp_shard``, or ``dp_replicate`` if the former is given.
 
         Raises:
             ConfigurationError: the degrees do not divide the ranks, or leave some over.
         """
         degrees = dict(self.given)
+        rest = rest or ("dp_replicate" if self.dp_shard else "dp_shard")
         free = next((axis for axis, degree in degrees.items() if degree == -1), None)
         if free is None and degrees.get(rest) is None:
             free = rest

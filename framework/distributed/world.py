@@ -99,6 +99,8 @@ class World:
         # read the same shard.
         self.data_rank = place.rank
         self.data_size = place.size
+        # The number of ranks next to one another that compute the same, and draw the same random numbers.
+        self.identical = 1
         self._control: list[dist.ProcessGroup] = []
         self._board: list[Board] = []
         # If ``close`` is never called: when the world is garbage-collected, or at process exit.
@@ -170,12 +172,13 @@ class World:
 
     @property
     def counts_data(self) -> bool:
-        """Whether the results of this rank count: of the ranks that read the same data, only the first one's do."""
-        return self.rank % (self.size // self.data_size) == 0
+        """Whether the results of this rank count: of ranks that compute the same, only the first one's do."""
+        return self.rank % self.identical == 0
 
-    def share_data(self, copies: int) -> None:
-        """Let ``copies`` ranks next to one another read the same shard of the data."""
+    def share_data(self, copies: int, parts: int = 1) -> None:
+        """Let ``copies`` ranks next to one another read the same shard of the data, of which they compute ``parts``."""
         self.data_rank, self.data_size = self.rank // copies, self.size // copies
+        self.identical = copies // parts
 
     def close(self) -> None:
         """Destroy the control group; torch's default group stays. Safe to be called twice."""
@@ -188,7 +191,7 @@ class World:
         For use in another thread: its collectives do not mix with those of other threads. Close it after use.
         """
         world = World(self.placement, self.device)
-        world.data_rank, world.data_size = self.data_rank, self.data_size
+        world.data_rank, world.data_size, world.identical = self.data_rank, self.data_size, self.identical
         if self.size > 1:
             world._control.append(dist.new_group(backend="gloo"))
         return world

@@ -34,7 +34,7 @@ from ..launch.exit_hooks import install_rank_hooks
 from ..metrics.logger import Logger
 from ..parallel.compilation import compilation
 from ..parallel.optimizer_step import Updater
-from ..parallel.resources import Resources, resolve_resources
+from ..parallel.resources import Resources, resolve_for_own_loop
 from ..parallel.strategy import Strategy
 from ..system.entry_script import can_rerun_script
 from .checkpoints import Checkpoints
@@ -76,7 +76,7 @@ class Fabric(AccelerateNames):
         ConfigurationError: an argument breaks a rule, or does not fit the machine or the launcher.
     """
 
-    _resolve = staticmethod(resolve_resources)
+    _resolve = staticmethod(resolve_for_own_loop)
 
     @names_arguments
     def __init__(

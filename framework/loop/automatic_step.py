@@ -34,7 +34,7 @@ from torch import Tensor
 from ..data.accumulation_window import MicroBatches, Windows
 from ..parallel.step_flags import LocalFlags, MessageFlags, StepFlags
 from ..parallel.strategy import StepFunction
-from ..run.overrides import backward_of, is_overridden
+from ..run.overrides import backward_of, weighing
 from ..run.run import Run
 from ..watchdog.heartbeat import LAST_BACKWARD, UPDATE
 from .filler_batches import FILLER, lockstep_filler
@@ -67,10 +67,11 @@ class AutomaticStep(TrainingStep):
         self.filler = lockstep_filler(run, transfer, windows)
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
-        # An instance attribute, so that the collective trace can replace it temporarily.
+        # An instance attribute, which the collective trace replaces.
         self.backward = backward_of(module, self.strategy)
         self.scaler, self.has_loss = run.scaler, False
-        self.batch_weight = self.meter.adding(module.batch_weight) if is_overridden("batch_weight", module) else None
+        weigh = weighing(module, self.strategy.part)
+        self.batch_weight = weigh and self.meter.adding(weigh)
         self.totals = ReducedTotals(run, self.filler) if self.is_distributed else LocalTotals()
         self.flags = self._flags()
         update = UserUpdate(run, self.before_update, clipping, self.around_update)

@@ -27,7 +27,7 @@ class StepMetrics:
 
     def begin(self, batch: Any) -> None:
         """Weight the values that the step logs by this batch."""
-        self._log.begin_batch(batch)
+        self._log.begin_batch(batch, self._run.strategy.part.share)
         self._log.fed.add(self._log.loader)
 
     def record(self) -> None:

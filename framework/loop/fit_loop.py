@@ -38,6 +38,7 @@ from .evaluation_loop import logging_to
 from .fit_plan import FitPlan, estimate_steps
 from .fit_validation import FitValidation
 from .manual_step import ManualStep
+from .sequence_check import check_parts
 
 _REDUCED = NoLog(
     "on_train_epoch_end of a callback that monitors, which runs after the metrics of the epoch are reduced",
@@ -133,6 +134,8 @@ class FitLoop:
         if not self._compared_ranks:
             self._compared_ranks = True
             self.windows.compare_ranks(run.world, run.note)
+            if run.strategy.part.size > 1:
+                check_parts(run, self.windows, self.step.plain(), self.step.transfer)
         step, attempts = progress.global_step, progress.attempts
         whole = self._batches()
         if begins and whole and not progress.epoch_cut:

@@ -144,7 +144,7 @@ class TrainingStep:
         if self.transfer is not None:
             batch = self.transfer(batch)
         self.index = index
-        self.log.begin_batch(batch)
+        self.log.begin_batch(batch, self.strategy.part.share)
         if self.count_samples is not None:
             self.meter.add(self.count_samples(batch))
         for hook in self.batch_start:

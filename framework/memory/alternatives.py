@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core.precision import Precision
 from .formulas import LAYOUTS, Ranks, footprint
@@ -28,10 +28,10 @@ class Alternatives:
 def alternatives(plan: MemoryPlan, name: str, precision: Precision) -> Alternatives:
     """Return the changes to a plan under the strategy ``name`` that fit."""
     strategies = tuple(row.name for row in plan if row.fits and row.refusal is None and row.name != name)
-    own = Ranks(plan.world_size, plan.local_size)
+    own = plan.ranks
     ranks = own
     while not _fits(plan, name, precision, ranks, 1.0) and ranks.world_size < _MOST_RANKS:
-        ranks = Ranks(2 * ranks.world_size, ranks.local_size)
+        ranks = replace(ranks, world_size=2 * ranks.world_size)
     fits = _fits(plan, name, precision, ranks, 1.0)
     now = plan.data.micro_batch if plan.data is not None else None
     smaller = largest_micro_batch(plan, name, precision, now - 1) if now is not None else None
@@ -46,7 +46,7 @@ def largest_micro_batch(plan: MemoryPlan, name: str, precision: Precision, most:
     now = plan.data.micro_batch if plan.data is not None else None
     if now is None or plan.activations is None or name not in LAYOUTS:
         return None
-    own = Ranks(plan.world_size, plan.local_size)
+    own = plan.ranks
     sizes = (1 << power for power in reversed(range(most.bit_length())))
     return next((size for size in sizes if _fits(plan, name, precision, own, size / now)), None)
 

@@ -47,7 +47,7 @@ def _transfers(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precisi
     compute, reduction = precision.compute_dtype.itemsize, precision.reduction_dtype.itemsize
     if layout.replicates:
         gradients = size.trainable * precision.parameter_dtype.itemsize
-        yield _transfer("all-reduce", "gradients", 1, gradients, ranks.world_size)
+        yield _transfer("all-reduce", "gradients", 1, gradients, ranks.replicas)
         return
     if not layout.splits_state:
         return
@@ -60,7 +60,7 @@ def _transfers(layout: Layout, size: ModelSize, ranks: Ranks, precision: Precisi
     yield _transfer("all-gather", "parameters", 2 * window, size.elements * compute, split)
     times, width = (window, compute) if layout.engine else (1, reduction)
     yield _transfer("reduce-scatter", "gradients", times, size.trainable * width, split)
-    replicas = ranks.world_size // split
+    replicas = max(1, ranks.replicas // split)
     part = -(-size.trainable * width // split)
     yield _transfer("all-reduce", "gradients of replicas", times, part, replicas)
 

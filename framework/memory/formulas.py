@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from ..core.degrees import Degrees
 from ..core.precision import Precision
 
 Place = Literal["device", "host", "disk"]
@@ -154,10 +155,17 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The number of ranks, and how many of them are on a node (None: all)."""
+    """The number of ranks, how many of them are on a node (None: all), and the degrees that were given."""
 
     world_size: int = 1
     local_size: int | None = None
+    degrees: Degrees = field(default_factory=Degrees)
+
+    @property
+    def replicas(self) -> int:
+        """The ranks over which replicas average gradients, without a split of their state."""
+        laid_out = self.degrees.lay_out(self.world_size)
+        return self.world_size // laid_out.tp // laid_out.pp
 
 
 def footprint(
@@ -188,6 +196,9 @@ def footprint(
 
 def shard_of(layout: Layout, ranks: Ranks) -> int:
     """Return the number of ranks over which a strategy splits."""
+    if ranks.degrees.given and not (layout.within_node and ranks.degrees.dp_replicate is None):
+        laid_out = ranks.degrees.lay_out(ranks.world_size)
+        return laid_out.dp_shard * laid_out.cp
     if not layout.within_node:
         return ranks.world_size
     nodes = _part(ranks.world_size, ranks.local_size or ranks.world_size)
@@ -206,7 +217,7 @@ def _torch(
             _gathered(size, precision.compute_dtype.itemsize) + _largest(size) * precision.reduction_dtype.itemsize
         )
     else:
-        buckets = casts + (gradients if layout.replicates and ranks.world_size > 1 else 0)
+        buckets = casts + (gradients if layout.replicates and ranks.replicas > 1 else 0)
     return Footprint(
         Bytes(
             parameters=_part(size.elements * width, split if layout.splits_parameters else 1) + size.buffer_bytes,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
+from ..core.degrees import Degrees
 from ..core.errors import unknown
 from ..core.precision import Precision
 from ..core.size_text import size_text
@@ -79,6 +80,12 @@ class MemoryPlan:
     local_size: int | None = None
     """Ranks of a node; None: all."""
     accumulates: bool = False
+    degrees: Degrees = field(default_factory=Degrees)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks as the formulas take them."""
+        return Ranks(self.world_size, self.local_size, self.degrees)
 
     def __getitem__(self, name: str) -> PlanRow:
         """Return the row of a strategy.
@@ -142,8 +149,10 @@ class MemoryPlan:
 _HEAD = ["  strategy", *(each.name.partition("_")[0] for each in fields(Bytes)), "device", "host", "disk", ""]
 
 
-def candidates(world_size: int) -> tuple[str, ...]:
+def candidates(world_size: int, degrees: Degrees | None = None) -> tuple[str, ...]:
     """Return the strategies that ``strategy="auto"`` tries, the fastest first."""
+    if degrees is not None and degrees.used:
+        return ("ddp", "fsdp")
     return ("single" if world_size == 1 else "ddp", "fsdp", "zero3-offload", "zero3-nvme")
 
 
@@ -170,7 +179,12 @@ def make_plan(
     for name, layout in LAYOUTS.items():
         needs = footprint(layout, size, ranks, precision, saved.kept, saved.casts, accumulates)
         rows.append(PlanRow(name, needs, shortage(needs, memory), refusals.get(name)))
-    tried = [row for name in candidates(ranks.world_size) for row in rows if row.name == name and row.refusal is None]
+    tried = [
+        row
+        for name in candidates(ranks.world_size, ranks.degrees)
+        for row in rows
+        if row.name == name and row.refusal is None
+    ]
     fitting = [row for row in tried if row.fits]
     frugal = sorted(tried, key=lambda row: _on_device(row.needs, memory))
     # If none can be used, fit is to fail with the refusal of the first row, which every machine supports.
@@ -190,6 +204,7 @@ def make_plan(
         data,
         ranks.local_size,
         accumulates,
+        ranks.degrees,
     )
 
 

@@ -43,7 +43,7 @@ class MetricLog:
         self.stage = stage
         self.world = world
         self.batch: Any = None
-        self.items: int | None = None
+        self.items: float | None = None
         self.batches = 0
         self.fed: set[int | None] = set()
         self._module = module
@@ -87,9 +87,9 @@ class MetricLog:
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
-    def begin_batch(self, batch: Any) -> None:
-        """Weight the values of the following calls by this batch, and count it."""
-        self.batch, self.items = batch, None
+    def begin_batch(self, batch: Any, share: float = 1.0) -> None:
+        """Weight the values of the following calls by a batch, of which this rank has a ``share``, and count it."""
+        self.batch, self.items = batch, None if share == 1.0 else batch_items(batch) * share
         self.batches += 1
 
     def return_to_batch(self, batch: Any) -> None:
@@ -158,7 +158,7 @@ class MetricLog:
             else:
                 entry.add_weighted(value, batch_size)
 
-    def _count_items(self, entry: Entry) -> int:
+    def _count_items(self, entry: Entry) -> float:
         """Return the weight of the batch: its number of items, counted when first needed for a mean."""
         if self.items is None and entry.fx == "mean":
             self.items = batch_items(self.batch)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..core.degrees import Degrees, resolve_degrees
+from ..core.degrees import Degrees, Layout, resolve_degrees
 from ..core.errors import ConfigurationError, UnknownNameError, is_count, unknown
 from ..core.precision import Precision, resolve_precision
 from ..core.registry import STRATEGIES
@@ -37,6 +37,8 @@ class Resources:
     place: Placement
     auto: bool = False
     """Whether ``strategy="auto"`` was given: a fit may replace ``strategy`` by one that fits into memory."""
+    degrees: Degrees = field(default_factory=Degrees)
+    """The degrees of parallelism that were given, by ``parallel=`` or by the strategy's own arguments."""
     launched: Placement | None = None
     """The place of this process among all ranks, if rank 0 alone uses the device and the other ranks skip the work."""
 
@@ -48,7 +50,12 @@ class Resources:
     @property
     def data_size(self) -> int:
         """The number of shards of the data."""
-        return self.strategy.degrees.lay_out(self.world_size, self.strategy.rest).data_size
+        return self.layout.data_size
+
+    @property
+    def layout(self) -> Layout:
+        """The number of ranks along each axis."""
+        return self.strategy.degrees.lay_out(self.world_size, self.strategy.rest)
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -168,8 +175,24 @@ def resolve_resources(
         resolved_precision,
         place,
         strategy == "auto" and not degrees.used,
+        resolved_strategy.degrees,
         launched,
     )
+
+
+def resolve_for_own_loop(*arguments: Any, **options: Any) -> Resources:
+    """Check and resolve the arguments of a Fabric, whose loop is the user's; ``resolve_resources`` has the parameters.
+
+    Raises:
+        ConfigurationError: they break a rule, or ranks are to share sequences.
+    """
+    resources = resolve_resources(*arguments, **options)
+    if (degree := resources.layout.cp) > 1:
+        raise ConfigurationError(
+            f"Fabric(parallel={{'cp': {degree}}}): batches are cut, and their parts weighted, by a Trainer. Use a "
+            "Trainer, or leave cp out."
+        )
+    return resources
 
 
 def _leaves_ranks(requested: int, place: Placement) -> bool:

@@ -31,6 +31,7 @@ from .gradient_operations import FullGradients, GradientOperations
 from .meta_device import fill_from_rank_zero
 from .placed_parts import move_others
 from .recovery import Recovery
+from .sequence_part import SequencePart
 from .step_flags import StepFlags
 from .window_passes import WindowPasses
 
@@ -118,6 +119,8 @@ class Strategy(NamesArguments, ABC):
     window_passes: WindowPasses | None = None
     """Runs the passes of a window together, where they cannot run one by one (pipelines). None: the training loop runs
     one pass after another."""
+    part: SequencePart = SequencePart()
+    """The part of each sequence that this rank computes, from ``connect`` on."""
     state: CanonicalState = CanonicalState()
     """The state that checkpoints save and load. A strategy whose ranks hold parts of it replaces it likewise."""
 
@@ -156,7 +159,8 @@ class Strategy(NamesArguments, ABC):
         """Join the process group and take this rank's device. Collective."""
         self.precision = precision
         self.world = World.from_environment(device_type, num_nodes)
-        self.world.share_data(self.degrees.lay_out(self.world.size, self.rest).copies)
+        layout = self.degrees.lay_out(self.world.size, self.rest)
+        self.world.share_data(layout.copies, layout.cp)
         return self.world
 
     # ---- set-up and steps -----------------------------------------------------------------------------------------

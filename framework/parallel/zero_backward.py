@@ -154,16 +154,24 @@ def _tensors_in(data: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from _tensors_in(part, seen)
 
 
+CARRIES_OTHERS = "carries_gradients_of_other_ranks"
+"""An attribute of an ``autograd.Function`` whose backward pass brings along gradients of other ranks' losses."""
+
+
 @contextmanager
 def zero_gradients(loss: Tensor) -> Generator[Tensor, None, None]:
     """Yield a zero loss with the backward pass of ``loss``; all gradients inside it are exactly zero.
 
     Zero times an infinite activation would be NaN, which a reduction would carry to all ranks: so the gradient that
     enters each node of the graph is set to zero. This does not cover a backward pass that is nested in the backward
-    pass to recompute activations.
+    pass to recompute activations, nor nodes that gradients of other ranks' losses reach, see ``CARRIES_OTHERS``.
     """
     zero = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-    handles = [node.register_prehook(_zeros) for node in nodes_of(zero)]
+    nodes = nodes_of(zero)
+    carriers = [node for node in nodes if hasattr(getattr(node, "_forward_cls", None), CARRIES_OTHERS)]
+    if carriers:
+        nodes -= set().union(*(_nodes_from(node) for node in carriers))
+    handles = [node.register_prehook(_zeros) for node in nodes]
     try:
         yield zero
     finally:
@@ -184,8 +192,12 @@ def _zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 def nodes_of(loss: Tensor) -> set[Any]:
     """Return the nodes of a loss's graph."""
+    return _nodes_from(loss.grad_fn)
+
+
+def _nodes_from(start: Any) -> set[Any]:
     found: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
+    waiting: list[Any] = [start]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found:

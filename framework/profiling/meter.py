@@ -170,7 +170,7 @@ class Meter:
         if not counts.steps or counts.seconds <= 0:
             return None
         seconds = counts.seconds / ranks
-        units = counts.units * self._world.data_size / ranks
+        units = counts.units / self._world.identical
         flops = None if self.flops_per_unit is None else self.flops_per_unit * units / seconds
         return Throughput(
             unit=self.unit,

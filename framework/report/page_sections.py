@@ -22,7 +22,16 @@ def settings_section(report: dict[str, Any]) -> str:
     changed = mapping(settings.get("changed")).items()
     parts = [("Settings that differ from the defaults", facts([(name, text(value)) for name, value in changed]))]
     parts.append(("Hyperparameters", facts([(name, text(value)) for name, value in hparams.items()])))
-    names = ("strategy", "precision", "accelerator", "world_size", "num_nodes", "accumulate_grad_batches", "seed")
+    names = (
+        "strategy",
+        "parallel",
+        "precision",
+        "accelerator",
+        "world_size",
+        "num_nodes",
+        "accumulate_grad_batches",
+        "seed",
+    )
     chosen = [(name.replace("_", " "), text(resolved.get(name))) for name in names if resolved.get(name) is not None]
     chosen += [(name, text(settings.get(name))) for name in ("callbacks", "loggers") if settings.get(name)]
     parts.append(("As resolved", facts(chosen)))

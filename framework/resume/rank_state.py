@@ -100,10 +100,13 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
     documents = [document for document in checkpoint.rank_documents if document is not None]
     world = run.world
     parts = checkpoint.document.get("data_ranks", len(documents))
-    # Ranks that see the same data (those of a tensor-parallel group) have equal states: use the first one.
+    # Ranks that compute the same (those of a tensor-parallel group) have equal states: use the first one of each group.
+    # Ranks that read the same data, and compute parts of it, have states of their own.
     kept: list[dict[str, Any]] = documents[:: max(1, len(documents) // (parts or 1))]
-    same = parts == world.data_size and bool(kept)
-    mine: list[dict[str, Any]] = [decode(document) for document in kept[world.data_rank :: world.data_size]]
+    counted = documents[:: checkpoint.document.get("identical_ranks", max(1, len(documents) // (parts or 1)))]
+    own, size = world.rank // world.identical, world.size // world.identical
+    same = parts == world.data_size and len(counted) == size and bool(kept)
+    mine: list[dict[str, Any]] = [decode(document) for document in counted[own::size]]
     if mine:
         run.train_log.load_state_dicts([state["log"] for state in mine])
         run.evaluated_batches.update(mine[0].get("evaluated", {}))
@@ -111,6 +114,6 @@ def restore_rank(run: Run, checkpoint: Checkpoint, windows: Windows) -> None:
         windows.source.restore([mine[0].get("data")], own=True)
     else:
         windows.source.restore([decode(document.get("data")) for document in kept], own=False)
-        seed_rank(mix_seed(run.seed, run.progress.attempts, world.data_rank), world.device)
+        seed_rank(mix_seed(run.seed, run.progress.attempts, own), world.device)
     random = mine[0]["random"] if same else capture()
     run.replay_from({**_state(run), "random": random})

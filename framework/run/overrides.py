@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from ..core.precision import Precision
 from ..core.split_optimizer import needs_closure
 from ..distributed.batch_copy import BatchCopy
 from ..fabric.collectives import to_device
+from ..parallel.sequence_part import SequencePart
 from ..parallel.strategy import StepFunction, Strategy
 
 
@@ -134,21 +136,29 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 def batch_transfer(
-    device: torch.device, precision: Precision, module: TrainModule, datamodule: DataModule | None
+    device: torch.device,
+    precision: Precision,
+    module: TrainModule,
+    datamodule: DataModule | None,
+    part: SequencePart | None = None,
 ) -> Callable[[Any, int], Any] | None:
     """Return a function from ``(batch, dataloader_idx)`` to the transferred batch; None if batches are unchanged.
 
-    A hook of the DataModule has precedence over the module's hook of the same name.
+    A hook of the DataModule has precedence over the module's hook of the same name. If the module cuts batches, they
+    are cut first; ``part`` is that of this rank, None for all.
     """
+    cut = cutting(module, part or SequencePart())
     before, move, after = (_overridden(name, module, datamodule) for name in _HOOKS)
     converts = precision.converts_batch
     if move is None and device.type == "cpu":
-        if before is None and after is None and not converts:
+        if before is None and after is None and cut is None and not converts:
             return None
     elif move is None:
         move = _mover(device)
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if cut is not None:
+            batch = cut(batch)
         if before is not None:
             batch = before(batch, dataloader_idx)
         if move is not None:
@@ -158,6 +168,28 @@ def batch_transfer(
         return batch if after is None else after(batch, dataloader_idx)
 
     return transfer
+
+
+def cutting(module: TrainModule, part: SequencePart) -> Callable[[Any], Any] | None:
+    """Return a function that cuts this rank's part of a batch; None if the module does not cut batches."""
+    if not is_overridden("cut_sequences", module):
+        return None
+
+    def cut(batch: Any) -> Any:
+        if part.size > 1:
+            part.weigh_shares(partial(module.cut_sequences, batch), module.batch_weight)
+        return module.cut_sequences(batch, part)
+
+    return cut
+
+
+def weighing(module: TrainModule, part: SequencePart) -> Callable[[Any], int | float | Tensor] | None:
+    """Return a function that weighs this rank's part of a batch before it is cut; None for weights of 1."""
+    if not is_overridden("batch_weight", module):
+        return None
+    if not is_overridden("cut_sequences", module):
+        return module.batch_weight
+    return lambda batch: module.batch_weight(module.cut_sequences(batch, part))
 
 
 def _mover(device: torch.device) -> Callable[..., Any]:

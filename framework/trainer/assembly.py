@@ -98,13 +98,13 @@ def assemble_fit(session: Session, request: StageRequest) -> FitLoop:
     run.heartbeat.mark_sync_point()
     _distribute(run, pretrained, training=True, routed=routed_code(run, loop.windows))
     run.saver.keep_base()
-    transfer = batch_transfer(run.world.device, run.precision, module, request.datamodule)
+    transfer = batch_transfer(run.world.device, run.precision, module, request.datamodule, run.strategy.part)
     _attach_step(run, loop, data, settings, transfer)
     if resumption is not None:
         _restore(loop, resumption, resume_point)
-    elif run.world.data_rank > 0:
+    elif (own := run.world.rank // run.world.identical) > 0:
         # Ranks draw different numbers from now on (dropout); rank 0 draws those of a single process.
-        seed_rank(mix_seed(session.seed, run.world.data_rank), run.world.device)
+        seed_rank(mix_seed(session.seed, own), run.world.device)
     return loop
 
 
@@ -130,7 +130,9 @@ def assemble_evaluation(session: Session, request: StageRequest, stage: str) -> 
     plan = evaluation_plan(session, stage, sources)
     session.attach_evaluation(plan)
     precision = run.precision
-    plan.use_transfer(batch_transfer(run.world.device, precision, request.module, request.datamodule))
+    plan.use_transfer(
+        batch_transfer(run.world.device, precision, request.module, request.datamodule, run.strategy.part)
+    )
     return run, plan
 
 

@@ -127,6 +127,9 @@ def _plan(
         for name in LAYOUTS
         if (refusal := _refusal(name, resources, module, measured.optimizers, session.settings.clipping)) is not None
     }
+    notes = measured.notes
+    if "tp" in resources.degrees.used:
+        notes += ("Layers that tp splits count in full, so each rank needs less than this.",)
     return make_plan(
         measured.size,
         _ranks(resources),
@@ -135,7 +138,7 @@ def _plan(
         memory,
         measured.activations,
         refusals,
-        measured.notes,
+        notes,
         accumulates=session.accumulation.constant != 1 or session.settings.global_batch is not None,
         data=measured.data,
     )
@@ -154,7 +157,7 @@ def _refusal(
     """Return why a strategy cannot be used here, by the checks that ``fit`` makes; None if it can."""
     try:
         # Without arguments, as "auto" would construct it: zero3-nvme then takes its folder from the environment.
-        strategy = STRATEGIES.load(name)()
+        strategy = STRATEGIES.load(name)().with_degrees(resources.degrees)
         strategy.check(resources.world_size, resources.device_type, resources.num_nodes, resources.precision)
         strategy.check_module(module)
     except _REFUSALS as error:
@@ -167,7 +170,7 @@ def _refusal(
 
 
 def _ranks(resources: Resources) -> Ranks:
-    return Ranks(resources.world_size, resources.devices)
+    return Ranks(resources.world_size, resources.devices, resources.degrees)
 
 
 def _memory(resources: Resources, tensors: Iterator[Tensor] | tuple[()]) -> Memory:

@@ -18,6 +18,7 @@ from ..parallel.strategy_checks import check_algorithm, check_placed, check_wind
 from ..run.overrides import is_overridden, with_arity
 from .data_sources import check_given
 from .hook_names import check_data_module_names, check_module_names
+from .sequence_checks import check_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,6 +46,7 @@ def check_fit(
     check_backward(module, resources.strategy)
     check_placed(resources.strategy, module, training=True)
     resources.strategy.check_module(module)
+    check_sequences(module, "fit", resources)
     if settings.memory is not None and not is_overridden("configure_model", module):
         settings.memory.words_of(module)
     check_windows(resources.strategy, settings.accumulation, settings.global_batch, resources.data_size)
@@ -96,6 +98,7 @@ def check_evaluation(
     """
     check_module(module, stage)
     check_placed(resources.strategy, module, training=False)
+    check_sequences(module, stage, resources)
     check_given(stage, given, module, datamodule, resources.data_size, shard, required=True)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..core.degrees import Degrees, resolve_degrees
 from ..core.errors import ConfigurationError, is_count
 from ..core.size_text import size_in_bytes
 from ..memory.available_memory import Memory, gpu_libraries
@@ -26,6 +28,8 @@ class PlanTarget:
     """The memory of a device, in bytes or as ``"80GB"``."""
     host_memory: int | str | None = None
     """The memory of a node."""
+    parallel: Mapping[str, int] | str | None = None
+    """The degrees of parallelism."""
 
     def check(self, own: Resources) -> None:
         """Check all values.
@@ -34,7 +38,7 @@ class PlanTarget:
             own: the devices and nodes of the Trainer.
 
         Raises:
-            ConfigurationError: a value is not a number or a size, or the ranks do not fill their nodes.
+            ConfigurationError: a value is not a number or a size, or the ranks do not fill their nodes or fit degrees.
         """
         for name in ("ranks", "ranks_per_node"):
             value = getattr(self, name)
@@ -45,6 +49,7 @@ class PlanTarget:
             raise ConfigurationError(
                 f"ranks={ranks} do not fill nodes of {local} ranks: set ranks_per_node to a number that divides them."
             )
+        self._degrees(own).lay_out(ranks)
         for name in ("device_memory", "host_memory"):
             if (value := getattr(self, name)) is not None:
                 size_in_bytes(value, name)
@@ -56,10 +61,13 @@ class PlanTarget:
         ranks = own.world_size if self.ranks is None else self.ranks
         return ranks, min(ranks, self.ranks_per_node or _MOST_RANKS_OF_A_NODE)
 
+    def _degrees(self, own: Resources) -> Degrees:
+        return own.degrees if self.parallel is None else resolve_degrees(self.parallel)
+
     def resources(self, own: Resources) -> Resources:
         """Return the devices and nodes of the target."""
         ranks, local = self._ranks(own)
-        return replace(own, devices=local, num_nodes=ranks // local)
+        return replace(own, devices=local, num_nodes=ranks // local, degrees=self._degrees(own))
 
     def memory(self, own: Memory, sharing: int) -> Memory:
         """Return the memory of a rank of the target.

@@ -33,6 +33,7 @@ def configuration(session: Session, loop: FitLoop) -> dict[str, Any]:
             "num_nodes": resources.num_nodes,
             "world_size": resources.world_size,
             "strategy": resources.strategy.name,
+            "parallel": str(resources.layout) if resources.strategy.degrees.used else None,
             "precision": resources.precision.name,
             "seed": session.seed,
             "accumulate_grad_batches": str(session.accumulation),

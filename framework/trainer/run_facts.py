@@ -43,14 +43,14 @@ def model_facts(run: Run) -> dict[str, Any]:
 def memory_facts(run: Run) -> dict[str, Any] | None:
     """Return the bytes that the formulas of ``Trainer.plan`` give for a rank, without activations.
 
-    None for a strategy that they do not know.
+    None for a strategy that they do not know, and for layers that are split.
     """
     layout = LAYOUTS.get(run.strategy.name)
-    if layout is None:
+    if layout is None or "tp" in run.strategy.degrees.used:
         return None
     size = replace(size_of(run.module), state_slots=max(map(moments, run.optimizers), default=0))
     resources, precision = run.fabric.resources, run.precision
-    ranks = Ranks(resources.world_size, resources.devices)
+    ranks = Ranks(resources.world_size, resources.devices, resources.degrees)
     needs = footprint(layout, size, ranks, precision, casts=casts_of(size, precision))
     return {
         "strategy": run.strategy.name,

@@ -50,8 +50,9 @@ def start_lines(loop: FitLoop, log_dir: str | None, checkpoint_dir: Path | None)
     run, plan, windows = loop.run, loop.plan, loop.windows
     world, fabric = run.world, run.fabric
     nodes = f" on {counted(world.num_nodes, 'node')}" if world.num_nodes > 1 else ""
+    axes = f" ({fabric.resources.layout})" if fabric.strategy.degrees.used else ""
     lines = [
-        f"strategy   {fabric.strategy.name}, {counted(world.size, 'rank')}{nodes} on {world.device.type}, "
+        f"strategy   {fabric.strategy.name}, {counted(world.size, 'rank')}{axes}{nodes} on {world.device.type}, "
         f"precision {fabric.precision.name}",
         f"batch      {_global_batch(run, windows)}",
         f"length     {_length(plan, windows)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +63,8 @@ class Trainer(TrainerSearches):
         requested = requested_settings(given)
         given = settings_in_use(requested)
         settings = resolve_settings(given)
-        fabric = TrainerFabric(
-            given.accelerator,
-            given.strategy,
-            given.devices,
-            given.num_nodes,
-            given.precision,
-            compile=given.compile,
-            parallel=given.parallel,
-        )
+        resources = (given.accelerator, given.strategy, given.devices, given.num_nodes, given.precision)
+        fabric = TrainerFabric(*resources, compile=given.compile, parallel=given.parallel)
         loggers = resolve_loggers(given.logger, settings)
         name = next((logger.name for logger in loggers if logger.name), _DEFAULT_NAME)
         self._session = Session(
@@ -147,6 +141,7 @@ class Trainer(TrainerSearches):
         ranks_per_node: int | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
+        parallel: Mapping[str, int] | str | None = None,
     ) -> MemoryPlan:
         """Return the memory that each strategy needs per rank, and that available; printed, it is a table.
 
@@ -159,11 +154,12 @@ class Trainer(TrainerSearches):
             ranks_per_node: how many of them share a node; by default all, but at most 8.
             device_memory: plan for GPUs of this memory, in bytes or as ``"80GB"``, and not for this machine.
             host_memory: plan for nodes of this memory.
+            parallel: plan with these degrees, and not with those of the Trainer.
 
         Raises:
             ConfigurationError: the module or the data could not be used by ``fit``, or a number is not one.
         """
-        target = PlanTarget(ranks, ranks_per_node, device_memory, host_memory)
+        target = PlanTarget(ranks, ranks_per_node, device_memory, host_memory, parallel)
         target.check(self.fabric.resources)
         if activation_bytes is not None and not is_count(activation_bytes, 0):
             raise ConfigurationError(f"activation_bytes={activation_bytes!r} must be a number of bytes, 0 or more.")

@@ -31,28 +31,37 @@ def as_arguments(degrees: Degrees) -> str:
     return ", ".join(f"{_ARGUMENTS.get(axis, axis)}={degree}" for axis, degree in degrees.given.items())
 
 
-def build_mesh(layout: Layout, world: World) -> DeviceMesh:
-    """Build the mesh: ``shard``, and ``replicate`` and ``tensor`` if they have several ranks. Collective."""
-    axes = {"replicate": layout.dp_replicate, "shard": layout.dp_shard, "tensor": layout.tp}
+def build_mesh(layout: Layout, world: World, rest: str) -> DeviceMesh:
+    """Build the mesh: ``shard``, and ``replicate`` and ``tensor`` if they have several ranks. Collective.
+
+    Ranks that share sequences hold different parts of the state, or replicas of it if ``rest`` is ``dp_replicate``.
+    """
+    replicas = layout.cp if rest == "dp_replicate" else 1
+    axes = {
+        "replicate": layout.dp_replicate * replicas,
+        "shard": layout.dp_shard * layout.cp // replicas,
+        "tensor": layout.tp,
+    }
     kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
     return init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def data_part(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
+def data_part(mesh: DeviceMesh) -> DeviceMesh:
     """Return the sub-mesh to pass to ``fully_shard``."""
-    if layout.tp == 1:
+    names = mesh.mesh_dim_names or ()
+    if "tensor" not in names:
         return mesh
-    return mesh["replicate", "shard"] if layout.dp_replicate > 1 else mesh["shard"]
+    return mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
 
 
-def lay_out(world_size: int, num_nodes: int, degrees: Degrees, by_node: bool) -> Layout:
-    """Return the layout of a number of ranks; ``by_node`` makes a replica of each node.
+def lay_out(world_size: int, num_nodes: int, degrees: Degrees, rest: str, by_node: bool) -> Layout:
+    """Return the layout of a number of ranks; ``by_node`` makes a replica of each node, ``rest`` takes those left.
 
     Raises:
         ConfigurationError: the ranks cannot be divided in this way.
     """
     if not by_node or degrees.dp_replicate is not None or degrees.dp_shard is not None:
-        return degrees.lay_out(world_size)
+        return degrees.lay_out(world_size, rest)
     data = degrees.lay_out(world_size).data_size
     count = _by_node(data, num_nodes)
     if data % count:

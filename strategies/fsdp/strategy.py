@@ -26,6 +26,7 @@ from ...framework.distributed.world import World
 from ...framework.parallel.deferred import Deferred
 from ...framework.parallel.meta_device import share_buffers
 from ...framework.parallel.strategy import Routed, StepFunction, Strategy, Traits
+from ..context.parallel import NO_COMPILING, ContextParallel, attention_of, sharing_sequences
 from ..limits import check_dense, check_independent
 from .activations import NO_RECOMPUTATION, Checkpointed, check_checkpointing
 from .arguments import ELSEWHERE, GATHERS, check_count, check_flags, check_precision, check_reduce_dtype, mixed_policy
@@ -62,7 +63,7 @@ class FSDPStrategy(Strategy):
     """
 
     name = "fsdp"
-    axes = ("dp_replicate", "dp_shard", "tp")
+    axes = ("dp_replicate", "dp_shard", "cp", "tp")
     rest = "dp_shard"
 
     def __init__(
@@ -104,6 +105,7 @@ class FSDPStrategy(Strategy):
             shards_state=True, forward_has_collectives=True, backward_has_collectives=True, reduces_in_backward=True
         )
         self._use(own_degrees(replicas, tensor_parallel))
+        self._sequences: ContextParallel | None = None
         self._layout: Layout
         self._mesh: DeviceMesh
         self._deferred: Deferred
@@ -123,36 +125,33 @@ class FSDPStrategy(Strategy):
 
     def _use(self, degrees: Degrees) -> None:
         self.degrees = degrees
+        if "cp" in degrees.used:
+            self.prevents_compiling = NO_COMPILING
         # All ranks hold different shards, so each of them may join the collectives of the others.
         can_join = self.replicas == 1 and not set(degrees.used) - {"dp_shard"}
         self.recovery = ShardedRecovery() if can_join and hasattr(FSDPModule, "reset_iter_state") else None
 
-    @property
-    def tensor_parallel(self) -> int:
-        """The number of ranks that share each layer's computation; -1 for those that the other degrees leave."""
-        return self.degrees.tp or 1
-
     def check(self, world_size: int, device_type: str, num_nodes: int, precision: Precision) -> None:
         """Refuse a number of ranks that cannot be divided into the requested groups, and a precision that fits none."""
-        layout = lay_out(world_size, num_nodes, self.degrees, self.replicas == "node")
+        layout = lay_out(world_size, num_nodes, self.degrees, self.rest, self.replicas == "node")
         check_precision(precision, layout.tp)
 
     def check_module(self, module: nn.Module) -> None:
         """Refuse sparse gradients, and with tensor parallelism a module without a plan."""
         check_dense(module, self.name)
-        if self.tensor_parallel != 1:
-            check_plan(module, self.tensor_parallel)
+        if "tp" in self.degrees.used:
+            check_plan(module, self.degrees.tp or 1)
 
     def connect(self, device_type: str, num_nodes: int, precision: Precision) -> World:
         """Join the process group, select the device and build the mesh. Collective."""
         self.precision = precision
         self.world = world = World.from_environment(device_type, num_nodes, grouped=True)
-        self._layout = lay_out(world.size, world.num_nodes, self.degrees, self.replicas == "node")
-        self._mesh = build_mesh(self._layout, world)
+        self._layout = lay_out(world.size, world.num_nodes, self.degrees, self.rest, self.replicas == "node")
+        self._mesh = build_mesh(self._layout, world, self.rest)
+        self._sequences, self.part = sharing_sequences(world, self._layout)
         self._deferred = Deferred()
         self.gradients, self.state = ShardedGradients(world), ShardedState(world)
-        # The ranks of a tensor-parallel group share one computation, so they must see the same data.
-        world.share_data(self._layout.copies)
+        world.share_data(self._layout.copies, self._layout.cp)
         return world
 
     # ---- a module and its optimizers ------------------------------------------------------------------------------
@@ -178,8 +177,10 @@ class FSDPStrategy(Strategy):
         Raises:
             ConfigurationError: the module or an optimizer cannot be split.
         """
-        self.check_module(module)
-        layout, mesh = self._layout, data_part(self._layout, self._mesh)
+        layout, mesh = self._layout, data_part(self._mesh)
+        check_dense(module, self.name)
+        if layout.tp > 1:
+            check_plan(module, layout.tp)
         for optimizer in optimizers:
             check_independent(optimizer, self.name)
             check_blocks(optimizer, module, mesh, layout.tp)
@@ -223,6 +224,7 @@ class FSDPStrategy(Strategy):
 
     def route(self, step: StepFunction, training: bool) -> StepFunction:
         """Return a call of ``step`` inside the hooks that gather the model's outermost parameters."""
+        step = step if self._sequences is None else self._sequences.routed(step)
         if self._sharded is None:
             return step
         # With manual optimization no backward pass follows the step, so its gathered parameters are freed after it, as
@@ -237,10 +239,11 @@ class FSDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients, which are reduced during the backward pass. Collective."""
-        if self._sharded is None:
-            loss.backward(**options)
-        else:
-            self._sharded.backward(loss, options)
+        with attention_of(self._sequences):
+            if self._sharded is None:
+                loss.backward(**options)
+            else:
+                self._sharded.backward(loss, options)
 
     def trainability_changed(self, module: nn.Module) -> bool:
         """Apply changes of ``requires_grad`` since set-up; return False. Collective."""

@@ -14,31 +14,42 @@ from ...framework.api.train_module import TrainModule
 from ...framework.core.errors import ConfigurationError
 from ...framework.core.wording import a_type
 from ...framework.parallel.meta_device import Owner
+from ...framework.parallel.tensor_plan import check_own_plan, has_own_plan, own_plan
 
 _HOOK = "configure_tensor_parallel"
 
 
 def check_plan(module: nn.Module, degree: int) -> None:
-    """Check that a module defines a plan for splitting its layers.
+    """Check that a module defines a plan for splitting its layers, or that its models bring one along.
+
+    A module whose layers ``configure_model`` builds is checked when it is set up.
 
     Raises:
-        ConfigurationError: the module does not define one.
+        ConfigurationError: there is no plan, or it does not fit the degree.
     """
-    hook = getattr(type(module), _HOOK, None)
-    if hook is None or hook is TrainModule.configure_tensor_parallel:
+    if _has_hook(module):
+        return
+    if has_own_plan(module):
+        check_own_plan(module, degree)
+    elif next(module.parameters(), None) is not None or not isinstance(module, TrainModule):
         raise ConfigurationError(
-            f"FSDPStrategy(tensor_parallel={degree}) needs {type(module).__name__}.{_HOOK}(mesh), which defines how "
-            "layers are split over the ranks of a group: define it, or leave tensor_parallel out."
+            f"parallel={{'tp': {degree}}} needs {type(module).__name__}.{_HOOK}(mesh), which defines how layers are "
+            "split over the ranks of a group, or a model of transformers with a tp_plan: define it, or leave tp out."
         )
 
 
+def _has_hook(module: nn.Module) -> bool:
+    hook = getattr(type(module), _HOOK, None)
+    return hook is not None and hook is not TrainModule.configure_tensor_parallel
+
+
 def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the layers of a module according to its plan. Collective.
+    """Split the layers of a module according to its plan, or that of its models. Collective.
 
     Raises:
         ConfigurationError: the module returned something other than a plan.
     """
-    plan: Any = getattr(module, _HOOK)(mesh)
+    plan: Any = getattr(module, _HOOK)(mesh) if _has_hook(module) else own_plan(module)
     if plan is None:
         return
     if not isinstance(plan, dict):

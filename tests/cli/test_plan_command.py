@@ -106,6 +106,17 @@ def test_a_script_is_planned_for_other_machines_and_trains_nothing(script: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
+def test_degrees_of_parallelism_are_planned(script: Path, tmp_path: Path) -> None:
+    plan, _ = planned(script, tmp_path, "fsdp", 8, 64, "keeps", options=["--parallel", "tp=2,dp_replicate=2"])
+    assert (plan["ranks"], plan["batch"]["ranks"], plan["parallel"]) == (8, 4, {"dp_replicate": 2, "tp": 2})
+    # Two ranks share the state of a replica; layers count in full.
+    assert everywhere(plan["needs"], "parameters") == 4 * -(-PARAMETERS // 2)
+    assert any("Layers that tp splits count in full" in note for note in plan["notes"])
+    done = warm_command("plan", "--parallel", "tp=3", script.name, tmp_path, "fsdp", "8", "64", "keeps", cwd=tmp_path)
+    assert done.returncode == 78
+    assert "Use tp out of 1, 2, 4, 8, or 6 or 9 ranks." in " ".join(done.stdout.split())
+
+
 def test_a_script_for_gpus_is_planned_without_them(script: Path, tmp_path: Path) -> None:
     # A callback that needs a logger, and a precision that no CPU trains in.
     given = "accelerator='cuda', precision='16-mixed', callbacks='learning_rate_monitor', "

@@ -55,11 +55,16 @@ class Parallel(Language):
 
 
 def trained(
-    strategy: FSDPStrategy, ranks: int, steps: int
+    strategy: Any, ranks: int, steps: int, parallel: dict[str, int] | None = None
 ) -> tuple[list[float], dict[str, Tensor], list[str], tuple[int, int]]:
     module = Parallel()
     trainer = silent_trainer(
-        strategy=strategy, devices=ranks, max_steps=steps, accumulate_grad_batches=2, gradient_clip_val=0.1
+        strategy=strategy,
+        devices=ranks,
+        max_steps=steps,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.1,
+        parallel=parallel,
     )
     world = trainer.fabric.world
     trainer.fit(module, token_loader(GLOBAL_BATCH // world.data_size))
@@ -78,6 +83,18 @@ def test_losses_and_weights_equal_plain_torch(ranks: int, arguments: dict[str, A
     for rank, (_, own, odd, data) in enumerate(results):
         assert not odd
         assert data == (rank // 2, ranks // 2)
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, {"tp": 2}), (4, {"tp": 2, "dp_replicate": -1})])
+def test_replicas_of_split_layers_train_as_plain_torch(ranks: int, parallel: dict[str, int]) -> None:
+    results = run_on_ranks(ranks, trained, "ddp", ranks, 4, parallel)
+    losses, expected = by_hand([2], 0.1, 4)
+    torch.testing.assert_close(per_update([each[0] for each in results], [2], 4), losses, rtol=1e-5, atol=0)
+    for rank, (_, own, odd, data) in enumerate(results):
+        assert not odd
+        assert data == (rank // 2, ranks // 2)
+        # Every rank has full weights after a fit, as with ddp alone.
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=2e-5)
 
 

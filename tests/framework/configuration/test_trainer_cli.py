@@ -69,6 +69,14 @@ def written(folder: Path, name: str, **sections: Any) -> str:
     return str(folder / name)
 
 
+@pytest.mark.parametrize("given", ['{"dp_replicate": 1, "cp": 1}', "dp_replicate=1,cp=1", "section"])
+def test_degrees_of_parallelism_are_a_setting(given: str, tmp_path: Path) -> None:
+    path = written(tmp_path, "config.yaml", trainer={"parallel": {"dp_replicate": 1, "cp": 1}})
+    arguments = ["--config", path] if given == "section" else ["--trainer.parallel", given]
+    cli = fit(*arguments, "--trainer.strategy", "ddp", "--trainer.devices", "1")
+    assert cli.trainer.strategy.degrees.given == {"dp_replicate": 1, "cp": 1}
+
+
 def test_a_fit_has_the_losses_of_a_torch_loop() -> None:
     assert losses_of(fit()) == torch_losses()
     cli = fit("--model.width=6", "--data.batch_size", "8", "--trainer.max_epochs=3", "--seed_everything", "5")

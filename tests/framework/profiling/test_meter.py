@@ -145,7 +145,7 @@ def test_seconds_are_those_of_steps_and_data_without_validation(
 
 
 def test_copies_of_the_same_data_count_once() -> None:
-    world: Any = SimpleNamespace(size=4, data_size=2, device=torch.device("cpu"))
+    world: Any = SimpleNamespace(size=4, identical=2, device=torch.device("cpu"))
     meter = Meter(world, "tokens")
     meter.flops_per_unit, meter.peak_flops = 10.0, 100.0
     for _ in range(5):
@@ -161,7 +161,7 @@ def test_copies_of_the_same_data_count_once() -> None:
 
 
 def test_an_interval_covers_the_steps_since_the_last_reading() -> None:
-    world: Any = SimpleNamespace(size=2, data_size=2, device=torch.device("cpu"))
+    world: Any = SimpleNamespace(size=2, identical=1, device=torch.device("cpu"))
     meter = Meter(world)
     interval = Interval(meter, least_seconds=1.0)
     assert interval.take() is None

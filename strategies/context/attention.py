@@ -1,0 +1,183 @@
+"""Attention over sequences that are cut over a group of ranks, in place of torch's own.
+
+A part of a sequence needs the keys and values of the others. Two ways of bringing them together are behind one call:
+
+- ``HeadExchange``: all ranks exchange parts of the sequence for parts of the heads, so that each of them computes some
+  heads over the full sequence, and back (Jacobs et al. 2023, "DeepSpeed Ulysses"). It runs with any backend.
+- ``RingAttention``: keys and values travel around the ranks, which combine partial results (Liu et al. 2023, "Ring
+  Attention with Blockwise Transformers"). Torch implements it for CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
+
+from ...framework.core.errors import ConfigurationError
+
+_ATTENTION = nn.functional.scaled_dot_product_attention
+
+
+class RoutedAttention(TorchFunctionMode):
+    """A context in which ``scaled_dot_product_attention`` computes over the full sequence.
+
+    Args:
+        compute: the function that is called in its place.
+    """
+
+    def __init__(self, compute: HeadExchange | RingAttention) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, or the replacement of attention."""
+        if func is _ATTENTION:
+            return self._compute(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class HeadExchange:
+    """Attention by all-to-all over heads.
+
+    Args:
+        group: the ranks that share the sequences, in the order of their parts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._size = group, group.size()
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return the attention of this rank's part; tensors are [batch, heads, positions of the part, width].
+
+        Raises:
+            ConfigurationError: there is a mask, or the number of heads is not divisible by that of ranks.
+        """
+        check_mask(attn_mask)
+        heads = query.shape[1]
+        if heads % self._size:
+            raise ConfigurationError(
+                f"attention over {heads} heads on cp={self._size} ranks, which share them: use cp out of the divisors "
+                f"of {heads}, or another number of heads."
+            )
+        if key.shape[1] % self._size:
+            # Fewer heads of keys than ranks: each query's head gets its own copy.
+            key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
+        query, key, value = (_Exchange.apply(each, self._group, 1, 2) for each in (query, key, value))
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        whole = nn.functional.scaled_dot_product_attention(query, key, value, **options)
+        mixed: Tensor = _Exchange.apply(whole, self._group, 2, 1)
+        return mixed
+
+
+class _Exchange(torch.autograd.Function):
+    """Splits a tensor along one dim over the ranks, and joins what they send along another one."""
+
+    carries_gradients_of_other_ranks = True
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
+        """Return the joined parts."""
+        ctx.group, ctx.split, ctx.join = group, split, join
+        return _exchanged(tensor, group, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """Exchange the gradient back."""
+        return _exchanged(gradient, ctx.group, ctx.join, ctx.split), None, None, None
+
+
+def _exchanged(tensor: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
+    size = group.size()
+    sent = torch.stack(tensor.chunk(size, split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), join)
+
+
+class _Arrived(torch.autograd.Function):
+    """Returns a tensor unchanged, and marks that gradients of other ranks' losses arrive behind it."""
+
+    carries_gradients_of_other_ranks = True
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient."""
+        return gradient
+
+
+class RingAttention:
+    """Attention by torch's ring of ranks, for CUDA.
+
+    Private names of torch are used: the flag that it expects parts in order, not rearranged to balance the work of
+    causal attention; and the function that lets attention of sharded tensors go around the ring.
+
+    Args:
+        mesh: the ranks that share the sequences, in the order of their parts.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        self._mesh = mesh
+        _attention._cp_options.enable_load_balance = False
+        _attention._enable_cp_dtensor_dispatcher()
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return the attention of this rank's part; tensors are [batch, heads, positions of the part, width].
+
+        Raises:
+            ConfigurationError: there is a mask.
+        """
+        check_mask(attn_mask)
+        if key.shape[1] != query.shape[1]:
+            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        parts = [DTensor.from_local(each, self._mesh, [Shard(2)], run_check=False) for each in (query, key, value)]
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        mixed = nn.functional.scaled_dot_product_attention(*parts, **options)
+        assert isinstance(mixed, DTensor)
+        arrived: Tensor = _Arrived.apply(mixed.to_local())
+        return arrived
+
+
+def check_mask(mask: Tensor | None) -> None:
+    """Refuse an attention mask, which covers a part of the sequence only.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    if mask is not None:
+        raise ConfigurationError(
+            "scaled_dot_product_attention got attn_mask, and under parallel={'cp': ...} each rank has a part of the "
+            "sequences: give is_causal=True, or no mask. Padding at the end needs none: let the loss ignore it."
+        )

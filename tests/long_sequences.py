@@ -1,0 +1,129 @@
+"""A small language model whose ranks share sequences, and its training written by hand in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from phalanx import TrainModule
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 29, 16, 4, 12
+IGNORED = -100
+ROWS = 256
+
+
+class Block(nn.Module):
+    """Causal attention and a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        # Without biases: the gradient of a key's bias is zero, which Adam would turn into steps of rounding errors.
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        normed = self.norm(x)
+        heads = [
+            layer(normed).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        narrowed: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm_mlp(x))))
+        return x + narrowed
+
+
+class LongModel(TrainModule):
+    """Predicts the next token; batches are (tokens, targets), with targets that do not count."""
+
+    def __init__(self, lr: float = 1e-2, dropout: float = 0.0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.dropout = nn.Dropout(dropout)
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.lr = lr
+
+    def cut_sequences(self, batch: Any, part: Any) -> Any:
+        tokens, targets = batch
+        return part(tokens), part(targets), part.positions(tokens)
+
+    def batch_weight(self, batch: Any) -> Tensor:
+        weight: Tensor = batch[1].ne(IGNORED).sum()
+        return weight
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets, positions = batch
+        x = self.dropout(self.embed(tokens) + self.places(positions))
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        self.log("tokens", float(self.batch_weight(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_tensor_parallel(self, mesh: Any) -> dict[str, Any]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        columns, rows = ("query", "key", "value", "widen"), ("project", "narrow")
+        plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
+        return plan | {f"blocks.*.{name}": RowwiseParallel() for name in rows}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def rows(count: int = ROWS, padded: bool = True) -> list[tuple[Tensor, Tensor]]:
+    """Return sequences and their targets, which without padding all count.
+
+    Of four padded ones in turn, two end early, many of them in the first half, and two begin with a prompt without
+    targets, which is longer than that.
+    """
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCABULARY, (count, LENGTH + 1), generator=generator)
+    tokens[:, 1::2] = (tokens[:, :-1:2] * 3 + 1) % VOCABULARY
+    targets = tokens[:, 1:].clone()
+    if padded:
+        ends = torch.randint(3, LENGTH + 1, (count,), generator=generator)
+        places, is_prompt = torch.arange(LENGTH), (torch.arange(count) // 2 % 2 == 1)[:, None]
+        targets[~is_prompt & (places >= ends[:, None])] = IGNORED
+        targets[is_prompt & (places < LENGTH // 2 + 1)] = IGNORED
+    return list(zip(tokens[:, :-1], targets, strict=True))
+
+
+def loader(batch_size: int, count: int = ROWS, padded: bool = True) -> DataLoader[Any]:
+    """Return a loader over ``rows``."""
+    return DataLoader(rows(count, padded), batch_size=batch_size)  # type: ignore[arg-type]
+
+
+def by_hand(
+    windows: int, clip: float | None, steps: int, batch_size: int, lr: float = 1e-2
+) -> tuple[list[float], LongModel]:
+    """Train on global batches of ``windows * batch_size`` rows; return the loss of each step and the model."""
+    module, losses = LongModel(lr), []
+    optimizer = module.configure_optimizers()
+    given, size = rows(), windows * batch_size
+    for step in range(steps):
+        tokens, targets = (torch.stack(each) for each in zip(*given[step * size : (step + 1) * size], strict=True))
+        loss = module.loss((tokens, targets, torch.arange(LENGTH)))
+        optimizer.zero_grad()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, module
