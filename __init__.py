@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .framework.diagnostics.batch_dump import read_batch as read_batch
     from .framework.distributed.seed import seed_everything as seed_everything
     from .framework.fabric.fabric import Fabric as Fabric
+    from .framework.parallel.sequence_part import SequencePart as SequencePart
     from .framework.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ _HOMES = {
     ".framework.diagnostics.batch_dump": "read_batch",
     ".framework.distributed.seed": "seed_everything",
     ".framework.fabric.fabric": "Fabric",
+    ".framework.parallel.sequence_part": "SequencePart",
     ".framework.trainer.trainer": "Trainer",
 }
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.framework.core.precision import resolve_precision
-from phalanx.framework.memory.formulas import LAYOUTS, Footprint, Ranks, footprint
+from phalanx.framework.memory.formulas import LAYOUTS, Footprint, footprint
 from phalanx.framework.memory.measure import size_of
+from phalanx.framework.memory.ranks import Ranks
 
 from .memory_rank import Model
 from .processes import results

@@ -51,6 +51,8 @@ class LongModel(TrainModule):
             self.dropout = nn.Dropout(dropout)
             self.head = nn.Linear(WIDTH, VOCABULARY)
         self.lr = lr
+        self.sums: list[tuple[float, float]] = []
+        """For each micro-batch of a training step, the sum of this rank's losses and the number of its targets."""
 
     def cut_sequences(self, batch: Any, part: Any) -> Any:
         tokens, targets = batch
@@ -69,6 +71,9 @@ class LongModel(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
+        if self.training:
+            count = float(self.batch_weight(batch))
+            self.sums.append((loss.item() * count if count else 0.0, count))
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         self.log("tokens", float(self.batch_weight(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
         return loss

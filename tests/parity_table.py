@@ -28,6 +28,7 @@ from torch import nn
 
 import phalanx.strategies
 from phalanx import AccumulationSchedule
+from phalanx.framework.core.degrees import Degrees
 from phalanx.precisions.float8 import quiet_import
 
 STEPS, GLOBAL_BATCH, CLIP = 20, 8, 0.5
@@ -48,6 +49,7 @@ STRATEGIES = {
     "zero2-offload": (2, 2),
     "zero3-offload": (2, 2),
     "zero3-nvme": (2, 2),
+    "ddp+tp": (4, 2),
     "fsdp+tp": (4, 2),
 }
 _BEGIN, _END = "<!-- parity table -->", "<!-- end of the parity table -->"
@@ -116,6 +118,8 @@ def strategy_named(name: str, nvme_path: str) -> Any:
     """Return what to hand to a Trainer for a row of the table."""
     if name == "fsdp+tp":
         return phalanx.strategies.FSDPStrategy(tensor_parallel=2)
+    if name == "ddp+tp":
+        return phalanx.strategies.DDPStrategy().with_degrees(Degrees(tp=2))
     if name == "zero3-nvme":
         return phalanx.strategies.DeepSpeedStrategy(
             stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=nvme_path

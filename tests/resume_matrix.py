@@ -57,7 +57,7 @@ class Layout:
     @property
     def parts(self) -> int:
         """Into how many parts a global batch is divided."""
-        return self.ranks // 2 if self.strategy == "fsdp+tp" else self.ranks
+        return self.ranks // 2 if self.strategy.endswith("+tp") else self.ranks
 
 
 _ANY_SIZE = (
@@ -69,6 +69,7 @@ LAYOUTS = [
     Layout("single", 1),
     *(Layout(name, ranks) for name in _ANY_SIZE[:2] for ranks in (1, 2)),
     Layout("hsdp", 2),
+    Layout("ddp+tp", 2),
     Layout("fsdp+tp", 2),
     Layout("fsdp-offload", 2),
     *(Layout(name, ranks) for name in _ANY_SIZE[2:] for ranks in (1, 2)),

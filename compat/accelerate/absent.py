@@ -10,7 +10,7 @@ from ...framework.core.arguments import check_names
 
 C = TypeVar("C", bound=type[Any])
 
-_MESH = "phalanx has no mesh of its own: FSDPStrategy(replicas=..., tensor_parallel=...) lays out the ranks."
+_MESH = "Trainer(parallel={'tp': 2, 'dp_shard': -1}) lays out the ranks; see docs/parallelism.md."
 _FP8 = "mixed_precision='fp8' computes linear layers by torchao, without a recipe; Float8Mixed in a Fabric has options."
 _MEGATRON = "Megatron-LM is not part of phalanx: use strategy='fsdp' with tensor_parallel, or 'zero3'."
 _TP = "use FSDPStrategy(tensor_parallel=...), and configure_tensor_parallel in the module."

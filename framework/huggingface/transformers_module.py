@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..api.train_module import TrainModule
 from ..core.arguments import names_arguments
 from ..core.errors import LoopError
+from ..parallel.sequence_part import SequencePart
 from .model_config import (
     build_model,
     config_of,
@@ -23,6 +24,7 @@ from .model_config import (
     predicts_tokens,
     refuse_adapters,
 )
+from .sequence_parts import causal_part
 
 IGNORED = -100
 """The label of tokens that a loss does not count, in transformers and its data collators."""
@@ -99,11 +101,17 @@ class TransformersModule(TrainModule):
 
     def batch_weight(self, batch: Mapping[str, Any]) -> int | Tensor:
         """Return the number of labels that the loss of a batch counts: tokens, or rows."""
+        if (shifted := batch.get("shift_labels")) is not None:
+            return shifted.ne(IGNORED).sum()  # type: ignore[no-any-return]
         labels = batch.get("labels")
         if labels is None or labels.is_floating_point():
             return len(next(iter(batch.values())))
         counted: Tensor = labels[..., 1:] if predicts_next_token(self.model) else labels
         return counted.ne(IGNORED).sum()
+
+    def cut_sequences(self, batch: Any, part: SequencePart) -> Any:
+        """Return this rank's part of a batch of a model that predicts the next token."""
+        return causal_part(self.model, batch, part, IGNORED) if part.cuts else batch
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log it as ``train_loss``."""

@@ -67,8 +67,7 @@ class AutomaticStep(TrainingStep):
         self.filler = lockstep_filler(run, transfer, windows)
         self.is_watching = True  # until the first loss; then the step is routed again without the check of its output
         self.forward = self.routed()
-        # An instance attribute, which the collective trace replaces.
-        self.backward = backward_of(module, self.strategy)
+        self.backward = backward_of(module, self.strategy)  # an attribute, which the collective trace replaces
         self.scaler, self.has_loss = run.scaler, False
         weigh = weighing(module, self.strategy.part)
         self.batch_weight = weigh and self.meter.adding(weigh)

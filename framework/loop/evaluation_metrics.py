@@ -21,13 +21,15 @@ class StepMetrics:
     def __init__(self, run: Run, seen: dict[int, int], log: MetricLog, loader: int) -> None:
         self._log = log
         self._run = run
+        strategy = run.strategy
+        self._part = strategy.part
         self._seen = seen
         self._loader = loader
         self._waiting: list[tuple[int, dict[str, Any]]] = []
 
     def begin(self, batch: Any) -> None:
         """Weight the values that the step logs by this batch."""
-        self._log.begin_batch(batch, self._run.strategy.part.share)
+        self._log.begin_batch(batch, self._part.share)
         self._log.fed.add(self._log.loader)
 
     def record(self) -> None:

@@ -134,8 +134,7 @@ class FitLoop:
         if not self._compared_ranks:
             self._compared_ranks = True
             self.windows.compare_ranks(run.world, run.note)
-            if run.strategy.part.size > 1:
-                check_parts(run, self.windows, self.step.plain(), self.step.transfer)
+            check_parts(run, self.windows, self.step)
         step, attempts = progress.global_step, progress.attempts
         whole = self._batches()
         if begins and whole and not progress.epoch_cut:

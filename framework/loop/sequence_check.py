@@ -19,6 +19,7 @@ from ..data.accumulation_window import Windows
 from ..diagnostics.isolated_step import fresh, isolated
 from ..parallel.strategy import StepFunction
 from ..run.run import Run
+from .step_base import TrainingStep
 from .step_output import loss_of
 
 # Positions of each part; more if none of them has a target.
@@ -26,26 +27,26 @@ _POSITIONS = (16, 256, None)
 _EXACT, _NARROW = 2e-5, 1e-2
 
 
-def check_parts(run: Run, windows: Windows, step: StepFunction, transfer: Callable[[Any], Any] | None) -> None:
+def check_parts(run: Run, windows: Windows, step: TrainingStep) -> None:
     """Compare the loss of this rank's first batch, in parts, with that of full sequences. Collective.
 
     Args:
         run: the fit.
         windows: the data; the batch is not consumed.
-        step: the user's step, routed for evaluation.
-        transfer: cuts and moves a batch.
+        step: routes the user's step, and cuts and moves batches.
 
     Raises:
         ConfigurationError: on all ranks; the losses differ.
     """
-    part = run.strategy.part
+    strategy, transfer = run.strategy, step.transfer
+    part = strategy.part
     if part.size == 1 or transfer is None:
         return
     with closing(windows.coming(run.progress.batch_in_epoch)) as coming:
         batch, index = next(coming, (None, 0))
     if not all(run.world.all_gather_object(batch is not None)):
         return
-    trial = _Trial(run, lambda: (transfer(fresh(batch)), index), step)
+    trial = _Trial(run, lambda: (transfer(fresh(batch)), index), step.plain())
     for positions in _POSITIONS:
         with part.first(None if positions is None else positions * part.size):
             losses, weights = trial.in_parts()
@@ -108,7 +109,8 @@ def _same(one: float, other: float, run: Run) -> bool:
 
 
 def _difference(run: Run, parts: tuple[float, float], full: tuple[float, float]) -> ConfigurationError:
-    name, size = type(run.module).__name__, run.strategy.part.size
+    strategy = run.strategy
+    name, size = type(run.module).__name__, strategy.part.size
     if parts[1] != full[1]:
         return ConfigurationError(
             f"{name}.batch_weight is {full[1]:g} for full sequences and {parts[1]:g} for their {size} parts together: "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..core.precision import Precision
-from .formulas import LAYOUTS, Ranks, footprint
+from .formulas import LAYOUTS, footprint
 from .memory_plan import MemoryPlan, casts_of, shortage
+from .ranks import Ranks
 
 # No search goes beyond it.
 _MOST_RANKS = 1 << 14

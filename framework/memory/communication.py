@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..core.precision import Precision
-from .formulas import Layout, ModelSize, Ranks, shard_of
+from .formulas import Layout, ModelSize, shard_of
+from .ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from ..core.precision import Precision
 from ..core.size_text import size_text
 from ..core.wording import counted
 from .available_memory import Memory
-from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, Ranks, footprint
+from .formulas import LAYOUTS, Bytes, Footprint, ModelSize, footprint
 from .measure import Activations
+from .ranks import Ranks
 
 # The usable part of the available memory: allocators fragment it, and libraries take some.
 _USABLE = 0.9

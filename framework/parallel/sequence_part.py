@@ -26,8 +26,13 @@ class SequencePart:
         self.share = 1.0
         self._limit: int | None = None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tensors are cut at all."""
+        return self.size > 1 or self._limit is not None
+
     def __call__(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return this part of a tensor, a view.
+        """Return this part of a tensor, contiguous in memory; the tensor itself if that is all of it.
 
         Args:
             tensor: a tensor with a position of the sequence for each index of ``dim``.
@@ -37,7 +42,7 @@ class SequencePart:
             DataError: the number of positions is not divisible by the number of parts.
         """
         begin, length = self._span(tensor, dim)
-        return tensor.narrow(dim, begin, length)
+        return tensor.narrow(dim, begin, length).contiguous() if length < tensor.shape[dim] else tensor
 
     def positions(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return the positions in the full sequence of this part of a tensor: int64 [positions], on its device.

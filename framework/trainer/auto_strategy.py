@@ -18,7 +18,7 @@ from ..distributed.devices import device_of
 from ..distributed.world import World
 from ..launch import forked_ranks_can_use_cuda, launch_function
 from ..memory.available_memory import Memory, available_memory, bytes_of
-from ..memory.formulas import LAYOUTS, ModelSize, Ranks
+from ..memory.formulas import LAYOUTS, ModelSize
 from ..memory.measure import (
     Activations,
     measure_with_data,
@@ -28,6 +28,7 @@ from ..memory.measure import (
     without_data,
 )
 from ..memory.memory_plan import MemoryPlan, TrainingData, candidates, casts_of, fits_easily, make_plan
+from ..memory.ranks import Ranks
 from ..run.overrides import batch_transfer, is_overridden
 from ..system.environment import nvme_path
 from .data_sources import Data

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..core.split_optimizer import kind_of
-from ..memory.formulas import LAYOUTS, Ranks, footprint
+from ..memory.formulas import LAYOUTS, footprint
 from ..memory.measure import elements_of, size_of
 from ..memory.memory_plan import casts_of
+from ..memory.ranks import Ranks
 from ..resume.checkpoint_saver import moments
 from ..system.redaction import without_secrets
 
@@ -45,8 +46,9 @@ def memory_facts(run: Run) -> dict[str, Any] | None:
 
     None for a strategy that they do not know, and for layers that are split.
     """
-    layout = LAYOUTS.get(run.strategy.name)
-    if layout is None or "tp" in run.strategy.degrees.used:
+    strategy = run.strategy
+    layout = LAYOUTS.get(strategy.name)
+    if layout is None or "tp" in strategy.degrees.used:
         return None
     size = replace(size_of(run.module), state_slots=max(map(moments, run.optimizers), default=0))
     resources, precision = run.fabric.resources, run.precision

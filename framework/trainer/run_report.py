@@ -50,7 +50,8 @@ def start_lines(loop: FitLoop, log_dir: str | None, checkpoint_dir: Path | None)
     run, plan, windows = loop.run, loop.plan, loop.windows
     world, fabric = run.world, run.fabric
     nodes = f" on {counted(world.num_nodes, 'node')}" if world.num_nodes > 1 else ""
-    axes = f" ({fabric.resources.layout})" if fabric.strategy.degrees.used else ""
+    resources = fabric.resources
+    axes = f" ({resources.layout})" if resources.degrees.used else ""
     lines = [
         f"strategy   {fabric.strategy.name}, {counted(world.size, 'rank')}{axes}{nodes} on {world.device.type}, "
         f"precision {fabric.precision.name}",

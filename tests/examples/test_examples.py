@@ -58,6 +58,16 @@ def test_fabric_loop_on_two_ranks_learns_and_loads_what_it_saved(tmp_path: Path)
     assert (tmp_path / "fabric_loop" / "last.ckpt" / "manifest.json").exists()
 
 
+def test_long_context_trains_the_same_model_on_one_rank_and_in_parts(tmp_path: Path) -> None:
+    one = run_example("long_context.py", tmp_path / "one")
+    two = run_example("long_context.py", tmp_path / "two", "--parallel", "cp=2", strategy="ddp", devices=2)
+
+    loss = number_after("validation loss:", one)
+    assert loss < 4.0
+    # The printed digits.
+    assert abs(number_after("validation loss:", two) - loss) <= 1e-3
+
+
 def test_lightning_port_on_two_ranks_learns(tmp_path: Path) -> None:
     output = run_example("lightning_port.py", tmp_path, devices=2)
 
@@ -84,6 +94,7 @@ def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "digits.py",
         "gpt.py",
+        "long_context.py",
         "fabric_loop.py",
         "finetune.py",
         "lightning_port.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,14 @@ import torch
 from long_sequences import LongModel, by_hand, loader
 from models import silent_trainer
 from ranks import run_on_ranks
+from torch import Tensor, nn
+
+from phalanx import Fabric, TrainModule
+from phalanx.errors import ConfigurationError, DataError
+from phalanx.framework.core.degrees import Degrees
+from phalanx.framework.core.precision import resolve_precision
+from phalanx.framework.parallel.sequence_part import SequencePart
+from phalanx.strategies import DDPStrategy
 
 STEPS, BATCH = 4, 8
 
@@ -57,3 +66,170 @@ def test_weights_and_metrics_are_those_of_one_process(
         assert metrics["tokens"] == single["tokens"]
         if window == 1 and parallel["cp"] == ranks:
             assert metrics["train_loss"] == pytest.approx(sum(losses) / STEPS, rel=1e-5)
+
+
+class ByHandAttention(LongModel):
+    """Attends without torch's function, so each rank would see its own part only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = partial(attends_by_hand, block)  # type: ignore[method-assign]
+
+
+def attends_by_hand(block: Any, x: Tensor) -> Tensor:
+    normed = block.norm(x)
+    scores = block.query(normed) @ block.key(normed).transpose(1, 2)
+    mask = torch.full(scores.shape[-2:], float("-inf")).triu(1)
+    return x + block.project((scores + mask).softmax(-1) @ block.value(normed))
+
+
+class OwnPositions(LongModel):
+    """Counts positions from 0 in every part."""
+
+    def cut_sequences(self, batch: Any, part: Any) -> Any:
+        tokens, targets = part(batch[0]), part(batch[1])
+        return tokens, targets, torch.arange(tokens.shape[1])
+
+
+class ShiftsLate(LongModel):
+    """Shifts targets after the cut, which loses one for each part."""
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets, positions = batch
+        return super().loss((tokens[:, :-1], targets[:, 1:], positions[:-1]))
+
+
+class CountsRows(LongModel):
+    def batch_weight(self, batch: Any) -> int:
+        return len(batch[0])
+
+
+class MeanOfRows(LongModel):
+    """Averages each sequence's own mean, which parts cannot know."""
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets, positions = batch
+        means = [
+            super(MeanOfRows, self).loss((x[None], y[None], positions)) for x, y in zip(tokens, targets, strict=True)
+        ]
+        return torch.stack([mean for mean in means if not mean.isnan()] or [torch.zeros(())]).mean()
+
+
+def refused(kind: type[LongModel]) -> str:
+    trainer = silent_trainer(strategy="ddp", devices=2, parallel={"cp": 2}, max_steps=1, verbose=False)
+    try:
+        trainer.fit(kind(), loader(6))
+    except ConfigurationError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (LongModel, "trained"),
+        (ByHandAttention, "All attention must be torch's scaled_dot_product_attention"),
+        (OwnPositions, "positions must be those of part.positions()"),
+        (ShiftsLate, "for full sequences"),
+        (CountsRows, "CountsRows.batch_weight is 6 for full sequences and 12 for their 2 parts together"),
+        (MeanOfRows, "the loss must be a mean over what batch_weight counts"),
+    ],
+)
+def test_a_model_that_parts_would_train_wrongly_is_refused(kind: type[LongModel], words: str) -> None:
+    for message in run_on_ranks(2, refused, kind):
+        assert words in message
+
+
+class SaysNothing(TrainModule):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> Any:
+        raise NotImplementedError
+
+
+class Uncounted(SaysNothing):
+    def cut_sequences(self, batch: Any, part: Any) -> Any:
+        return part(batch)
+
+
+class Manual(LongModel):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (SaysNothing(), "needs SaysNothing.cut_sequences(batch, part)"),
+        (Uncounted(), "needs Uncounted.batch_weight(batch)"),
+        (Manual(), "with automatic_optimization = False"),
+    ],
+)
+def test_a_module_that_says_nothing_is_refused_before_any_rank_starts(module: TrainModule, words: str) -> None:
+    trainer = silent_trainer(strategy="ddp", devices=2, parallel={"cp": 2}, verbose=False)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(module, loader(4))
+    assert words in str(caught.value)
+
+
+def test_predictions_compiling_and_own_loops_are_refused() -> None:
+    given: dict[str, Any] = {"strategy": "ddp", "devices": 2, "parallel": {"cp": 2}, "accelerator": "cpu"}
+    with pytest.raises(ConfigurationError, match="each rank would predict a part of each sequence"):
+        silent_trainer(**given, verbose=False).predict(SaysNothing(), loader(4))
+    with pytest.raises(ConfigurationError, match="leave compile out, or leave cp out"):
+        silent_trainer(**given, compile={"backend": "eager"}, verbose=False)
+    with pytest.raises(ConfigurationError, match="Use a Trainer, or leave cp out"):
+        Fabric(**given)
+
+
+def test_parts_are_cut_in_order_and_lengths_that_do_not_divide_are_refused() -> None:
+    tokens = torch.arange(12).view(1, 12)
+    assert SequencePart(1, 3)(tokens).tolist() == [[4, 5, 6, 7]]
+    assert SequencePart(1, 3)(tokens.T, dim=0).shape == (4, 1)
+    assert SequencePart(2, 3).positions(tokens).tolist() == [8, 9, 10, 11]
+    assert SequencePart()(tokens).tolist() == tokens.tolist()
+    with pytest.raises(DataError, match=r"shape \[1, 12\] has 12 positions.*pad sequences to 10 or 15 positions"):
+        SequencePart(0, 5)(tokens)
+
+
+def attended(heads: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Return the largest differences of the output and of the gradients to those of full sequences."""
+    torch.manual_seed(0)
+    whole = [torch.randn(2, count, 8, 4, requires_grad=True) for count in (heads, keys, keys)]
+    attention = nn.functional.scaled_dot_product_attention
+    expected = attention(*whole, is_causal=True, enable_gqa=True)
+    expected.square().sum().backward()
+    strategy = DDPStrategy().with_degrees(Degrees(cp=2))
+    strategy.connect("cpu", 1, resolve_precision(None))
+    parts = [strategy.part(each.detach(), 2).clone().requires_grad_() for each in whole]
+    found = strategy.route(lambda: attention(*parts, is_causal=True, enable_gqa=True), training=False)()
+    found.square().sum().backward()
+    wanted = [strategy.part(each.grad, 2) for each in whole if each.grad is not None]
+    gradients = [(part.grad - grad).abs().max() for part, grad in zip(parts, wanted, strict=True)]  # type: ignore[operator]
+    return (found - strategy.part(expected, 2)).abs().max(), torch.stack(gradients).max()
+
+
+@pytest.mark.parametrize(("heads", "keys"), [(4, 4), (4, 2), (4, 1)])
+def test_attention_of_parts_is_that_of_full_sequences(heads: int, keys: int) -> None:
+    for output, gradients in run_on_ranks(2, attended, heads, keys):
+        assert output < 1e-6
+        assert gradients < 1e-5
+
+
+def test_heads_that_do_not_divide_and_masks_are_refused() -> None:
+    for message in run_on_ranks(2, message_of, 3, False) + run_on_ranks(2, message_of, 4, True):
+        assert "use cp out of the divisors of 3" in message or "give is_causal=True, or no mask" in message
+
+
+def message_of(heads: int, masks: bool) -> str:
+    strategy = DDPStrategy().with_degrees(Degrees(cp=2))
+    strategy.connect("cpu", 1, resolve_precision(None))
+    x, mask = torch.zeros(1, heads, 4, 2), torch.ones(4, 4, dtype=torch.bool)
+    attention = nn.functional.scaled_dot_product_attention
+    with pytest.raises(ConfigurationError) as caught:
+        strategy.route(lambda: attention(x, x, x, attn_mask=mask if masks else None), training=False)()
+    return str(caught.value)

@@ -159,3 +159,12 @@ class Hooked(TrainModule):
 def test_a_plan_of_the_module_comes_first() -> None:
     trainer = silent_trainer(strategy="fsdp", devices=4, parallel={"tp": 4}, verbose=False)
     trainer.strategy.check_module(Hooked())  # four ranks do not divide the heads of the model's own plan
+
+
+@pytest.mark.parametrize(("strategy", "parallel"), [("ddp", {"cp": 2}), ("fsdp", {"cp": 2})])
+def test_sequences_of_a_model_are_shared(strategy: str, parallel: dict[str, int]) -> None:
+    losses, weights = trained(config("llama"), "single", 1)
+    assert len(losses) == STEPS
+    for _, full in run_on_ranks(2, on_ranks, config("llama"), strategy, 2, parallel):
+        if full:
+            torch.testing.assert_close(full, weights, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,152 @@
+"""The table of meshes: every mesh trains the same small model, on uneven numbers of tokens, as plain torch does.
+
+    python tests/mesh_table.py                    every cell, as a table
+    python tests/mesh_table.py --write docs/...   and into a page, between its two marks
+
+A cell trains 20 optimizer steps in fp32 with clipping on the same global batches of 8 padded sequences, and compares
+the mean loss of the tokens of each step. A checkpoint is saved on one mesh and resumed on another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from long_sequences import LongModel, by_hand, loader
+from models import silent_trainer
+from ranks import close_pools, run_on_ranks
+from torch import Tensor
+
+from phalanx import Trainer
+from phalanx.callbacks import LambdaCallback
+
+STEPS, BATCH, CLIP, TOLERANCE = 20, 8, 0.3, 1e-5
+WINDOWS = (1, 4)
+_BEGIN, _END = "<!-- mesh table -->", "<!-- end of the mesh table -->"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A strategy on a number of ranks with degrees, written as the argument ``parallel``."""
+
+    strategy: str
+    ranks: int
+    parallel: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {self.parallel}@{self.ranks}".replace(" @", "@")
+
+
+MESHES = [
+    Mesh("single", 1),
+    Mesh("ddp", 2, "tp=2"),
+    Mesh("ddp", 4, "tp=2"),
+    Mesh("fsdp", 2, "tp=2"),
+    Mesh("fsdp", 4, "tp=2"),
+    Mesh("ddp", 2, "cp=2"),
+    Mesh("ddp", 4, "cp=2"),
+    Mesh("fsdp", 2, "cp=2"),
+    Mesh("fsdp", 4, "cp=2"),
+    Mesh("ddp", 4, "cp=2,tp=2"),
+    Mesh("fsdp", 4, "cp=2,tp=2"),
+]
+
+
+@dataclass
+class Outcome:
+    """The sums of a rank's micro-batches, and its weights at the end where it has them."""
+
+    sums: list[tuple[float, float]]
+    weights: dict[str, Tensor]
+
+
+def trained(mesh: Mesh, window: int, stop: int, resume: str | None = None, saves: str | None = None) -> Outcome:
+    """Train up to a step, from a checkpoint, and save in the middle of the way. Runs on each rank."""
+
+    def save(trainer: Trainer, *_: Any) -> None:
+        if saves is not None and trainer.global_step == stop // 2 and not Path(saves).exists():
+            trainer.save_checkpoint(saves)
+
+    module = LongModel()
+    trainer = silent_trainer(
+        strategy=mesh.strategy,
+        devices=mesh.ranks,
+        parallel=mesh.parallel or None,
+        max_steps=stop,
+        accumulate_grad_batches=window,
+        gradient_clip_val=CLIP,
+        callbacks=[LambdaCallback(on_train_batch_end=save)],
+        verbose=False,
+    )
+    trainer.fit(module, loader(BATCH // window // trainer.fabric.resources.data_size), ckpt_path=resume)
+    assert trainer.global_step == stop
+    held = not any(parameter.is_meta for parameter in module.parameters())
+    weights = {name: each.detach().clone() for name, each in module.named_parameters()} if held else {}
+    return Outcome(module.sums, weights)
+
+
+def outcomes(mesh: Mesh, window: int, stop: int, resume: str | None = None, saves: str | None = None) -> list[Outcome]:
+    """Train on the ranks of a mesh; return what each has seen."""
+    if mesh.ranks == 1:
+        return [trained(mesh, window, stop, resume, saves)]
+    return run_on_ranks(mesh.ranks, trained, mesh, window, stop, resume, saves, timeout=120.0)
+
+
+@cache
+def expected(steps: int) -> Tensor:
+    """Return the loss of each step of plain torch."""
+    return torch.tensor(by_hand(1, CLIP, steps, BATCH)[0], dtype=torch.float64)
+
+
+def deviation(found: Sequence[Outcome], window: int, first: int, steps: int) -> float:
+    """Return the largest relative difference of a step's loss to plain torch's, from step ``first`` on."""
+    sums = torch.tensor([outcome.sums for outcome in found], dtype=torch.float64).sum(0)
+    parts = sums.view(-1, window, 2).sum(1)
+    losses, wanted = parts[:, 0] / parts[:, 1], expected(steps)[first:]
+    assert losses.shape == wanted.shape
+    return float(((losses - wanted).abs() / wanted).max())
+
+
+def main() -> int:
+    """Print the table; return 1 if a cell is beyond the tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="a page whose part between the marks becomes the table")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    heads = [f"windows of {window}" for window in WINDOWS]
+    lines = ["| mesh | " + " | ".join(heads) + " | resumed from `single` | resumed by `single` |", "|---" * 5 + "|"]
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        own = f"{folder}/single.ckpt"
+        outcomes(MESHES[0], 1, STEPS, saves=own)
+        for mesh in MESHES:
+            path = f"{folder}/{mesh}.ckpt"
+            values = [
+                deviation(outcomes(mesh, each, STEPS, saves=path if each == 1 else None), each, 0, STEPS)
+                for each in WINDOWS
+            ]
+            values.append(deviation(outcomes(mesh, 1, STEPS, resume=own), 1, STEPS // 2, STEPS))
+            values.append(deviation(outcomes(MESHES[0], 1, STEPS, resume=path), 1, STEPS // 2, STEPS))
+            worst = max(worst, *values)
+            lines.append(f"| `{mesh}` | " + " | ".join(f"{value:.0e}" for value in values) + " |")
+            print(lines[-1], flush=True)
+    close_pools()
+    text = "\n".join(lines)
+    if chosen.write is not None:
+        before, _, rest = chosen.write.read_text().partition(_BEGIN)
+        chosen.write.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{rest.partition(_END)[2]}")
+    return 0 if worst <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    # Ranks find a function by the name of its module, which is not that of a program.
+    import mesh_table
+
+    sys.exit(mesh_table.main())
