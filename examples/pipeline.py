@@ -5,9 +5,10 @@
     python examples/pipeline.py --layers 8 --steps 1000
 
 The module is written for one device, as in ``gpt.py``. ``parallel={"pp": 2}`` divides its blocks over two ranks, and
-the micro-batches of an accumulation window pass through them one after another: while one rank computes the second half
-of the model on the first micro-batch, the other computes the first half on the second one. The more micro-batches in a
-window, the less do ranks wait for one another: with ``n`` of them on ``p`` ranks, ``(p - 1) / (n + p - 1)`` of the time.
+the micro-batches of an accumulation window pass through them one after another: while one rank computes the second
+half of the model on the first micro-batch, the other computes the first half on the second one. The more micro-batches
+in a window, the less do ranks wait for one another: ``(p - 1) / (n + p - 1)`` of the time for ``n`` of them on ``p``
+ranks.
 
 All sequences have the same length, cut from one long text: a pipeline exchanges hidden states of one shape.
 """

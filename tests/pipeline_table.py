@@ -242,7 +242,7 @@ def table(ranks: int, window: int) -> str:
     lines = [
         f"{ranks} ranks, windows of {window} micro-batches:",
         "",
-        "| schedule | messages a window, torch | phalanx | KiB, torch | phalanx | bubble by formula | torch | phalanx |",
+        "| schedule | messages a window: torch | phalanx | KiB: torch | phalanx | bubble: formula | torch | phalanx |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for schedule in SCHEDULES:

@@ -44,6 +44,9 @@ class JointStep(AutomaticStep):
         ConfigurationError: a hook must run around each backward pass.
     """
 
+    reruns = False
+    """Ranks see the losses of different micro-batches, and one step takes several of them."""
+
     def __init__(
         self,
         run: Run,

@@ -168,8 +168,8 @@ def _out_of_order(number: int, expected: int, count: int) -> LoopError:
     )
 
 
-def detached_leaf(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a leaf that requires a gradient where no parameter before it is trained."""
-    if tensor.requires_grad or not torch.is_grad_enabled():
-        return tensor
-    return tensor.detach().requires_grad_()
+def sendable(hidden: Tensor) -> Tensor:
+    """Return contiguous hidden states, which require a gradient also where no parameter before them is trained."""
+    if hidden.requires_grad or not torch.is_grad_enabled():
+        return hidden.contiguous()
+    return hidden.detach().contiguous().requires_grad_()

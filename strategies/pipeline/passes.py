@@ -17,7 +17,7 @@ from ...framework.parallel.window_passes import Window, WindowPasses
 from ...framework.parallel.zero_backward import tensors_in
 from .absent import Absent, no_value
 from .blocks import Stages
-from .calls import BlockCalls, PassEnded, StagePass, check_output, detached_leaf
+from .calls import BlockCalls, PassEnded, StagePass, check_output, sendable
 from .schedules import Place, build
 from .streams import SharedDraws
 
@@ -179,11 +179,9 @@ class PipelinePasses(WindowPasses):
 
         def receive(hidden: Tensor) -> Tensor:
             assert received is not None
-            return received
+            return cast(Tensor, _Contiguous.apply(received))  # type: ignore[no-untyped-call]
 
-        current = StagePass(
-            self._stages, {stage: receive}, lambda _, output: delivered.append(detached_leaf(output)), begin
-        )
+        current = StagePass(self._stages, {stage: receive}, lambda _, output: delivered.append(sendable(output)), begin)
         with self._draws.micro_batch(position, stage):
             _, output = self._calls.during(current, lambda: window.step(position))
             if stage == self._stages.count - 1:
@@ -219,6 +217,20 @@ class StageModule(nn.Module):
     def parameters(self, recurse: bool = True) -> Any:
         """Return the parameters that this rank holds, whose gradients a schedule may compute apart."""
         return iter(self._passes.parameters())
+
+
+class _Contiguous(torch.autograd.Function):
+    """Hidden states that were received, whose gradients are contiguous, as messages must be."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        """Return the hidden states."""
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Return the gradient in the layout of a message."""
+        return gradients[0].contiguous()
 
 
 class _NoLoss(torch.autograd.Function):
