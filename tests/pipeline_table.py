@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,17 +102,14 @@ class SecondWindow(LanguageModel):
 
     def __init__(self, blocks: int, window: int, stack: Any, seen: Observed) -> None:
         super().__init__(blocks)
-        self.start = lambda: stack.enter_context(observed(seen))
-        self.window = window
+        self.stack, self.seen, self.window = stack, seen, window
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.window:
-            self.start()
+            self.stack.enter_context(observed(self.seen))
 
 
 def by_strategy(schedule: str, blocks: int, window: int) -> Observed:
-    from contextlib import ExitStack
-
     seen = Observed()
     with ExitStack() as stack:
         module = SecondWindow(blocks, window, stack, seen)
@@ -131,14 +128,17 @@ class HandStage(nn.Module):
         super().__init__()
         size = len(model.blocks) // stages
         self.blocks = nn.Sequential(*list(model.blocks)[stage * size : (stage + 1) * size])
-        self.embed, self.positions = (model.embed, model.positions) if stage == 0 else (None, None)
-        self.norm, self.head = (model.norm, model.head) if stage == stages - 1 else (None, None)
+        is_first, is_last = stage == 0, stage == stages - 1
+        self.before = nn.ModuleList([model.embed, model.positions] if is_first else [])
+        self.after = nn.ModuleList([model.norm, model.head] if is_last else [])
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.embed is not None and self.positions is not None:
-            x = self.embed(x) + self.positions(torch.arange(LENGTH))
+        if len(self.before):
+            x = self.before[0](x) + self.before[1](torch.arange(LENGTH))
         x = self.blocks(x)
-        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+        for part in self.after:
+            x = part(x)
+        return x
 
 
 def loss_of(logits: Tensor, rows: Tensor) -> Tensor:

@@ -117,7 +117,9 @@ class JointStep(AutomaticStep):
 
         def step(position: int) -> Any:
             self.index = indices[position]
-            log.return_to_batch(batches[position])
+            # The batch was begun, and counted, before those that follow it.
+            log.drop_batch()
+            log.begin_batch(batches[position], self.strategy.part.share)
             return forward(batches[position], indices[position])
 
         def finish(position: int, output: Any) -> Tensor | None:

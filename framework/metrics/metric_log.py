@@ -92,10 +92,6 @@ class MetricLog:
         self.batch, self.items = batch, None if share == 1.0 else batch_items(batch) * share
         self.batches += 1
 
-    def return_to_batch(self, batch: Any) -> None:
-        """Weight the values of the following calls by a batch that was begun, and counted, before."""
-        self.batch, self.items = batch, None
-
     def drop_batch(self) -> None:
         """Do not count the batch: this rank need not log the names that others log with a loss."""
         self.batches -= 1

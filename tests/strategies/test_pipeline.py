@@ -220,7 +220,8 @@ class Masked(nn.Module):
 class OfMasks(TrainModule):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Masked() for _ in range(4)))
+        self.masked = [Masked() for _ in range(4)]
+        self.blocks = nn.Sequential(*self.masked)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.blocks(batch[0]).mean()  # type: ignore[no-any-return]
@@ -235,7 +236,7 @@ def masks() -> int:
     trainer_on(2, "1f1b", 2, max_steps=1, accumulate_grad_batches=2).fit(
         module, DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=4)
     )
-    mine = torch.stack([mask for block in module.blocks for mask in block.seen])
+    mine = torch.stack([mask for block in module.masked for mask in block.seen])
     gathered = [torch.empty_like(mine) for _ in range(2)]
     torch.distributed.all_gather(gathered, mine)
     return len(torch.cat(gathered).unique(dim=0))

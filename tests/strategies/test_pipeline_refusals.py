@@ -88,7 +88,7 @@ class Auxiliary(LanguageModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         first = hidden = self.blocks[0](self.embed(batch[0]))
-        for block in self.blocks[1:]:  # type: ignore[attr-defined]
+        for block in self.blocks[1:]:
             hidden = block(hidden)
         return hidden.mean() + first.square().mean()  # type: ignore[no-any-return]
 
