@@ -29,11 +29,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         normed = self.norm(x)
-        heads = [
+        query, key, value = (
             layer(normed).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
-        ]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
         narrowed: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm_mlp(x))))
         return x + narrowed
@@ -58,7 +58,7 @@ class LongModel(TrainModule):
         tokens, targets = batch
         return part(tokens), part(targets), part.positions(tokens)
 
-    def batch_weight(self, batch: Any) -> Tensor:
+    def batch_weight(self, batch: Any) -> int | Tensor:
         weight: Tensor = batch[1].ne(IGNORED).sum()
         return weight
 

@@ -30,8 +30,8 @@ def causal_part(model: Any, batch: Mapping[str, Any], part: SequencePart, ignore
     others = [name for name in batch if name not in _ENTRIES]
     if others or "labels" not in batch:
         raise DataError(
-            f"a batch with {', '.join(batch)}: TransformersModule cuts batches of {', '.join(_ENTRIES)}. Leave "
-            "the others out, or derive a class that overrides cut_sequences."
+            f"a batch with {', '.join(batch)}: TransformersModule cuts {', '.join(_ENTRIES)}, and needs labels. Leave "
+            "other entries out, or derive a class that overrides cut_sequences."
         )
     mask = batch.get("attention_mask")
     if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):

@@ -78,11 +78,15 @@ class HeadExchange:
         if key.shape[1] % self._size:
             # Fewer heads of keys than ranks: each query's head gets its own copy.
             key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
-        query, key, value = (_Exchange.apply(each, self._group, 1, 2) for each in (query, key, value))
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        whole = nn.functional.scaled_dot_product_attention(query, key, value, **options)
-        mixed: Tensor = _Exchange.apply(whole, self._group, 2, 1)
-        return mixed
+        query, key, value = (self._exchange(each, 1, 2) for each in (query, key, value))
+        whole = _ATTENTION(
+            query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return self._exchange(whole, 2, 1)
+
+    def _exchange(self, tensor: Tensor, split: int, join: int) -> Tensor:
+        exchanged: Tensor = _Exchange.apply(tensor, self._group, split, join)  # type: ignore[no-untyped-call]
+        return exchanged
 
 
 class _Exchange(torch.autograd.Function):
@@ -162,11 +166,12 @@ class RingAttention:
         check_mask(attn_mask)
         if key.shape[1] != query.shape[1]:
             key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        parts = [DTensor.from_local(each, self._mesh, [Shard(2)], run_check=False) for each in (query, key, value)]
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        mixed = nn.functional.scaled_dot_product_attention(*parts, **options)
+        query, key, value = (
+            DTensor.from_local(each, self._mesh, [Shard(2)], run_check=False) for each in (query, key, value)
+        )
+        mixed = _ATTENTION(query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
         assert isinstance(mixed, DTensor)
-        arrived: Tensor = _Arrived.apply(mixed.to_local())
+        arrived: Tensor = _Arrived.apply(mixed.to_local())  # type: ignore[no-untyped-call]
         return arrived
 
 

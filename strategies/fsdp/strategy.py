@@ -63,7 +63,7 @@ class FSDPStrategy(Strategy):
     """
 
     name = "fsdp"
-    axes = ("dp_replicate", "dp_shard", "cp", "tp")
+    axes: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
     rest = "dp_shard"
 
     def __init__(

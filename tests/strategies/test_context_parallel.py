@@ -74,14 +74,15 @@ class ByHandAttention(LongModel):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.forward = partial(attends_by_hand, block)  # type: ignore[method-assign]
+            block.forward = partial(attends_by_hand, block)
 
 
 def attends_by_hand(block: Any, x: Tensor) -> Tensor:
     normed = block.norm(x)
     scores = block.query(normed) @ block.key(normed).transpose(1, 2)
     mask = torch.full(scores.shape[-2:], float("-inf")).triu(1)
-    return x + block.project((scores + mask).softmax(-1) @ block.value(normed))
+    mixed: Tensor = x + block.project((scores + mask).softmax(-1) @ block.value(normed))
+    return mixed
 
 
 class OwnPositions(LongModel):
@@ -200,7 +201,7 @@ def attended(heads: int, keys: int) -> tuple[Tensor, Tensor]:
     """Return the largest differences of the output and of the gradients to those of full sequences."""
     torch.manual_seed(0)
     whole = [torch.randn(2, count, 8, 4, requires_grad=True) for count in (heads, keys, keys)]
-    attention = nn.functional.scaled_dot_product_attention
+    attention: Any = nn.functional.scaled_dot_product_attention
     expected = attention(*whole, is_causal=True, enable_gqa=True)
     expected.square().sum().backward()
     strategy = DDPStrategy().with_degrees(Degrees(cp=2))

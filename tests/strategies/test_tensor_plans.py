@@ -122,7 +122,7 @@ def test_each_rank_holds_its_part_of_the_layers_in_the_plan() -> None:
 def test_degrees_that_do_not_divide_a_model_are_refused_with_those_that_do(
     given: dict[str, int], degree: int, words: str
 ) -> None:
-    module = TransformersModule(model(config("llama", **given)))
+    module = TransformersModule(model(config("llama", False, **given)))
     trainer = silent_trainer(strategy="fsdp", devices=4, parallel={"tp": degree}, verbose=False)
     with pytest.raises(ConfigurationError) as caught:
         trainer.fit(module, DataLoader(rows(), batch_size=1))  # type: ignore[arg-type]

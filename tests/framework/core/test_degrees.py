@@ -72,7 +72,7 @@ def test_degrees_that_do_not_fit_are_refused_with_numbers_that_would(
     given: dict[str, int], ranks: int, words: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        resolve_degrees(given).lay_out(ranks)
+        resolve_degrees(given).lay_out(ranks, "dp_shard")
     assert words in str(caught.value)
 
 
