@@ -73,9 +73,9 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     if chosen is not None:
         return _checked(module, chosen)
     parents = {id(child): id(parent) for parent in module.modules() for child in parent.children()}
-    groups: dict[int, list[nn.Module]] = {}
+    groups: dict[tuple[int, type], list[nn.Module]] = {}
     for block in repeated_blocks(module):
-        groups.setdefault(parents[id(block)], []).append(block)
+        groups.setdefault((parents[id(block)], type(block)), []).append(block)
 
     def size(blocks: list[nn.Module]) -> int:
         return sum(parameter.numel() for block in blocks for parameter in block.parameters())
